@@ -1,0 +1,84 @@
+"""Every error the project raises on purpose. Each says what to do, and knows its HTTP status.
+
+DisaggError
+├── ModelError
+│   ├── ModelNotFound          404  no such name, alias or path
+│   ├── ModelUnsupported       422  an architecture or file the engines cannot run exactly
+│   └── ModelDamaged           500  files missing, cut short or not what the checksum says
+├── EngineError
+│   ├── EngineUnavailable      503  its package is missing, or a version nobody has proven
+│   └── EngineMismatch         500  the engine does not compute what the model says (RoPE)
+├── KVError
+│   ├── SliceRefused           400  a slice of the wrong shape, dtype, layer or place
+│   ├── FingerprintMismatch    409  two sides do not hold the same model
+│   └── KVMemoryFull           503  no room for the sequence's KV
+└── ContextTooLong             400  prompt plus answer exceed the context window
+"""
+
+
+class DisaggError(Exception):
+    """Base of the tree; `code` is the stable machine-readable name."""
+
+    status = 500
+
+    @property
+    def code(self) -> str:
+        name = type(self).__name__
+        return "".join("_" + c.lower() if c.isupper() and i else c.lower() for i, c in enumerate(name))
+
+
+class ModelError(DisaggError):
+    """Something about the model's name or files."""
+
+
+class ModelNotFound(ModelError):
+    status = 404
+
+
+class ModelUnsupported(ModelError):
+    status = 422
+
+
+class ModelDamaged(ModelError):
+    pass
+
+
+class EngineError(DisaggError):
+    """Something about the inference engine."""
+
+
+class EngineUnavailable(EngineError):
+    status = 503
+
+
+class EngineMismatch(EngineError):
+    pass
+
+
+class KVError(DisaggError):
+    """Something about the KV cache or its hand-off."""
+
+
+class SliceRefused(KVError):
+    status = 400
+
+
+class FingerprintMismatch(KVError):
+    status = 409
+
+
+class KVMemoryFull(KVError):
+    status = 503
+
+    @property
+    def code(self) -> str:
+        return "kv_memory_full"
+
+
+class ContextTooLong(DisaggError):
+    status = 400
+
+    def __init__(self, needed_tokens: int, window_tokens: int) -> None:
+        super().__init__(f"{needed_tokens} tokens do not fit the context window of {window_tokens} tokens")
+        self.needed_tokens = needed_tokens
+        self.window_tokens = window_tokens

@@ -1,0 +1,163 @@
+"""From a GGUF file to what transformers and mlx-lm load: names, basis, config, tokenizer."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from disaggregated_inference.errors import ModelUnsupported
+from disaggregated_inference.kv.dtype import Array
+from disaggregated_inference.kv.fingerprint import Weights
+from disaggregated_inference.models.gguf import GGUFFile
+from disaggregated_inference.models.safetensors import StoredTensor, weights_identity, write_tensors
+
+_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
+
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+_CONTROL_TOKEN = 3
+
+Progress = Callable[[str, float], None]
+
+
+def hugging_face_name(name: str) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+    stem, _, suffix = name.rpartition(".")
+    if stem.startswith("blk."):
+        _, layer, part = stem.split(".", 2)
+        return f"model.layers.{layer}.{_LAYER_NAMES.get(part, part)}.{suffix}"
+    return f"{_TOP_NAMES.get(stem, stem)}.{suffix}"
+
+
+def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
+    """A `config.json` that transformers, mlx-lm and ModelSpec all read alike."""
+    meta, kind = file.metadata, file.metadata.get("general.architecture", "unknown")
+    if kind not in _ARCHITECTURES:
+        raise ModelUnsupported(f"GGUF architecture {kind!r} is not supported: {', '.join(_ARCHITECTURES)} are")
+
+    def get(key: str, default: Any = None) -> Any:
+        return meta.get(f"{kind}.{key}", default)
+
+    heads = get("attention.head_count")
+    config: dict[str, Any] = {
+        "model_type": _ARCHITECTURES[kind],
+        "hidden_size": get("embedding_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "head_dim": get("attention.key_length", get("embedding_length") // heads),
+        "intermediate_size": get("feed_forward_length"),
+        "max_position_embeddings": get("context_length"),
+        "rms_norm_eps": round(get("attention.layer_norm_rms_epsilon"), 12),
+        "rope_theta": get("rope.freq_base", 10000.0),
+        "vocab_size": len(meta["tokenizer.ggml.tokens"]),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "hidden_act": "silu",
+        "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": meta.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
+    }
+    if get("attention.sliding_window"):
+        config["sliding_window"] = get("attention.sliding_window")
+    if scaling := get("rope.scaling.type"):
+        config["rope_scaling"] = {
+            "rope_type": scaling,
+            "factor": get("rope.scaling.factor"),
+            "original_max_position_embeddings": get("rope.scaling.original_context_length"),
+            "truncate": kind != "gpt-oss",  # GGUF has no key for it; GPT-OSS's checkpoint says false
+        }
+    return config
+
+
+def weights_of_gguf(file: GGUFFile) -> Weights:
+    """Identity under the Hugging Face names, so that a GGUF and a safetensors folder of one model agree on norms."""
+    norms = (
+        StoredTensor(hugging_face_name(name), "F32", tensor.shape, memoryview(file.load(name)).cast("B"))
+        for name, tensor in file.tensors.items()
+        if name.endswith("norm.weight")
+    )
+    layers = [name for name in file.tensors if name.startswith("blk.0.")]
+    return weights_identity(norms, "gguf:" + "+".join(sorted({file.type_name(name) for name in layers})))
+
+
+def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
+    """Byte-level BPE as SmolLM2 has it. The GGUF only names the pre-tokenizer; digits are split one by one."""
+    meta = file.metadata
+    if (meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre")) != ("gpt2", "smollm"):
+        raise ModelUnsupported(
+            f"{file.path}: cannot rebuild tokenizer {meta.get('tokenizer.ggml.pre')!r} from a GGUF; "
+            "use the model's safetensors folder, or put its tokenizer.json beside the file"
+        )
+    tokens: list[str] = meta["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in meta["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = meta["tokenizer.ggml.token_type"]
+    control = [t for t, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL_TOKEN]
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
+    return tokenizer
+
+
+def convert_gguf(file: GGUFFile, folder: Path, progress: Progress) -> None:
+    """Write a safetensors folder with the GGUF's dequantized weights in float32, the same for every engine."""
+    config = config_from_gguf(file)
+    if config["model_type"] != "llama":
+        raise ModelUnsupported(f"converting a {config['model_type']} GGUF to safetensors is not supported")
+    config |= {"architectures": ["LlamaForCausalLM"], "torch_dtype": "float32", "attention_bias": False}
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    sources = {hugging_face_name(name): name for name in file.tensors}
+    done = 0
+
+    def load(name: str) -> Array:
+        nonlocal done
+        done += 1
+        progress("converting", done / len(sources))
+        part = sources[name].split(".")[-2]
+        values = file.load(sources[name])
+        return _undo_permutation(values, heads[part]) if part in heads else values
+
+    shapes = {name: file.tensors[source].shape for name, source in sources.items()}
+    write_tensors(folder / "model.safetensors", shapes, load)
+    _write_json(folder / "config.json", config)
+    _write_tokenizer(file, folder)
+
+
+def _undo_permutation(weight: Array, heads: int) -> Array:
+    """llama.cpp interleaves the two halves of each rotated head; Hugging Face keeps them apart."""
+    rows, columns = weight.shape
+    return np.swapaxes(weight.reshape(heads, rows // heads // 2, 2, columns), 1, 2).reshape(rows, columns)
+
+
+def _write_tokenizer(file: GGUFFile, folder: Path) -> None:
+    tokenizer_from_gguf(file).save(str(folder / "tokenizer.json"))
+    meta = file.metadata
+    tokens = meta["tokenizer.ggml.tokens"]
+    ids = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token": "padding_token_id"}
+    settings: dict[str, Any] = {name: tokens[meta[f"tokenizer.ggml.{key}"]] for name, key in ids.items()}
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": meta["llama.context_length"]}
+    _write_json(folder / "tokenizer_config.json", settings)
+    (folder / "chat_template.jinja").write_text(meta["tokenizer.chat_template"], "utf-8")
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")

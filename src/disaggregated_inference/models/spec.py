@@ -1,0 +1,88 @@
+"""What a model is, read from its config alone: enough to size its cache, route to it and refuse it."""
+
+from typing import Any
+
+import msgspec
+
+from disaggregated_inference.errors import ModelUnsupported
+from disaggregated_inference.kv import Fingerprint, KVDType, KVLayout, LayerPlan
+from disaggregated_inference.kv.fingerprint import Weights
+from disaggregated_inference.models.rope import Rope, rope_from_config
+
+ARCHITECTURES = {
+    "llama": "SmolLM2, Llama 2 and 3",
+    "qwen3": "Qwen3 dense",
+    "qwen3_moe": "Qwen3 and Qwen3-Coder mixture of experts",
+    "gpt_oss": "GPT-OSS 20B and 120B",
+}
+
+
+class ModelSpec(msgspec.Struct, frozen=True):
+    """Architecture and the shape of its cache. The quantities a router or a memory budget asks for are methods."""
+
+    architecture: str
+    layout: KVLayout
+    context_window: int
+    vocabulary: int
+    eos_tokens: tuple[int, ...]
+    rope: Rope
+
+    def kv_token_bytes(self, dtype: KVDType) -> int:
+        return self.layout.token_bytes(dtype)
+
+    def kv_bytes(self, tokens: int, dtype: KVDType) -> int:
+        return self.layout.total_bytes(tokens, dtype)
+
+    def fingerprint(self, *, tokenizer: str, chat_template: str, weights: Weights) -> Fingerprint:
+        return Fingerprint(
+            architecture=self.architecture,
+            layout=self.layout,
+            rope_frequencies=self.rope.frequencies,
+            rope_scale=self.rope.scale,
+            vocabulary=self.vocabulary,
+            tokenizer=tokenizer,
+            chat_template=chat_template,
+            weights=weights,
+        )
+
+
+def spec_from_config(config: dict[str, Any]) -> ModelSpec:
+    """Read a Hugging Face `config.json`; refuse by name what the engines cannot hand over exactly."""
+    architecture = config.get("model_type", "unknown")
+    if architecture not in ARCHITECTURES:
+        known = "; ".join(f"{name} ({what})" for name, what in ARCHITECTURES.items())
+        raise ModelUnsupported(f"architecture {architecture!r} is not supported. Supported: {known}")
+    try:
+        return _read_spec(architecture, config)
+    except KeyError as missing:
+        raise ModelUnsupported(f"the config of this {architecture} model lacks {missing}") from missing
+
+
+def _read_spec(architecture: str, config: dict[str, Any]) -> ModelSpec:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    layout = KVLayout(
+        layers=_layer_plans(architecture, config),
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+    )
+    eos = config.get("eos_token_id")
+    return ModelSpec(
+        architecture=architecture,
+        layout=layout,
+        context_window=config["max_position_embeddings"],
+        vocabulary=config["vocab_size"],
+        eos_tokens=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        rope=rope_from_config(config, head_dim),
+    )
+
+
+def _layer_plans(architecture: str, config: dict[str, Any]) -> tuple[LayerPlan, ...]:
+    count = config["num_hidden_layers"]
+    if architecture != "gpt_oss":
+        if config.get("use_sliding_window"):
+            raise ModelUnsupported(f"{architecture} with use_sliding_window: MLX ignores it, so answers would differ")
+        return (LayerPlan(),) * count
+    kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * (count // 2)
+    sliding = LayerPlan(kind="sliding", window=config["sliding_window"])
+    return tuple(sliding if kind == "sliding_attention" else LayerPlan() for kind in kinds)

@@ -1,0 +1,207 @@
+"""From the name a person types to files on this machine.
+
+Looked for, in this order: the embedded model; a path; a name given with `disagg models add`; a well-known alias
+(`qwen3-coder:30b`); a folder under the store; the Hugging Face cache. Nothing is downloaded but the embedded model.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from disaggregated_inference.errors import ModelNotFound, ModelUnsupported
+from disaggregated_inference.kv import Fingerprint
+from disaggregated_inference.kv.fingerprint import Weights
+from disaggregated_inference.models import embedded
+from disaggregated_inference.models.convert import Progress, config_from_gguf, tokenizer_from_gguf, weights_of_gguf
+from disaggregated_inference.models.gguf import GGUFFile
+from disaggregated_inference.models.safetensors import read_tensors, weights_identity
+from disaggregated_inference.models.spec import ModelSpec, spec_from_config
+from disaggregated_inference.models.tokenizer import ModelTokenizer, read_json
+
+EMBEDDED = "smollm2:135m"
+
+# One short name, the repositories that hold that model: full precision first, then quantizations for MLX.
+ALIASES: dict[str, tuple[str, ...]] = {
+    "qwen3-coder:30b": (
+        "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+        "Qwen/Qwen3-Coder-30B-A3B-Instruct-FP8",
+        "mlx-community/Qwen3-Coder-30B-A3B-Instruct-8bit",
+        "mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit",
+    ),
+    "gpt-oss:120b": ("openai/gpt-oss-120b", "mlx-community/gpt-oss-120b-MXFP4-Q8"),
+    "gpt-oss:20b": ("openai/gpt-oss-20b", "mlx-community/gpt-oss-20b-MXFP4-Q8"),
+}
+SHORT_NAMES = {"smollm2": EMBEDDED, "qwen3-coder": "qwen3-coder:30b", "gpt-oss": "gpt-oss:120b"}
+
+
+class ModelFiles:
+    """A model found on this machine. What costs time to know is read when asked for."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name = name
+        self.path = path
+        self.kind: Literal["safetensors", "gguf"] = "gguf" if path.suffix == ".gguf" else "safetensors"
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        if self.kind == "gguf":
+            return config_from_gguf(self._gguf)
+        config = read_json(self.path / "config.json")
+        generation = read_json(self.path / "generation_config.json")
+        if "eos_token_id" in generation:
+            config["eos_token_id"] = generation["eos_token_id"]
+        return config
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        return spec_from_config(self.config)
+
+    @cached_property
+    def tokenizer(self) -> ModelTokenizer:
+        if self.kind == "safetensors":
+            return ModelTokenizer.from_folder(self.path)
+        if (self.path.parent / "tokenizer.json").is_file():
+            return ModelTokenizer.from_folder(self.path.parent)
+        meta = self._gguf.metadata
+        return ModelTokenizer(tokenizer_from_gguf(self._gguf), meta.get("tokenizer.chat_template", ""))
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        return self.spec.fingerprint(
+            tokenizer=self.tokenizer.identity,
+            chat_template=self.tokenizer.template_identity,
+            weights=weights_of_gguf(self._gguf) if self.kind == "gguf" else self._safetensors_identity(),
+        )
+
+    @cached_property
+    def _gguf(self) -> GGUFFile:
+        return GGUFFile(self.path)
+
+    def _safetensors_identity(self) -> Weights:
+        quantization = self.config.get("quantization") or self.config.get("quantization_config")
+        stored_as = json.dumps(quantization, sort_keys=True) if quantization else None
+        files = sorted(self.path.glob("*.safetensors"))
+        return weights_identity((tensor for path in files for tensor in read_tensors(path)), stored_as)
+
+
+class Listed(NamedTuple):
+    """One line of `disagg models`."""
+
+    name: str
+    path: Path | None
+    note: str
+
+
+class ModelStore:
+    """Resolves names. `home` is where the embedded model is made and `models.json` keeps the user's names."""
+
+    def __init__(self, home: Path | None = None) -> None:
+        self.home = home or default_home()
+        self.root = self.home / "models"
+
+    def resolve(self, name: str, progress: Progress = embedded.quiet) -> ModelFiles:
+        """Files for `name`, or an error that says what was looked for and how to get it."""
+        wanted = name.removeprefix("disaggregated:")
+        wanted = SHORT_NAMES.get(wanted.lower(), wanted)
+        if wanted.lower() == EMBEDDED:
+            return ModelFiles(EMBEDDED, embedded.ensure_folder(self.root, progress))
+        if path := self._local(wanted):
+            return ModelFiles(wanted, _require_model(path))
+        raise ModelNotFound(self._how_to_get(wanted))
+
+    def add(self, name: str, path: Path) -> ModelFiles:
+        """Give a folder or GGUF file a name of its own."""
+        found = ModelFiles(name, _require_model(path.expanduser().absolute()))
+        found.spec  # noqa: B018  an unsupported model is refused now, not when a node starts
+        self.root.mkdir(parents=True, exist_ok=True)
+        names = self.names | {name: str(found.path)}
+        partial = self._names_file.with_suffix(".partial")
+        partial.write_text(json.dumps(names, indent=2) + "\n")
+        partial.replace(self._names_file)
+        return found
+
+    def list(self) -> list[Listed]:
+        """The embedded model, what the user named, what the store and the Hugging Face cache hold, known aliases."""
+        whole = embedded.is_whole(self.root / "smollm2-135m")
+        rows = [Listed(EMBEDDED, self.root / "smollm2-135m" if whole else None, "embedded, fetched on first use")]
+        rows += [Listed(name, Path(path), "added") for name, path in sorted(self.names.items())]
+        rows += [Listed(name, self._local(name), "alias of " + repos[0]) for name, repos in ALIASES.items()]
+        return rows + [Listed(f"{org}/{name}", path, "found") for org, name, path in self._found()]
+
+    @property
+    def names(self) -> dict[str, str]:
+        return dict(read_json(self._names_file))
+
+    @property
+    def _names_file(self) -> Path:
+        return self.home / "models.json"
+
+    def _local(self, wanted: str) -> Path | None:
+        if wanted in self.names:
+            return Path(self.names[wanted])
+        if (path := Path(wanted).expanduser()).exists() and ("/" in wanted or path.suffix == ".gguf"):
+            return path.absolute()
+        for repository in ALIASES.get(wanted.lower(), (wanted,)):
+            if path := self._stored(repository) or _in_hugging_face_cache(repository):
+                return path
+        return None
+
+    def _stored(self, repository: str) -> Path | None:
+        for name in (repository, repository.rpartition("/")[2]):
+            if name and (self.root / name / "config.json").is_file():
+                return self.root / name
+        return None
+
+    def _found(self) -> Iterator[tuple[str, str, Path]]:
+        for folder in sorted(_hugging_face_cache().glob("models--*--*")):
+            _, org, name = folder.name.split("--", 2)
+            if path := _in_hugging_face_cache(f"{org}/{name}"):
+                yield org, name, path
+
+    def _how_to_get(self, wanted: str) -> str:
+        known = ", ".join([EMBEDDED, *ALIASES, *self.names])
+        if repositories := ALIASES.get(wanted.lower()):
+            return (
+                f"model {wanted!r} is not on this machine. Fetch it with `hf download {repositories[0]}`, "
+                f"or name a folder you have: `disagg models add {wanted} /path/to/folder`"
+            )
+        return (
+            f"no model {wanted!r}: not a path, not in {self.root}, not in the Hugging Face cache. "
+            f"Known names: {known}. Give a folder with config.json and *.safetensors, or a .gguf file"
+        )
+
+
+def default_home() -> Path:
+    if home := os.environ.get("DISAGG_HOME"):
+        return Path(home).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "disaggregated-inference"
+
+
+def _hugging_face_cache() -> Path:
+    if cache := os.environ.get("HF_HUB_CACHE"):
+        return Path(cache)
+    return Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
+
+
+def _in_hugging_face_cache(repository: str) -> Path | None:
+    folder = _hugging_face_cache() / ("models--" + repository.replace("/", "--"))
+    revision = folder / "refs" / "main"
+    if not revision.is_file():
+        return None
+    snapshot = folder / "snapshots" / revision.read_text().strip()
+    return snapshot if (snapshot / "config.json").is_file() else None
+
+
+def _require_model(path: Path) -> Path:
+    if path.is_file() and path.suffix == ".gguf":
+        return path
+    if not path.is_dir():
+        raise ModelNotFound(f"{path} is neither a model folder nor a .gguf file")
+    if not (path / "config.json").is_file():
+        raise ModelNotFound(f"{path} has no config.json: not a model folder")
+    if not any(path.glob("*.safetensors")):
+        raise ModelUnsupported(f"{path} has no *.safetensors files; convert the weights to safetensors")
+    return path

@@ -1,0 +1,134 @@
+"""Text to tokens and back with the Rust tokenizers alone: no torch, no transformers."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from disaggregated_inference.errors import ModelDamaged, ModelUnsupported
+
+Message = dict[str, Any]
+
+# What does not change which text an id stands for.
+_NOT_IDENTITY = ("truncation", "padding", "post_processor")
+
+
+class ModelTokenizer:
+    """A model's tokenizer and chat template."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: str = "", special: dict[str, str] | None = None) -> None:
+        self._tokenizer = tokenizer
+        self.chat_template = chat_template
+        self._special = special or {}
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "ModelTokenizer":
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelDamaged(f"{folder} has no tokenizer.json")
+        settings = read_json(folder / "tokenizer_config.json")
+        special = {name: _token_text(value) for name, value in settings.items() if name.endswith("_token") and value}
+        return cls(Tokenizer.from_file(str(path)), _read_template(folder, settings), special)
+
+    def encode(self, text: str) -> list[int]:
+        """Special tokens written out in the text are recognised, none are added."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        return self.encode(self.render_chat(messages))
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """The prompt the model was trained to answer."""
+        if not self.chat_template:
+            raise ModelUnsupported("this model has no chat template; send a plain prompt")
+        text: str = self._template.render(messages=list(messages), add_generation_prompt=True, **self._special)
+        return text
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+    def stream(self) -> "TextStream":
+        return TextStream(self._tokenizer)
+
+    @cached_property
+    def identity(self) -> str:
+        """A hash over what the ids mean, however the file was formatted."""
+        whole = json.loads(self._tokenizer.to_str())
+        kept = {key: value for key, value in whole.items() if key not in _NOT_IDENTITY}
+        return _hash(json.dumps(kept, sort_keys=True, ensure_ascii=False))
+
+    @property
+    def template_identity(self) -> str:
+        return _hash(self.chat_template.strip())
+
+    @cached_property
+    def _template(self) -> Any:
+        return _compile_template(self.chat_template)
+
+
+class TextStream:
+    """Token by token to text, never half a character."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def push(self, token: int) -> str:
+        return self._stream.step(self._tokenizer, token) or ""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or an empty one where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    except json.JSONDecodeError as error:
+        raise ModelDamaged(f"{path}: {error}") from error
+    return found
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _token_text(value: Any) -> str:
+    return value["content"] if isinstance(value, dict) else str(value)
+
+
+def _read_template(folder: Path, settings: dict[str, Any]) -> str:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text("utf-8")
+    template = settings.get("chat_template") or ""
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default", "")
+    return str(template)
+
+
+def _compile_template(source: str) -> Any:
+    """Templates come with the model, so they run in a sandbox; the names are the ones transformers provides."""
+    from datetime import datetime
+
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda fmt: datetime.now().strftime(fmt)
+    return environment.from_string(source)
