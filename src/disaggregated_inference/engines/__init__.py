@@ -1,0 +1,27 @@
+"""Engines by name. Their libraries are imported when an engine is loaded, never before."""
+
+import importlib
+import importlib.util
+from typing import Any
+
+from disaggregated_inference.engines.base import Engine, Logits, Sequence, Tokens, chunks
+from disaggregated_inference.errors import EngineUnavailable
+from disaggregated_inference.models import ModelFiles
+
+ENGINES = {"torch": ("torch", "transformers"), "mlx": ("mlx", "mlx_lm")}
+
+
+def load_engine(name: str, model: ModelFiles, **options: Any) -> Engine:
+    """Load `model` into the engine called `name`; `options` are the engine's own (device, dtype, ...)."""
+    if name not in ENGINES:
+        raise EngineUnavailable(f"no engine {name!r}; there are {', '.join(ENGINES)}")
+    if missing := [package for package in ENGINES[name] if importlib.util.find_spec(package) is None]:
+        raise EngineUnavailable(
+            f"engine {name!r} needs {', '.join(missing)}: pip install 'disaggregated-inference[{name}]'"
+        )
+    module = importlib.import_module(f"disaggregated_inference.engines.{name}")
+    engine: Engine = module.load(model, **options)
+    return engine
+
+
+__all__ = ["ENGINES", "Engine", "Logits", "Sequence", "Tokens", "chunks", "load_engine"]

@@ -1,0 +1,92 @@
+"""Attention over the arena: prefill chunks and batched decode, causal or windowed, with or without sinks.
+
+On CUDA in half precision everything runs in the flash kernel torch carries. It aligns causality to the last key, so a
+chunk behind a cached prefix needs no mask (a mask would leave the fast path: measured 12.4k instead of 20.0k tok/s at
+32k); it takes windows and grouped heads; and it returns the log-sum-exp, from which a sink follows exactly:
+softmax with a sink s is softmax without, times sigmoid(lse - s).
+"""
+
+import torch
+import torch.nn.functional as F
+
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype in _FLASH_DTYPES and torch.version.hip is None
+
+
+def attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """[n, heads, dim] queries, the last n of the T rows in [T, kv_heads, dim] keys; returns [n, heads, dim]."""
+    if has_flash(query.device, query.dtype):
+        return _flash_chunk(query, keys, values, scale, window, sinks)
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, keys, values))
+    if sinks is not None:
+        return _with_sinks(q, k, v, scale, window, sinks)
+    n, total = q.shape[2], k.shape[2]
+    whole = n == total and (not window or total <= window)
+    mask = None if whole or n == 1 else _causal_mask(n, total, window, q.device)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=whole and n > 1, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
+    )
+    return out[0].transpose(0, 1)
+
+
+def _causal_mask(n: int, total: int, window: int, device: torch.device) -> torch.Tensor:
+    """True where a query may look: [n, total], the queries being the last n positions."""
+    behind = torch.arange(total - n, total, device=device)[:, None] - torch.arange(total, device=device)[None]
+    return (behind >= 0) & (behind < window) if window else behind >= 0
+
+
+def _with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, sinks: torch.Tensor
+) -> torch.Tensor:
+    """The plain formula, for devices without the flash kernel."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = (q @ k.transpose(2, 3)) * scale
+    if q.shape[2] > 1:
+        allowed = _causal_mask(q.shape[2], k.shape[2], window, q.device)
+        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+    column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(1, -1, q.shape[2], 1)
+    weights = torch.softmax(torch.cat([scores, column], dim=-1).float(), dim=-1)[..., :-1].to(v.dtype)
+    return (weights @ v)[0].transpose(0, 1)
+
+
+def _flash_chunk(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    n, total = query.shape[0], keys.shape[0]
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query[None], keys[None], values[None], None, None, n, total, 0.0, True, False,
+        scale=scale, window_size_left=window - 1 if window else -1, window_size_right=0,
+    )  # fmt: skip
+    return _apply_sinks(out[0], lse[0], sinks)
+
+
+def flash_decode(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    query_starts: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """One query per sequence over its own rows of the arena. No shape depends on the lengths: it fits a CUDA graph."""
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query, keys, values, query_starts, starts, 1, keys.shape[0], 0.0, False, False,
+        scale=scale, seqused_k=lengths,
+    )  # fmt: skip
+    return _apply_sinks(out, lse, sinks)
+
+
+def _apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """`out` is [n, heads, dim], `lse` [heads, n]."""
+    if sinks is None:
+        return out
+    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+    return (out * share.transpose(0, 1).unsqueeze(-1)).to(out.dtype)

@@ -1,0 +1,187 @@
+"""One forward pass through transformers, seen from the cache: what each layer writes, reads and hands out.
+
+A pass stands where transformers expects its cache. The model calls `update` with a layer's fresh K and V, then our
+attention function, which asks the same pass to `attend`.
+"""
+
+from collections.abc import Sequence as Items
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from disaggregated_inference.engines.base import Emit, Sequence
+from disaggregated_inference.engines.torch.arena import Arena, host_array
+from disaggregated_inference.engines.torch.attention import attend, flash_decode, has_flash
+from disaggregated_inference.kv import KVSlice
+
+ATTENTION_NAME = "disagg_arena"
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    scaling: float,
+    arena_pass: "PrefillPass | DecodePass",
+    s_aux: torch.Tensor | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    return arena_pass.attend(module.layer_idx, query, key, value, scaling, s_aux), None
+
+
+# A name transformers knows no mask for: it then makes none, and we need none.
+AttentionInterface.register(ATTENTION_NAME, _attention)
+
+
+class PrefillPass:
+    """A chunk of one sequence. Queries are the last n of the rows that `update` returns."""
+
+    def __init__(self, arena: Arena, sequence: Sequence, tokens: int, emit: Emit | None, host: "HostCopies") -> None:
+        self.arena, self.starts = arena, sequence.state
+        self.begin, self.tokens, self.emit, self.host = sequence.length, tokens, emit, host
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Pair:
+        rows = (key[0].transpose(0, 1), value[0].transpose(0, 1))
+        window = self.arena.layout.layers[layer].window
+        return self._sliding(layer, window, rows) if window else self._full(layer, rows)
+
+    def _full(self, layer: int, rows: Pair) -> Pair:
+        first = self.starts[0]
+        at = first + self.begin
+        stop = at + self.tokens
+        keys, values = self.arena.keys[layer], self.arena.values[layer]
+        keys[at:stop], values[at:stop] = rows
+        self._hand_out(layer, self.begin, keys[at:stop], values[at:stop])
+        return keys[first:stop], values[first:stop]
+
+    def _sliding(self, layer: int, window: int, rows: Pair) -> Pair:
+        stop = self.begin + self.tokens
+        kept = max(self.begin, stop - window)
+        before = self.arena.ring_rows(self.starts[window], window, max(0, self.begin - window + 1), self.begin)
+        after = self.arena.ring_rows(self.starts[window], window, kept, stop)
+        seen = []
+        fresh = []
+        for ring, new in zip((self.arena.keys[layer], self.arena.values[layer]), rows, strict=True):
+            seen.append(torch.cat([ring[before], new]))
+            fresh.append(new[kept - self.begin :].contiguous())
+            ring[after] = fresh[-1]
+        self._hand_out(layer, kept, *fresh)
+        return seen[0], seen[1]
+
+    def _hand_out(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if self.emit:
+            self.emit(self.host.slice(layer, start, keys, values))
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        window = self.arena.layout.layers[layer].window
+        return attend(query[0].transpose(0, 1), key, value, scale, window, sinks).unsqueeze(0)
+
+
+class HostCopies:
+    """Turns rows on the device into slices in host memory without holding up the model.
+
+    On the CPU the rows are in host memory already: the slice is a view, valid until the sequence is closed. On CUDA a
+    side stream copies them into pinned memory behind an event, and the slice waits for that copy when it is read.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self.dtype = arena.dtype
+        self.stream = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None
+
+    def slice(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> KVSlice:
+        if self.stream is None:
+            return KVSlice(layer, start, self.dtype, host_array(keys, self.dtype), host_array(values, self.dtype))
+        self.stream.wait_stream(torch.cuda.current_stream(keys.device))
+        copies = torch.empty((2, *keys.shape), dtype=keys.dtype, pin_memory=True)
+        with torch.cuda.stream(self.stream):
+            for copy, rows in zip(copies, (keys, values), strict=True):
+                copy.copy_(rows, non_blocking=True)
+                rows.record_stream(self.stream)
+            done = self.stream.record_event()
+        array = host_array(copies, self.dtype)
+        return KVSlice(layer, start, self.dtype, array[0], array[1], done.synchronize)
+
+
+class Places:
+    """For each window of the model: where a batch writes its next row, where its rows begin, how many there are."""
+
+    def __init__(self, arena: Arena, capacity: int) -> None:
+        self.arena = arena
+        self.windows = sorted({plan.window for plan in arena.layout.layers})
+        self.host = torch.zeros((3 * len(self.windows) + 1, capacity + 1), dtype=torch.int32)
+        if arena.device.type == "cuda":
+            self.host = self.host.pin_memory()
+        self.table = self.host.to(arena.device)
+
+    def load(self, sequences: Items[Sequence]) -> None:
+        """Point at the sequences' rows; places beyond them point at the padding region."""
+        table = self.host.numpy()
+        table[-1] = 0
+        table[-1, : len(sequences)] = [s.length for s in sequences]
+        for index, window in enumerate(self.windows):
+            write, begin, count = table[3 * index : 3 * index + 3]
+            write[:] = begin[:] = self.arena.padding[window]
+            count[:] = 1
+            for at, sequence in enumerate(sequences):
+                begin[at] = sequence.state[window]
+                write[at] = begin[at] + (sequence.length % window if window else sequence.length)
+                count[at] = min(sequence.length + 1, window or sequence.length + 1)
+        self.table.copy_(self.host, non_blocking=True)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return self.table[-1]
+
+    def rows(self, window: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        at = 3 * self.windows.index(window)
+        return self.table[at], self.table[at + 1], self.table[at + 2]
+
+
+class DecodePass:
+    """One new token for each of `size` sequences."""
+
+    def __init__(self, arena: Arena, places: Places, size: int) -> None:
+        self.arena, self.places, self.size = arena, places, size
+        self.query_starts = torch.arange(size + 1, dtype=torch.int32, device=arena.device)
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Pair:
+        keys, values = self.arena.keys[layer], self.arena.values[layer]
+        write, _, _ = self.places.rows(self.arena.layout.layers[layer].window)
+        at = write[: self.size].long()
+        keys.index_copy_(0, at, key[:, :, 0])
+        values.index_copy_(0, at, value[:, :, 0])
+        return keys, values
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        _, begin, count = self.places.rows(self.arena.layout.layers[layer].window)
+        if has_flash(query.device, query.dtype):
+            rows = query[:, :, 0]
+            out = flash_decode(
+                rows, key, value, begin[: self.size + 1], count[: self.size], self.query_starts, scale, sinks
+            )
+            return out.unsqueeze(1)
+        spans = zip(query, begin.tolist(), count.tolist(), strict=False)
+        return torch.stack(
+            [attend(q.transpose(0, 1), key[b : b + n], value[b : b + n], scale, 0, sinks) for q, b, n in spans]
+        )
