@@ -171,6 +171,11 @@ class Engine(ABC):
             raise SliceRefused(f"layer {piece.layer}: slice starts at {piece.start}, {held} tokens are held")
 
 
+def token_list(tokens: Items[int] | Tokens) -> list[int]:
+    """Tokens on the host, wherever they were: those of another engine may be fed to this one."""
+    return list(tokens) if isinstance(tokens, Items) else tokens.tolist()
+
+
 def chunks(tokens: Items[int], size: int) -> Iterable[Items[int]]:
     """A prompt cut into chunks of `size` tokens, the last one shorter."""
     return (tokens[at : at + size] for at in range(0, len(tokens), size))

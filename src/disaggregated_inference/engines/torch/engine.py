@@ -1,6 +1,5 @@
 """The torch engine: transformers models on CUDA or CPU, with the KV in an arena of our own."""
 
-import os
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from typing import Any
@@ -9,8 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
-from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, Tokens
+from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, Tokens, token_list
 from disaggregated_inference.engines.torch.arena import TORCH_DTYPES, Arena, Starts, host_array, host_tensor
 from disaggregated_inference.engines.torch.graphs import DecodeGraphs
 from disaggregated_inference.engines.torch.passes import (
@@ -21,9 +21,8 @@ from disaggregated_inference.engines.torch.passes import (
     PrefillPass,
 )
 from disaggregated_inference.errors import EngineMismatch, EngineUnavailable
-from disaggregated_inference.kv import KVDType, KVSlice, as_dtype
+from disaggregated_inference.kv import Fingerprint, KVDType, KVSlice, as_dtype
 from disaggregated_inference.models import ModelFiles, ModelSpec
-from disaggregated_inference.kv import Fingerprint
 
 _CPU_KV_BYTES = 4 << 30  # address space, not memory: pages are touched as sequences fill them
 _CUDA_KV_SHARE = 0.5
@@ -86,7 +85,7 @@ class TorchEngine(Engine):
     def _step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits:
         size = len(sequences)
         self.counters.step_tokens += size
-        ids = tokens.tensor if isinstance(tokens, TorchTokens) else torch.tensor(tokens)
+        ids = tokens.tensor if isinstance(tokens, TorchTokens) else torch.tensor(token_list(tokens))
         self._places.load(sequences)
         if self._graphs:
             return TorchLogits(self._graphs.run(ids, size))
@@ -159,7 +158,7 @@ def load(
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise EngineUnavailable("this torch sees no CUDA device; use device 'cpu' or install a CUDA build of torch")
     spec = model.spec  # refuses what we cannot run before any weight is read
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    disable_progress_bar()
     loaded = AutoModelForCausalLM.from_pretrained(
         model.path,
         dtype=TORCH_DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")],

@@ -1,0 +1,124 @@
+"""Portable slices into mlx-lm's caches and out of them, by attribute: their `state` format changes between releases.
+
+MLX keeps [1, kv_heads, tokens, head_dim]. A full layer's buffer is allocated once for the sequence's whole capacity and
+slices are written straight into its memory through numpy, on Apple's unified memory as on Linux: no staging copy, no
+kernel, nothing on the GPU's queue. A sliding layer is at most a window and is put together in numpy, oldest row first.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from disaggregated_inference.kv import KVDType, KVLayout, KVSlice, LayerPlan, as_dtype
+from disaggregated_inference.kv.dtype import Array
+
+
+def to_numpy(array: mx.array, dtype: KVDType) -> Array:
+    """A view of an evaluated array's memory; bfloat16 as its bits."""
+    if dtype == "bfloat16":
+        array = array.view(mx.uint16)
+        mx.eval(array)
+    return np.asarray(memoryview(array))
+
+
+def from_numpy(values: Array, dtype: KVDType) -> mx.array:
+    array = mx.array(values)
+    return array.view(mx.bfloat16) if dtype == "bfloat16" else array
+
+
+class FullLayer:
+    """Writes into a `KVCache`. While slices arrive, `_views` alias its buffers; they end before the model uses them."""
+
+    def __init__(self, layout: KVLayout, dtype: KVDType, mlx_dtype: Any, capacity: int) -> None:
+        self.cache = KVCache()
+        self._shape = (1, layout.kv_heads, capacity, layout.head_dim)
+        self._dtype, self._mlx_dtype = dtype, mlx_dtype
+        self._views: tuple[Array, Array] | None = None
+
+    def reserve(self) -> None:
+        """The whole buffer now: it never grows, and never has to be copied to grow."""
+        if self.cache.keys is None:
+            self.cache.keys = mx.zeros(self._shape, self._mlx_dtype)
+            self.cache.values = mx.zeros(self._shape, self._mlx_dtype)
+
+    def place(self, piece: KVSlice) -> None:
+        if self._views is None:
+            self.reserve()
+            mx.eval(self.cache.keys, self.cache.values)
+            self._views = (to_numpy(self.cache.keys, self._dtype), to_numpy(self.cache.values, self._dtype))
+        for view, rows in zip(self._views, (piece.keys, piece.values), strict=True):
+            view[0, :, piece.start : piece.stop] = as_dtype(rows, piece.dtype, self._dtype).swapaxes(0, 1)
+
+    def commit(self, length: int) -> None:
+        self._views = None
+        self.cache.offset = length
+
+    def rows(self, start: int, stop: int) -> tuple[mx.array, mx.array]:
+        return self.cache.keys[0, :, start:stop], self.cache.values[0, :, start:stop]
+
+
+class SlidingLayer:
+    """Writes into a `RotatingKVCache`: oldest row first, `_idx` at the end, `offset` absolute."""
+
+    def __init__(self, plan: LayerPlan, dtype: KVDType) -> None:
+        self.cache = RotatingKVCache(max_size=plan.window)
+        self._window, self._dtype = plan.window, dtype
+        self._staged: list[tuple[Array, Array]] = []
+
+    def reserve(self) -> None:
+        """A ring grows to its window by itself."""
+
+    def place(self, piece: KVSlice) -> None:
+        keys, values = (as_dtype(rows, piece.dtype, self._dtype) for rows in (piece.keys, piece.values))
+        if piece.tokens == self._window:
+            self._staged.clear()
+        self._staged.append((keys.swapaxes(0, 1).copy(), values.swapaxes(0, 1).copy()))
+        if len(self._staged) > 2 * self._window:  # one-token chunks must not pile up
+            self._staged = [self._joined()]
+
+    def commit(self, length: int) -> None:
+        if not self._staged:
+            return
+        keys, values = self._joined()
+        if keys.shape[1] < self._window and self.cache.keys is not None:
+            held = self.rows(0, self.cache.offset)
+            keys, values = (
+                np.concatenate([to_numpy(_evaluated(old), self._dtype), new], axis=1)[:, -self._window :]
+                for old, new in zip(held, (keys, values), strict=True)
+            )
+        self.cache.keys, self.cache.values = (from_numpy(rows[None], self._dtype) for rows in (keys, values))
+        self.cache.offset, self.cache._idx = length, keys.shape[1]
+        self._staged.clear()
+
+    def _joined(self) -> tuple[Array, Array]:
+        keys, values = zip(*self._staged, strict=True)
+        return tuple(np.concatenate(rows, axis=1)[:, -self._window :] for rows in (keys, values))  # type: ignore[return-value]
+
+    def rows(self, start: int, stop: int) -> tuple[mx.array, mx.array]:
+        """The newest rows up to `stop`, which is where the ring ends."""
+        count = min(stop - start, self._window)
+        ordered = (self.cache._temporal_order(array) for array in (self.cache.keys, self.cache.values))
+        keys, values = (rows[0, :, max(0, rows.shape[2] - count) :] for rows in ordered)
+        return keys, values
+
+
+def _evaluated(array: mx.array) -> mx.array:
+    array = mx.contiguous(array)
+    mx.eval(array)
+    return array
+
+
+def token_major(rows: mx.array) -> mx.array:
+    """[kv_heads, tokens, head_dim] to the portable [tokens, kv_heads, head_dim], contiguous."""
+    return mx.contiguous(rows.swapaxes(0, 1))
+
+
+def make_layers(layout: KVLayout, dtype: KVDType, mlx_dtype: Any, capacity: int) -> "list[FullLayer | SlidingLayer]":
+    return [
+        SlidingLayer(plan, dtype) if plan.window else FullLayer(layout, dtype, mlx_dtype, capacity)
+        for plan in layout.layers
+    ]
+
+

@@ -1,0 +1,158 @@
+"""The MLX engine: mlx-lm models on Metal, or on the CPU under Linux."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, Tokens, token_list
+from disaggregated_inference.engines.mlx.batch import Batch
+from disaggregated_inference.engines.mlx.caches import make_layers, to_numpy, token_major
+from disaggregated_inference.engines.mlx.loading import MLX_DTYPES, activation_dtype, load_weights
+from disaggregated_inference.engines.mlx.rope import ensure_exact
+from disaggregated_inference.errors import EngineUnavailable
+from disaggregated_inference.kv import Fingerprint, KVDType, KVSlice
+from disaggregated_inference.models import ModelFiles, ModelSpec
+
+log = logging.getLogger(__name__)
+
+
+class MlxTokens:
+    def __init__(self, array: mx.array) -> None:
+        self.array = array
+
+    def tolist(self) -> list[int]:
+        tokens: list[int] = self.array.tolist()
+        return tokens
+
+
+class MlxLogits:
+    """Scheduled, not awaited: the device computes while the caller prepares the next step."""
+
+    def __init__(self, array: mx.array) -> None:
+        self.array = array
+
+    def greedy(self) -> MlxTokens:
+        tokens = mx.argmax(self.array, axis=-1)
+        mx.async_eval(tokens)
+        return MlxTokens(tokens)
+
+    def numpy(self) -> NDArray[np.float32]:
+        return np.array(self.array.astype(mx.float32))
+
+
+class _Tap:
+    """Stands before a layer's cache during prefill and keeps the fresh K and V, scheduled for evaluation at once."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        self.fresh: tuple[mx.array, mx.array] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.fresh = (token_major(keys[0]), token_major(values[0]))
+        fetched: tuple[mx.array, mx.array] = self._cache.update_and_fetch(keys, values)
+        mx.async_eval(*self.fresh)
+        return fetched
+
+
+class MlxEngine(Engine):
+    """See `engines.base.Engine` for the contract."""
+
+    name = "mlx"
+
+    def __init__(self, model: Any, spec: ModelSpec, fingerprint: Fingerprint) -> None:
+        super().__init__(spec, fingerprint, activation_dtype(model))
+        self.model = model
+        self._batch = Batch()
+
+    def _open(self, capacity: int) -> Any:
+        return make_layers(self.spec.layout, self.dtype, MLX_DTYPES[self.dtype], capacity)
+
+    def _close(self, sequence: Sequence) -> None:
+        self._batch.drop(sequence)
+        sequence.state = None
+
+    def _prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None) -> Logits:
+        self._batch.take_back(sequence)
+        self.counters.prompt_tokens += len(tokens)
+        for layer in sequence.state:
+            layer.reserve()
+        caches = [layer.cache for layer in sequence.state]
+        taps = [_Tap(cache) for cache in caches] if emit else caches
+        hidden = self.model.model(mx.array(tokens)[None], cache=taps)
+        logits = self._head(hidden[:, -1])
+        mx.async_eval(logits)
+        if emit:
+            self._hand_out(sequence.length, len(tokens), taps, emit)
+        mx.eval(logits, [array for cache in caches for array in (cache.keys, cache.values)])
+        return MlxLogits(logits)
+
+    def _hand_out(self, start: int, count: int, taps: list[_Tap], emit: Emit) -> None:
+        """Layer by layer: each is awaited alone, while the device works on the ones behind it."""
+        for index, (tap, plan) in enumerate(zip(taps, self.spec.layout.layers, strict=True)):
+            first = plan.first_row(start, start + count)
+            assert tap.fresh is not None
+            mx.eval(*tap.fresh)
+            keys, values = (to_numpy(rows, self.dtype)[first - start :] for rows in tap.fresh)
+            tap.fresh = None
+            emit(KVSlice(index, first, self.dtype, keys, values))
+
+    def _step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits:
+        self.counters.step_tokens += len(sequences)
+        caches = self._batch.caches_of(sequences)
+        inputs = tokens.array if isinstance(tokens, MlxTokens) else mx.array(token_list(tokens))
+        hidden = self.model.model(inputs[:, None], cache=caches)
+        logits = self._head(hidden[:, -1])
+        mx.async_eval(logits)
+        return MlxLogits(logits)
+
+    def _head(self, hidden: mx.array) -> mx.array:
+        if getattr(self.model.args, "tie_word_embeddings", False):
+            return self.model.model.embed_tokens.as_linear(hidden)
+        return self.model.lm_head(hidden)
+
+    def _place(self, sequence: Sequence, piece: KVSlice) -> None:
+        self._batch.take_back(sequence)
+        sequence.state[piece.layer].place(piece)
+
+    def _commit(self, sequence: Sequence, length: int) -> None:
+        for layer in sequence.state:
+            layer.commit(length)
+
+    def export(self, sequence: Sequence, start: int = 0) -> Iterator[KVSlice]:
+        self._batch.take_back(sequence)
+        for index, (layer, plan) in enumerate(zip(sequence.state, self.spec.layout.layers, strict=True)):
+            first = plan.first_row(start, sequence.length)
+            rows = [token_major(array) for array in layer.rows(first, sequence.length)]
+            mx.eval(rows)
+            keys, values = (to_numpy(array, self.dtype) for array in rows)
+            yield KVSlice(index, first, self.dtype, keys, values)
+
+
+def load(model: ModelFiles, *, dtype: KVDType | None = None, blas: str | None = None) -> MlxEngine:
+    """Load a safetensors folder. On Metal in the dtype it was saved in, on Linux in float32."""
+    if model.kind != "safetensors":
+        raise EngineUnavailable(f"the mlx engine reads safetensors folders, not {model.path.name}")
+    spec = model.spec
+    if blas is None:
+        log.warning("no BLAS found for MLX: prompts will be read 60 times slower. Install libopenblas0-pthread")
+    loaded = load_weights(model, dtype or _default_dtype(model))
+    if repaired := ensure_exact(loaded, spec.rope):
+        log.info("installed the model's own RoPE frequencies in %d layers", repaired)
+    return MlxEngine(loaded, spec, model.fingerprint)
+
+
+def _default_dtype(model: ModelFiles) -> KVDType:
+    """MLX has no fast half precision on the CPU, and not even correct mixtures of experts."""
+    if sys.platform == "linux":
+        return "float32"
+    saved = str(model.config.get("torch_dtype") or model.config.get("dtype") or "bfloat16")
+    return next((name for name in MLX_DTYPES if name == saved), "bfloat16")

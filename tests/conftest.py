@@ -1,0 +1,45 @@
+"""Models are saved once and engines loaded once per run: the suite asks for them by name."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from disaggregated_inference.engines import Engine, load_engine
+from disaggregated_inference.models import ModelFiles, ModelStore
+
+ENGINE_OPTIONS = {"torch": {"device": "cpu", "dtype": "float32", "threads": 2}, "mlx": {"dtype": "float32"}}
+
+LoadTiny = Callable[[str, str], Engine]
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of the tiny model of an architecture."""
+    from tests.tiny import save_tiny
+
+    root = tmp_path_factory.mktemp("tiny")
+    return lru_cache(lambda architecture: save_tiny(architecture, root / architecture))
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tiny_folder: Callable[[str], Path]) -> LoadTiny:
+    """The tiny model of an architecture in an engine, float32."""
+
+    @lru_cache
+    def load(name: str, architecture: str) -> Engine:
+        model = ModelFiles(f"tiny-{architecture}", tiny_folder(architecture))
+        return load_engine(name, model, **ENGINE_OPTIONS[name])
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> ModelFiles:
+    return ModelStore().resolve("smollm2")
+
+
+@pytest.fixture(scope="session")
+def smollm2_engine(smollm2: ModelFiles) -> Callable[[str], Engine]:
+    return lru_cache(lambda name: load_engine(name, smollm2, **ENGINE_OPTIONS[name]))

@@ -1,0 +1,53 @@
+"""What the contract tests do with engines: read a prompt here, write the answer there."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from disaggregated_inference.engines import Engine, Logits, Sequence, chunks
+from disaggregated_inference.kv import KVSlice
+
+
+def prompt_of(length: int, vocabulary: int = 512, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, length]).integers(2, vocabulary, length).tolist()
+
+
+def read_prompt(engine: Engine, prompt: list[int], chunk: int, answer: int = 64) -> tuple[list[KVSlice], Logits]:
+    """Prefill and close: slices are copied, as a wire would."""
+    sequence = engine.open(len(prompt) + answer)
+    slices: list[KVSlice] = []
+    logits: Logits | None = None
+    for part in chunks(prompt, chunk):
+        logits = engine.prefill(sequence, part, lambda piece: slices.append(copied(piece)))
+    engine.close(sequence)
+    assert logits is not None
+    return slices, logits
+
+
+def copied(piece: KVSlice) -> KVSlice:
+    piece.wait()
+    return replace(piece, keys=piece.keys.copy(), values=piece.values.copy())
+
+
+def receive(engine: Engine, slices: list[KVSlice], length: int, answer: int = 64) -> Sequence:
+    """A sequence filled with someone else's cache."""
+    sequence = engine.open(length + answer)
+    for piece in slices:
+        engine.place(sequence, piece)
+    engine.commit(sequence, length)
+    return sequence
+
+
+def write_answer(engine: Engine, sequence: Sequence, logits: Logits, count: int) -> list[int]:
+    """Greedy tokens; the first comes from the logits that travelled with the cache."""
+    tokens = logits.greedy().tolist()
+    while len(tokens) < count:
+        tokens += engine.step([sequence], tokens[-1:]).greedy().tolist()
+    engine.close(sequence)
+    return tokens
+
+
+def alone(engine: Engine, prompt: list[int], count: int) -> list[int]:
+    """The single-engine answer: the oracle."""
+    sequence = engine.open(len(prompt) + count)
+    return write_answer(engine, sequence, engine.prefill(sequence, prompt), count)
