@@ -1,5 +1,6 @@
 """Models are saved once and engines loaded once per run: the suite asks for them by name."""
 
+import os
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -8,6 +9,9 @@ import pytest
 
 from disaggregated_inference.engines import Engine, load_engine
 from disaggregated_inference.models import ModelFiles, ModelStore
+
+# Some virtual machines announce AMX and then trap on it; torch's bfloat16 on the CPU would take the process down.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 
 ENGINE_OPTIONS = {"torch": {"device": "cpu", "dtype": "float32", "threads": 2}, "mlx": {"dtype": "float32"}}
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from disaggregated_inference.engines import Engine, Logits, Sequence, chunks
 from disaggregated_inference.kv import KVSlice
@@ -51,3 +52,12 @@ def alone(engine: Engine, prompt: list[int], count: int) -> list[int]:
     """The single-engine answer: the oracle."""
     sequence = engine.open(len(prompt) + count)
     return write_answer(engine, sequence, engine.prefill(sequence, prompt), count)
+
+
+def forced_logits(engine: Engine, prompt: list[int], answer: list[int]) -> NDArray[np.float32]:
+    """Logits at the end of the prompt and after each token of a given answer."""
+    sequence = engine.open(len(prompt) + len(answer))
+    rows = [engine.prefill(sequence, prompt).numpy()]
+    rows += [engine.step([sequence], [token]).numpy() for token in answer]
+    engine.close(sequence)
+    return np.concatenate(rows)

@@ -65,9 +65,13 @@ def config_of(architecture: str) -> PretrainedConfig:
     )
 
 
-def save_tiny(architecture: str, folder: Path, seed: int = 0) -> Path:
+# Seeds for which no prompt of the suite brings a router or an argmax near a tie (tests/test_contract.py checks it).
+_SEEDS = {"llama": 0, "qwen3": 0, "qwen3_moe": 0, "gpt_oss": 1}
+
+
+def save_tiny(architecture: str, folder: Path, seed: int | None = None) -> Path:
     """Weights drawn so that attention matters and logits spread wide: a wrong cache changes the argmax."""
-    torch.manual_seed(seed)
+    torch.manual_seed(_SEEDS[architecture] if seed is None else seed)
     config = config_of(architecture)
     config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
