@@ -13,7 +13,10 @@ from disaggregated_inference.models import ModelFiles, ModelStore
 # Some virtual machines announce AMX and then trap on it; torch's bfloat16 on the CPU would take the process down.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 
-ENGINE_OPTIONS = {"torch": {"device": "cpu", "dtype": "float32", "threads": 2}, "mlx": {"dtype": "float32"}}
+# On a CUDA machine without MLX: DISAGG_TEST_ENGINES=torch DISAGG_TEST_DEVICE=cuda pytest
+_DEVICE = os.environ.get("DISAGG_TEST_DEVICE", "cpu")
+_OPTIONS = {"torch": {"device": _DEVICE, "dtype": "float32", "threads": 2}, "mlx": {"dtype": "float32"}}
+ENGINE_OPTIONS = {name: _OPTIONS[name] for name in os.environ.get("DISAGG_TEST_ENGINES", "torch,mlx").split(",")}
 
 LoadTiny = Callable[[str, str], Engine]
 

@@ -15,6 +15,9 @@ from disaggregated_inference.kv import KVDType, KVLayout, KVSlice, LayerPlan, as
 from disaggregated_inference.kv.dtype import Array
 
 
+MLX_DTYPES: dict[KVDType, Any] = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+
+
 def to_numpy(array: mx.array, dtype: KVDType) -> Array:
     """A view of an evaluated array's memory; bfloat16 as its bits."""
     if dtype == "bfloat16":
@@ -31,22 +34,16 @@ def from_numpy(values: Array, dtype: KVDType) -> mx.array:
 class FullLayer:
     """Writes into a `KVCache`. While slices arrive, `_views` alias its buffers; they end before the model uses them."""
 
-    def __init__(self, layout: KVLayout, dtype: KVDType, mlx_dtype: Any, capacity: int) -> None:
+    def __init__(self, layout: KVLayout, dtype: KVDType, capacity: int) -> None:
+        """The whole buffer at once: it never grows, and never has to be copied to grow."""
         self.cache = KVCache()
-        self._shape = (1, layout.kv_heads, capacity, layout.head_dim)
-        self._dtype, self._mlx_dtype = dtype, mlx_dtype
+        shape = (1, layout.kv_heads, capacity, layout.head_dim)
+        self.cache.keys, self.cache.values = mx.zeros(shape, MLX_DTYPES[dtype]), mx.zeros(shape, MLX_DTYPES[dtype])
+        self._dtype = dtype
         self._views: tuple[Array, Array] | None = None
-
-    def reserve(self) -> None:
-        """The whole buffer now: it never grows, and never has to be copied to grow."""
-        if self.cache.keys is None:
-            self.cache.keys = mx.zeros(self._shape, self._mlx_dtype)
-            self.cache.values = mx.zeros(self._shape, self._mlx_dtype)
 
     def place(self, piece: KVSlice) -> None:
         if self._views is None:
-            self.reserve()
-            mx.eval(self.cache.keys, self.cache.values)
             self._views = (to_numpy(self.cache.keys, self._dtype), to_numpy(self.cache.values, self._dtype))
         for view, rows in zip(self._views, (piece.keys, piece.values), strict=True):
             view[0, :, piece.start : piece.stop] = as_dtype(rows, piece.dtype, self._dtype).swapaxes(0, 1)
@@ -66,9 +63,6 @@ class SlidingLayer:
         self.cache = RotatingKVCache(max_size=plan.window)
         self._window, self._dtype = plan.window, dtype
         self._staged: list[tuple[Array, Array]] = []
-
-    def reserve(self) -> None:
-        """A ring grows to its window by itself."""
 
     def place(self, piece: KVSlice) -> None:
         keys, values = (as_dtype(rows, piece.dtype, self._dtype) for rows in (piece.keys, piece.values))
@@ -94,7 +88,8 @@ class SlidingLayer:
 
     def _joined(self) -> tuple[Array, Array]:
         keys, values = zip(*self._staged, strict=True)
-        return tuple(np.concatenate(rows, axis=1)[:, -self._window :] for rows in (keys, values))  # type: ignore[return-value]
+        joined = [np.concatenate(rows, axis=1)[:, -self._window :] for rows in (keys, values)]
+        return joined[0], joined[1]
 
     def rows(self, start: int, stop: int) -> tuple[mx.array, mx.array]:
         """The newest rows up to `stop`, which is where the ring ends."""
@@ -115,10 +110,8 @@ def token_major(rows: mx.array) -> mx.array:
     return mx.contiguous(rows.swapaxes(0, 1))
 
 
-def make_layers(layout: KVLayout, dtype: KVDType, mlx_dtype: Any, capacity: int) -> "list[FullLayer | SlidingLayer]":
-    return [
-        SlidingLayer(plan, dtype) if plan.window else FullLayer(layout, dtype, mlx_dtype, capacity)
-        for plan in layout.layers
-    ]
-
-
+def make_layers(layout: KVLayout, dtype: KVDType, capacity: int) -> list[FullLayer | SlidingLayer]:
+    """One per layer, their memory taken now."""
+    layers = [SlidingLayer(plan, dtype) if plan.window else FullLayer(layout, dtype, capacity) for plan in layout.layers]
+    mx.eval([(layer.cache.keys, layer.cache.values) for layer in layers if isinstance(layer, FullLayer)])
+    return layers

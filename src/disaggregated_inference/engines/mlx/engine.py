@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, Tokens, token_list
 from disaggregated_inference.engines.mlx.batch import Batch
-from disaggregated_inference.engines.mlx.caches import make_layers, to_numpy, token_major
-from disaggregated_inference.engines.mlx.loading import MLX_DTYPES, activation_dtype, load_weights
+from disaggregated_inference.engines.mlx.caches import MLX_DTYPES, make_layers, to_numpy, token_major
+from disaggregated_inference.engines.mlx.loading import activation_dtype, load_weights
 from disaggregated_inference.engines.mlx.rope import ensure_exact
 from disaggregated_inference.errors import EngineUnavailable
 from disaggregated_inference.kv import Fingerprint, KVDType, KVSlice
@@ -74,7 +74,7 @@ class MlxEngine(Engine):
         self._batch = Batch()
 
     def _open(self, capacity: int) -> Any:
-        return make_layers(self.spec.layout, self.dtype, MLX_DTYPES[self.dtype], capacity)
+        return make_layers(self.spec.layout, self.dtype, capacity)
 
     def _close(self, sequence: Sequence) -> None:
         self._batch.drop(sequence)
@@ -83,8 +83,6 @@ class MlxEngine(Engine):
     def _prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None) -> Logits:
         self._batch.take_back(sequence)
         self.counters.prompt_tokens += len(tokens)
-        for layer in sequence.state:
-            layer.reserve()
         caches = [layer.cache for layer in sequence.state]
         taps = [_Tap(cache) for cache in caches] if emit else caches
         hidden = self.model.model(mx.array(tokens)[None], cache=taps)

@@ -7,13 +7,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import _get_classes, load_model
 
+from disaggregated_inference.engines.mlx.caches import MLX_DTYPES
 from disaggregated_inference.errors import ModelDamaged
 from disaggregated_inference.kv import KVDType
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.models.rope import rope_parameters
-
-MLX_DTYPES: dict[KVDType, Any] = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
-
 
 def load_weights(model: ModelFiles, dtype: KVDType) -> Any:
     """The mlx-lm model with its floating-point weights in `dtype`; quantized ones stay as they are."""

@@ -1,0 +1,57 @@
+"""What mlx-lm does without us: the other side of every ratio in `disagg bench engine`."""
+
+import time
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator, generate_step
+
+from disaggregated_inference.engines.mlx.engine import MlxEngine
+
+
+class Baseline:
+    label = "mlx-lm"
+
+    def __init__(self, engine: MlxEngine) -> None:
+        self.engine = engine
+
+    def prefill_seconds(self, tokens: list[int]) -> float:
+        started = time.perf_counter()
+        next(generate_step(mx.array(tokens), self.engine.model, max_tokens=1, prefill_step_size=len(tokens)))
+        return time.perf_counter() - started
+
+    def decode_tokens_per_second(self, context: int, batch: int, steps: int) -> float:
+        """Its single-stream generator at batch 1, its batch generator above."""
+        prompts = [[(17 * i + row) % 400 + 10 for i in range(context)] for row in range(batch)]
+        return self._one(prompts[0], steps) if batch == 1 else self._many(prompts, steps)
+
+    def _one(self, prompt: list[int], steps: int) -> float:
+        stream = generate_step(mx.array(prompt), self.engine.model, max_tokens=steps + 2)
+        next(stream)
+        started = time.perf_counter()
+        for _ in range(steps):
+            next(stream)
+        return steps / (time.perf_counter() - started)
+
+    def _many(self, prompts: list[list[int]], steps: int) -> float:
+        generator = BatchGenerator(
+            self.engine.model, completion_batch_size=len(prompts), prefill_batch_size=len(prompts)
+        )
+        generator.insert(prompts, max_tokens=[steps + 40] * len(prompts))
+        while len(generator.next()[1]) < len(prompts):
+            pass
+        started = time.perf_counter()
+        for _ in range(steps):
+            generator.next()
+        seconds = time.perf_counter() - started
+        generator.close()
+        return len(prompts) * steps / seconds
+
+
+def peak_memory_bytes() -> int:
+    return int(mx.get_peak_memory())
+
+
+def reset_peak_memory() -> int:
+    """Start a new peak; returns what is in use now."""
+    mx.reset_peak_memory()
+    return int(mx.get_active_memory())
