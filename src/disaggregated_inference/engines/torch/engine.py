@@ -12,6 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, Tokens, token_list
 from disaggregated_inference.engines.torch.arena import TORCH_DTYPES, Arena, Starts, host_array, host_tensor
+from disaggregated_inference.engines.torch.attention import has_flash
 from disaggregated_inference.engines.torch.graphs import DecodeGraphs
 from disaggregated_inference.engines.torch.passes import (
     ATTENTION_NAME,
@@ -64,7 +65,8 @@ class TorchEngine(Engine):
         self.arena = Arena(spec.layout, dtype, self.device, kv_bytes or _default_budget(self.device), sequences)
         self._host = HostCopies(self.arena)
         self._places = Places(self.arena, sequences)
-        self._graphs = DecodeGraphs(self._decode, self._places, sequences) if self.device.type == "cuda" else None
+        flash = has_flash(self.device, model.dtype)
+        self._graphs = DecodeGraphs(self._decode, self._places, sequences) if flash else None
 
     def _open(self, capacity: int) -> Starts:
         return self.arena.take(capacity)
