@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,13 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 
 # On a CUDA machine without MLX: DISAGG_TEST_ENGINES=torch DISAGG_TEST_DEVICE=cuda pytest
 _DEVICE = os.environ.get("DISAGG_TEST_DEVICE", "cpu")
-_OPTIONS = {"torch": {"device": _DEVICE, "dtype": "float32", "threads": 2}, "mlx": {"dtype": "float32"}}
-ENGINE_OPTIONS = {name: _OPTIONS[name] for name in os.environ.get("DISAGG_TEST_ENGINES", "torch,mlx").split(",")}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "torch": {"device": _DEVICE, "dtype": "float32", "threads": 2},
+    "mlx": {"dtype": "float32"},
+}
+ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
+    name: _OPTIONS[name] for name in os.environ.get("DISAGG_TEST_ENGINES", "torch,mlx").split(",")
+}
 
 LoadTiny = Callable[[str, str], Engine]
 

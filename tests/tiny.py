@@ -87,7 +87,7 @@ def _draw(name: str, parameter: torch.Tensor) -> torch.Tensor:
     noise = torch.randn_like(parameter)
     if "norm" in name:
         return 1.0 + 0.2 * noise
-    if name.endswith("bias") or name.endswith("sinks"):
+    if name.endswith(("bias", "sinks")):
         return 0.3 * noise
     if "embed" in name:
         return noise

@@ -4,14 +4,18 @@ import gc
 import importlib
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from disaggregated_inference.bench.report import Report, Row, medians
-from disaggregated_inference.engines import Engine, Sequence, chunks, load_engine
+from disaggregated_inference.engines import ENGINES, Engine, Sequence, chunks, load_engine
+from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.kv import KVSlice
-from disaggregated_inference.models import ModelFiles
+from disaggregated_inference.models import ModelFiles, ModelStore
+from disaggregated_inference.progress import steps
 
 # The attention and expert shape of Qwen3-Coder-30B-A3B.
 QWEN3_30B_A3B: dict[str, Any] = {
@@ -170,3 +174,30 @@ def _import_rows(engine: Engine, report: Report, length: int, repeats: int) -> N
 def _copy(piece: KVSlice) -> KVSlice:
     piece.wait()
     return KVSlice(piece.layer, piece.start, piece.dtype, piece.keys.copy(), piece.values.copy())
+
+
+def run(
+    engines: list[str], model_name: str, shape: str, device: str, threads: int, quick: bool, output: Path
+) -> list[Report]:
+    """The command: measure, show and save."""
+    console = Console()
+    if shape and shape not in SHAPES:
+        raise DisaggError(f"no shape {shape!r}; there are {', '.join(SHAPES)}")
+
+    def progress(text: str) -> None:
+        console.print(text, style="dim", highlight=False)
+
+    if shape:
+        reports = {f"engine-torch-{shape}": bench_shape(shape, device or "cuda", quick, progress)}
+    else:
+        with steps() as fetching:
+            model = ModelStore().resolve(model_name, fetching)
+        reports = {}
+        for name in engines or list(ENGINES):
+            options = {"device": device or None, "threads": threads or None} if name == "torch" else {}
+            reports[f"engine-{name}"] = bench_model(name, model, options, quick, progress)
+    for name, report in reports.items():
+        report.show(console)
+        report.save(output / f"{name}.json")
+        console.print(f"saved {output / name}.json\n", style="dim", highlight=False)
+    return list(reports.values())

@@ -13,15 +13,20 @@ ENGINES = {"torch": ("torch", "transformers"), "mlx": ("mlx", "mlx_lm")}
 
 def load_engine(name: str, model: ModelFiles, **options: Any) -> Engine:
     """Load `model` into the engine called `name`; `options` are the engine's own (device, dtype, ...)."""
+    require_engine(name)
+    module = importlib.import_module(f"disaggregated_inference.engines.{name}")
+    engine: Engine = module.load(model, **options)
+    return engine
+
+
+def require_engine(name: str) -> None:
+    """Say what is wrong with an engine's name before anything is loaded."""
     if name not in ENGINES:
         raise EngineUnavailable(f"no engine {name!r}; there are {', '.join(ENGINES)}")
     if missing := [package for package in ENGINES[name] if importlib.util.find_spec(package) is None]:
         raise EngineUnavailable(
             f"engine {name!r} needs {', '.join(missing)}: pip install 'disaggregated-inference[{name}]'"
         )
-    module = importlib.import_module(f"disaggregated_inference.engines.{name}")
-    engine: Engine = module.load(model, **options)
-    return engine
 
 
-__all__ = ["ENGINES", "Engine", "Logits", "Sequence", "Tokens", "chunks", "load_engine"]
+__all__ = ["ENGINES", "Engine", "Logits", "Sequence", "Tokens", "chunks", "load_engine", "require_engine"]

@@ -89,7 +89,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 def weights_of_gguf(file: GGUFFile) -> Weights:
     """Identity under the Hugging Face names, so that a GGUF and a safetensors folder of one model agree on norms."""
     norms = (
-        StoredTensor(hugging_face_name(name), "F32", tensor.shape, memoryview(file.load(name)).cast("B"))
+        StoredTensor(hugging_face_name(name), "F32", tensor.shape, memoryview(file.load(name).tobytes()))
         for name, tensor in file.tensors.items()
         if name.endswith("norm.weight")
     )

@@ -78,7 +78,7 @@ def _read_spec(architecture: str, config: dict[str, Any]) -> ModelSpec:
 
 
 def _layer_plans(architecture: str, config: dict[str, Any]) -> tuple[LayerPlan, ...]:
-    count = config["num_hidden_layers"]
+    count = int(config["num_hidden_layers"])
     if architecture != "gpt_oss":
         if config.get("use_sliding_window"):
             raise ModelUnsupported(f"{architecture} with use_sliding_window: MLX ignores it, so answers would differ")

@@ -145,8 +145,8 @@ class ModelStore:
         if (path := Path(wanted).expanduser()).exists() and ("/" in wanted or path.suffix == ".gguf"):
             return path.absolute()
         for repository in ALIASES.get(wanted.lower(), (wanted,)):
-            if path := self._stored(repository) or _in_hugging_face_cache(repository):
-                return path
+            if found := self._stored(repository) or _in_hugging_face_cache(repository):
+                return found
         return None
 
     def _stored(self, repository: str) -> Path | None:

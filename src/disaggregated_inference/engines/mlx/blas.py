@@ -1,7 +1,7 @@
 """A real BLAS for MLX on Linux. Must run before `mlx.core` is imported.
 
-The Linux wheel of MLX carries the reference BLAS, 60 times slower than a tuned one. Symbols of a library opened globally
-are found first, so opening one that has `sgemm_` mends it. torch's own is taken where torch is installed: a
+The Linux wheel of MLX carries the reference BLAS, 60 times slower than a tuned one. Symbols of a library opened
+globally are found first, so opening one that has `sgemm_` mends it. torch's own is taken where torch is installed: a
 second BLAS beside torch's in one process makes torch itself fifteen times slower.
 """
 

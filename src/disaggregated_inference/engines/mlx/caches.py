@@ -14,7 +14,6 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from disaggregated_inference.kv import KVDType, KVLayout, KVSlice, LayerPlan, as_dtype
 from disaggregated_inference.kv.dtype import Array
 
-
 MLX_DTYPES: dict[KVDType, Any] = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
 
@@ -23,7 +22,7 @@ def to_numpy(array: mx.array, dtype: KVDType) -> Array:
     if dtype == "bfloat16":
         array = array.view(mx.uint16)
         mx.eval(array)
-    return np.asarray(memoryview(array))
+    return np.asarray(memoryview(array))  # type: ignore[arg-type]
 
 
 def from_numpy(values: Array, dtype: KVDType) -> mx.array:
@@ -112,6 +111,8 @@ def token_major(rows: mx.array) -> mx.array:
 
 def make_layers(layout: KVLayout, dtype: KVDType, capacity: int) -> list[FullLayer | SlidingLayer]:
     """One per layer, their memory taken now."""
-    layers = [SlidingLayer(plan, dtype) if plan.window else FullLayer(layout, dtype, capacity) for plan in layout.layers]
+    layers = [
+        SlidingLayer(plan, dtype) if plan.window else FullLayer(layout, dtype, capacity) for plan in layout.layers
+    ]
     mx.eval([(layer.cache.keys, layer.cache.values) for layer in layers if isinstance(layer, FullLayer)])
     return layers

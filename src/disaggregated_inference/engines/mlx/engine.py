@@ -1,7 +1,7 @@
 """The MLX engine: mlx-lm models on Metal, or on the CPU under Linux."""
 
 import logging
-import sys
+import platform
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from typing import Any
@@ -27,8 +27,7 @@ class MlxTokens:
         self.array = array
 
     def tolist(self) -> list[int]:
-        tokens: list[int] = self.array.tolist()
-        return tokens
+        return self.array.tolist()  # type: ignore[return-value]
 
 
 class MlxLogits:
@@ -85,7 +84,7 @@ class MlxEngine(Engine):
         self.counters.prompt_tokens += len(tokens)
         caches = [layer.cache for layer in sequence.state]
         taps = [_Tap(cache) for cache in caches] if emit else caches
-        hidden = self.model.model(mx.array(tokens)[None], cache=taps)
+        hidden = self.model.model(mx.array(list(tokens))[None], cache=taps)
         logits = self._head(hidden[:, -1])
         mx.async_eval(logits)
         if emit:
@@ -149,8 +148,8 @@ def load(model: ModelFiles, *, dtype: KVDType | None = None, blas: str | None = 
 
 
 def _default_dtype(model: ModelFiles) -> KVDType:
-    """MLX has no fast half precision on the CPU, and not even correct mixtures of experts."""
-    if sys.platform == "linux":
+    """MLX has no fast half precision on the CPU, and no half-precision mixtures of experts at all."""
+    if platform.system() == "Linux":
         return "float32"
     saved = str(model.config.get("torch_dtype") or model.config.get("dtype") or "bfloat16")
     return next((name for name in MLX_DTYPES if name == saved), "bfloat16")

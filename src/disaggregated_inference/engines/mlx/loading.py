@@ -13,6 +13,7 @@ from disaggregated_inference.kv import KVDType
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.models.rope import rope_parameters
 
+
 def load_weights(model: ModelFiles, dtype: KVDType) -> Any:
     """The mlx-lm model with its floating-point weights in `dtype`; quantized ones stay as they are."""
     try:

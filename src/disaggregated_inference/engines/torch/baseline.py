@@ -72,4 +72,6 @@ def random_engine(shape: dict[str, Any], device: str, kv_bytes: int, sequences: 
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
     spec = spec_from_config(shape)
     nobody = Weights(norms="random", format="random", sample="random")
-    return TorchEngine(model, spec, spec.fingerprint(tokenizer="", chat_template="", weights=nobody), kv_bytes, sequences)
+    return TorchEngine(
+        model, spec, spec.fingerprint(tokenizer="", chat_template="", weights=nobody), kv_bytes, sequences
+    )

@@ -131,8 +131,8 @@ class TorchEngine(Engine):
             else:
                 span = slice(first + begin, first + sequence.length)
                 keys, values = self.arena.keys[layer][span], self.arena.values[layer][span]
-            arrays = (host_array(rows.cpu(), self.dtype) for rows in (keys, values))
-            yield KVSlice(layer, begin, self.dtype, *arrays)
+            arrays = [host_array(rows.cpu(), self.dtype) for rows in (keys, values)]
+            yield KVSlice(layer, begin, self.dtype, arrays[0], arrays[1])
 
 
 def _default_budget(device: torch.device) -> int:

@@ -1,0 +1,39 @@
+# `make demo` and `make test` need nothing but Python 3.11 or newer: they build their own virtual environment.
+PYTHON ?= python3
+VENV ?= .venv
+# The one version that development and CI use. On a CUDA machine: make TORCH=torch VENV=.venv-cuda test
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check bench format clean
+
+demo: $(READY)
+	$(BIN)/disagg demo
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/disagg bench engine
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# torch first and alone: its version decides what the rest may pull in.
+$(READY): pyproject.toml requirements-dev.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch, MLX and the tools into $(VENV): a few minutes the first time"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -e '.[torch,mlx]'
+	touch $(READY)

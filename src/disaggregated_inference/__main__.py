@@ -1,0 +1,5 @@
+"""`python -m disaggregated_inference` is `disagg`."""
+
+from disaggregated_inference.cli import main
+
+main()

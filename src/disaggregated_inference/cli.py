@@ -1,0 +1,139 @@
+"""The `disagg` command. Commands import what they need when they run, so that help is instant."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from disaggregated_inference import __version__
+from disaggregated_inference.errors import DisaggError
+
+app = typer.Typer(
+    name="disagg",
+    help="Read the prompt on one machine, write the answer on another: the KV cache moves in between.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode=None,  # plain help: a third of the time
+)
+models_app = typer.Typer(help="Models on this machine (without a command: list them).")
+bench_app = typer.Typer(help="Benchmarks: one table, one JSON, ratios from one run.", no_args_is_help=True)
+app.add_typer(models_app, name="models")
+app.add_typer(bench_app, name="bench")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Model = Annotated[str, typer.Option("--model", "-m", help="A name, an alias, a folder or a .gguf file.")]
+
+
+def main() -> None:
+    """Run the command; an error we raise on purpose becomes one line and exit code 1."""
+    try:
+        app()
+    except DisaggError as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"disagg {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Shared by all commands."""
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str, typer.Argument(help="What to ask the model.")] = "Why is the sky blue? Answer briefly.",
+    model: Model = "smollm2",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
+    prefill: Annotated[str, typer.Option(help="Engine that reads the prompt.")] = "torch",
+    decode: Annotated[str, typer.Option(help="Engine that writes the answer.")] = "mlx",
+    chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens prefilled at a time.")] = 256,
+    check: Annotated[bool, typer.Option(help="Compare with the same answer from one engine alone.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Hand a KV cache from one engine to another, here, on the embedded model, and prove it with tokens."""
+    from disaggregated_inference.demo import run_demo
+
+    proven = run_demo(prompt, model, max_tokens, prefill, decode, chunk, check, as_json)
+    raise typer.Exit(0 if proven else 1)
+
+
+@models_app.callback(invoke_without_command=True)
+def models(context: typer.Context, as_json: AsJson = False) -> None:
+    """List the models this machine has, and the names it knows."""
+    if context.invoked_subcommand:
+        return
+    from disaggregated_inference.models import ModelStore
+
+    rows = ModelStore().list()
+    if as_json:
+        found = [{"name": row.name, "path": str(row.path) if row.path else None, "note": row.note} for row in rows]
+        typer.echo(json.dumps(found, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold")
+    for column in ("model", "on this machine", "note"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(row.name, str(row.path) if row.path else "-", row.note)
+    Console().print(table)
+
+
+@models_app.command("show")
+def show_model(name: Annotated[str, typer.Argument(help="A name, an alias, a folder or a .gguf file.")]) -> None:
+    """What a model is: its cache, its context window, its fingerprint. As JSON."""
+    import msgspec
+
+    from disaggregated_inference.models import ModelStore
+    from disaggregated_inference.progress import steps
+
+    with steps() as progress:
+        model = ModelStore().resolve(name, progress)
+    spec = model.spec
+    about: dict[str, Any] = {"name": model.name, "path": str(model.path), "kind": model.kind}
+    about |= {"context_window": spec.context_window, "vocabulary": spec.vocabulary, "eos_tokens": spec.eos_tokens}
+    about["kv_bytes_per_token"] = {"bfloat16": spec.kv_token_bytes("bfloat16")}
+    about["kv_bytes_at_8k"] = {"bfloat16": spec.kv_bytes(8192, "bfloat16")}
+    about["fingerprint"] = msgspec.to_builtins(model.fingerprint)
+    typer.echo(json.dumps(about, indent=2))
+
+
+@models_app.command("add")
+def add_model(
+    name: Annotated[str, typer.Argument(help="The name to use from now on, such as qwen3-coder:30b.")],
+    path: Annotated[Path, typer.Argument(help="A folder with config.json and *.safetensors, or a .gguf file.")],
+) -> None:
+    """Give a model folder or GGUF file a name."""
+    from disaggregated_inference.models import ModelStore
+
+    added = ModelStore().add(name, path)
+    typer.echo(f"{name} is {added.path} ({added.spec.architecture})")
+
+
+@bench_app.command("engine")
+def bench_engine(
+    engine: Annotated[list[str] | None, typer.Option(help="torch or mlx; may be repeated. Default: both.")] = None,
+    model: Model = "smollm2",
+    shape: Annotated[str, typer.Option(help="Random weights of this shape instead of a model (torch).")] = "",
+    device: Annotated[str, typer.Option(help="torch device, such as cpu or cuda.")] = "",
+    threads: Annotated[int, typer.Option(help="CPU threads for torch; 0 leaves it to torch.")] = 0,
+    quick: Annotated[bool, typer.Option(help="Fewer repeats.")] = False,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON files.")] = Path("bench-results"),
+) -> None:
+    """Our engines against their bare libraries: prefill, decode, import, loading."""
+    from disaggregated_inference.bench.engine import run
+
+    run(engine or [], model, shape, device, threads, quick, output)

@@ -1,0 +1,26 @@
+"""Progress of long work on standard error: a live line for people, plain lines where nobody watches."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+Report = Callable[[str, float], None]
+
+
+@contextmanager
+def steps(what: str = "smollm2:135m") -> Iterator[Report]:
+    """Yields `report(step, fraction)`; shows nothing at all when nothing is reported."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status("") as status:
+            yield lambda step, fraction: status.update(f"{what}: {step} {fraction:.0%}")
+        return
+    seen: set[str] = set()
+
+    def report(step: str, fraction: float) -> None:
+        if step not in seen:
+            seen.add(step)
+            console.print(f"{what}: {step} ...", highlight=False)
+
+    yield report

@@ -1,0 +1,66 @@
+"""The command as people type it, mistakes included."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from disaggregated_inference.models import ModelFiles
+
+
+def disagg(*arguments: str, home: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | ({"DISAGG_HOME": str(home)} if home else {})
+    command = [sys.executable, "-m", "disaggregated_inference", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_demo_proves_the_hand_off(smollm2: ModelFiles) -> None:
+    run = disagg("demo", "Name three colours.", "--max-tokens", "12", "--json", "--chunk", "16")
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout)
+    assert result["prompt_tokens_recomputed"] == 0
+    assert result["equal_to_decode_engine_alone"] is True
+    assert result["equal_to_prefill_engine_alone"] is True
+    assert result["kv_bytes"] == result["prompt_tokens"] * smollm2.spec.kv_token_bytes("float32")
+    assert result["answer"] in run.stderr
+
+
+def test_models_lists_and_shows(smollm2: ModelFiles) -> None:
+    listed = json.loads(disagg("models", "--json").stdout)
+    assert {"name": "smollm2:135m", "path": str(smollm2.path), "note": "embedded, fetched on first use"} in listed
+    shown = json.loads(disagg("models", "show", "smollm2").stdout)
+    assert shown["kv_bytes_per_token"]["bfloat16"] == 23040
+    assert "smollm2:135m" in disagg("models").stdout
+
+
+def test_models_add(tmp_path: Path, smollm2: ModelFiles) -> None:
+    assert "(llama)" in disagg("models", "add", "mine", str(smollm2.path), home=tmp_path).stdout
+    assert json.loads(disagg("models", "show", "mine", home=tmp_path).stdout)["path"] == str(smollm2.path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("demo", "--model", "smolm2"), "no model 'smolm2'"),
+        (("demo", "--decode", "vllm"), "no engine 'vllm'; there are torch, mlx"),
+        (("demo", ""), "the prompt is empty"),
+        (("demo", "--max-tokens", "9000"), "do not fit the context window of 8192"),
+        (("models", "show", "gpt-oss:120b"), "hf download openai/gpt-oss-120b"),
+        (("models", "add", "x", "/nowhere"), "/nowhere is neither a model folder nor a .gguf file"),
+        (("bench", "engine", "--shape", "tiny"), "no shape 'tiny'; there are qwen3-30b-a3b"),
+    ],
+)
+def test_mistakes_get_one_clear_line(arguments: tuple[str, ...], says: str) -> None:
+    run = disagg(*arguments)
+    assert run.returncode == 1
+    assert says in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_bad_options_are_usage_errors() -> None:
+    assert disagg("demo", "--max-tokens", "0").returncode == 2
+    assert disagg("nonsense").returncode == 2
+    assert disagg("--version").stdout.startswith("disagg ")

