@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("window", [0, 128])
-@pytest.mark.parametrize(("n", "total"), [(1, 1), (1, 700), (129, 129), (100, 700), (2048, 2048), (1500, 4000)])
+@pytest.mark.parametrize(("n", "total"), [(1, 1), (1, 700), (129, 129), (100, 700), (2048, 2048), (4000, 6048)])
 def test_fused_attention_equals_plain(n: int, total: int, window: int, with_sinks: bool) -> None:
     """Every fused path (flash, cuDNN in one part and in two) against the formula in float32."""
     generator = torch.Generator("cuda").manual_seed(n + total)
@@ -25,6 +25,7 @@ def test_fused_attention_equals_plain(n: int, total: int, window: int, with_sink
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", generator=generator)
 
+    total = min(total, n + window - 1) if window else total  # a sliding layer has no more
     query, keys, values = draw(n, 8, 64), draw(total, 2, 64), draw(total, 2, 64)
     sinks = draw(8) if with_sinks else None
     exact = attend(query, keys, values, 0.125, window, sinks)

@@ -11,7 +11,7 @@ import torch
 from transformers import AttentionInterface
 
 from disaggregated_inference.engines.base import Emit, Sequence
-from disaggregated_inference.engines.torch.arena import Arena, host_array
+from disaggregated_inference.engines.torch.arena import TORCH_DTYPES, Arena, host_array
 from disaggregated_inference.engines.torch.attention import attend, flash_decode, has_flash
 from disaggregated_inference.kv import KVSlice
 
@@ -44,6 +44,8 @@ class PrefillPass:
     def __init__(self, arena: Arena, sequence: Sequence, tokens: int, emit: Emit | None, host: "HostCopies") -> None:
         self.arena, self.starts = arena, sequence.state
         self.begin, self.tokens, self.emit, self.host = sequence.length, tokens, emit, host
+        if emit:
+            host.begin(sequence.length, sequence.length + tokens)
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Pair:
         rows = (key[0].transpose(0, 1), value[0].transpose(0, 1))
@@ -94,23 +96,40 @@ class HostCopies:
     """Turns rows on the device into slices in host memory without holding up the model.
 
     On the CPU the rows are in host memory already: the slice is a view, valid until the sequence is closed. On CUDA a
-    side stream copies them into pinned memory behind an event, and the slice waits for that copy when it is read.
+    side stream copies them into pinned memory, and the slice waits for that copy when it is read. Short prompts are
+    bound by how fast the host launches kernels, so a layer costs it two copies and two events, nothing else.
     """
 
     def __init__(self, arena: Arena) -> None:
-        self.dtype = arena.dtype
+        self.arena, self.dtype = arena, arena.dtype
         self.stream = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None
+        self._chunk = torch.empty(0)
+        self._used = 0
+
+    def begin(self, start: int, stop: int) -> None:
+        """Pinned memory for all slices of one chunk."""
+        if self.stream is not None:
+            layout = self.arena.layout
+            rows = 2 * sum(stop - plan.first_row(start, stop) for plan in layout.layers)
+            shape = (rows, layout.kv_heads, layout.head_dim)
+            self._chunk = torch.empty(shape, dtype=TORCH_DTYPES[self.dtype], pin_memory=True)
+            self._used = 0
 
     def slice(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> KVSlice:
         if self.stream is None:
             return KVSlice(layer, start, self.dtype, host_array(keys, self.dtype), host_array(values, self.dtype))
-        self.stream.wait_stream(torch.cuda.current_stream(keys.device))
-        copies = torch.empty((2, *keys.shape), dtype=keys.dtype, pin_memory=True)
-        with torch.cuda.stream(self.stream):
-            for copy, rows in zip(copies, (keys, values), strict=True):
-                copy.copy_(rows, non_blocking=True)
-                rows.record_stream(self.stream)
-            done = self.stream.record_event()
+        copies = self._chunk[self._used : self._used + 2 * len(keys)].view(2, *keys.shape)
+        self._used += 2 * len(keys)
+        computing = torch.cuda.current_stream(keys.device)
+        self.stream.wait_event(computing.record_event())
+        torch.cuda.set_stream(self.stream)
+        copies[0].copy_(keys, non_blocking=True)
+        copies[1].copy_(values, non_blocking=True)
+        done = self.stream.record_event()
+        torch.cuda.set_stream(computing)
+        if self.arena.layout.layers[layer].window:  # not the arena's own memory: keep it until it is copied
+            keys.record_stream(self.stream)
+            values.record_stream(self.stream)
         array = host_array(copies, self.dtype)
         return KVSlice(layer, start, self.dtype, array[0], array[1], done.synchronize)
 
