@@ -50,7 +50,7 @@ def bench_model(name: str, model: ModelFiles, options: dict[str, Any], quick: bo
     gc.collect()
     report = Report(f"{name} engine, {model.name}, {engine.dtype}")
     report.add(Row("load the model (libraries imported)", loading, "s"))
-    measure(engine, report, (128, 600), (1, 4, 16), 3 if quick else 7, 12 if quick else 32, progress)
+    measure(engine, report, (128, 512), (1, 4, 16), 2 if quick else 5, 8 if quick else 16, progress)
     return report
 
 
@@ -87,7 +87,7 @@ def measure(
         )
         report.add(Row(f"decode, batch {batch}", ours, "tok/s", theirs, bare.label, 0.95))
     progress(f"{engine.name}: import")
-    _import_rows(engine, report, min(prompts[-1], 8192), repeats)
+    _import_rows(engine, bare, report, min(prompts[-1], 8192), repeats)
 
 
 def _prefill_rows(engine: Engine, bare: Any, report: Report, length: int, repeats: int) -> None:
@@ -140,35 +140,39 @@ def _filled(engine: Engine, length: int, capacity: int) -> Sequence:
     return sequence
 
 
-def _import_rows(engine: Engine, report: Report, length: int, repeats: int) -> None:
+def _import_rows(engine: Engine, bare: Any, report: Report, length: int, repeats: int) -> None:
     """Slices into the engine against a copy of the same bytes into new memory: both have to find room first."""
     source = _filled(engine, length, length)
     slices = [_copy(piece) for piece in engine.export(source)]
     engine.close(source)
     size = sum(piece.size_bytes for piece in slices)
 
-    def place() -> float:
-        started = time.perf_counter()
+    def place() -> None:
         sequence = engine.open(length)
         for piece in slices:
             engine.place(sequence, piece)
         engine.commit(sequence, length)
-        seconds = time.perf_counter() - started
         engine.close(sequence)
-        return seconds
 
-    def copy() -> float:
-        started = time.perf_counter()
+    def copy() -> None:
         target = np.empty(size, np.uint8)
         at = 0
         for piece in slices:
             for rows in (piece.keys, piece.values):
                 target[at : at + rows.nbytes] = rows.reshape(-1).view(np.uint8)
                 at += rows.nbytes
-        return time.perf_counter() - started
 
-    ours, plain = medians(repeats, place, copy)
+    peak = bare.peak_bytes(place)
+    ours, plain = medians(repeats, lambda: _seconds(place), lambda: _seconds(copy))
     report.add(Row(f"import of {size / 1e6:.0f} MB", size / ours / 1e9, "GB/s", size / plain / 1e9, "memory copy"))
+    if peak is not None:
+        report.add(Row("memory taken by the import", peak / 1e6, "MB", size / 1e6, "the KV", 1.05, at_most=True))
+
+
+def _seconds(action: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
 
 
 def _copy(piece: KVSlice) -> KVSlice:

@@ -22,6 +22,7 @@ class Row(msgspec.Struct, frozen=True):
     baseline: float | None = None
     against: str = ""
     goal: float | None = None
+    at_most: bool = False
 
     @property
     def ratio(self) -> float | None:
@@ -42,7 +43,7 @@ class Report(msgspec.Struct):
         for row in self.rows:
             baseline = f"{_number(row.baseline)} {row.against}" if row.baseline is not None else ""
             ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-            goal = "" if row.goal is None else f"≥ {row.goal:g}"
+            goal = "" if row.goal is None else f"{'≤' if row.at_most else '≥'} {row.goal:g}"
             table.add_row(row.what, f"{_number(row.value)} {row.unit}", baseline, ratio, goal)
         console.print(table)
 

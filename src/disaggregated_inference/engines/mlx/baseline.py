@@ -1,6 +1,7 @@
 """What mlx-lm does without us: the other side of every ratio in `disagg bench engine`."""
 
 import time
+from collections.abc import Callable
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, generate_step
@@ -24,6 +25,13 @@ class Baseline:
         prompts = [[(17 * i + row) % 400 + 10 for i in range(context)] for row in range(batch)]
         return self._one(prompts[0], steps) if batch == 1 else self._many(prompts, steps)
 
+    def peak_bytes(self, action: Callable[[], None]) -> int:
+        """The most memory MLX held during `action`, over what it held before."""
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        action()
+        return int(mx.get_peak_memory() - before)
+
     def _one(self, prompt: list[int], steps: int) -> float:
         stream = generate_step(mx.array(prompt), self.engine.model, max_tokens=steps + 2)
         next(stream)
@@ -45,13 +53,3 @@ class Baseline:
         seconds = time.perf_counter() - started
         generator.close()
         return len(prompts) * steps / seconds
-
-
-def peak_memory_bytes() -> int:
-    return int(mx.get_peak_memory())
-
-
-def reset_peak_memory() -> int:
-    """Start a new peak; returns what is in use now."""
-    mx.reset_peak_memory()
-    return int(mx.get_active_memory())

@@ -1,6 +1,10 @@
 """What torch and transformers do without us: the other side of every ratio in `disagg bench engine`."""
 
+import os
+import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +50,15 @@ class Baseline:
         finally:
             self._use(ATTENTION_NAME)
 
+    def peak_bytes(self, action: Callable[[], None]) -> int | None:
+        """The most memory held during `action`, over what was held before. The arena itself was taken at the start."""
+        if self.engine.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            action()
+            return int(torch.cuda.max_memory_allocated() - before)
+        return _peak_resident_bytes(action)
+
     def _attention(self) -> str:
         return "eager" if self.engine.spec.architecture == "gpt_oss" else "sdpa"
 
@@ -56,6 +69,30 @@ class Baseline:
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+def _peak_resident_bytes(action: Callable[[], None]) -> int | None:
+    """Resident memory of the process, sampled every millisecond; None where the system does not tell."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return None
+
+    def resident() -> int:
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    before, samples, finished = resident(), [0], threading.Event()
+
+    def watch() -> None:
+        while not finished.wait(0.001):
+            samples.append(resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    action()
+    samples.append(resident())
+    finished.set()
+    watcher.join()
+    return max(samples) - before
 
 
 def random_engine(shape: dict[str, Any], device: str, kv_bytes: int, sequences: int = 64) -> TorchEngine:
