@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from disaggregated_inference.bench.report import Report, Row, medians
+from disaggregated_inference.bench.report import Report, Row, best_seconds
 from disaggregated_inference.engines import ENGINES, Engine, Sequence, chunks, load_engine
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.kv import KVSlice
@@ -80,19 +80,24 @@ def measure(
         _prefill_rows(engine, bare, report, length, repeats)
     for batch in batches:
         progress(f"{engine.name}: decode at batch {batch}")
-        ours, theirs = medians(
-            repeats,
-            lambda b=batch: decode_tokens_per_second(engine, context, b, steps),  # type: ignore[misc]
-            lambda b=batch: bare.decode_tokens_per_second(context, b, steps),  # type: ignore[misc]
-        )
-        report.add(Row(f"decode, batch {batch}", ours, "tok/s", theirs, bare.label, 0.95))
+        _decode_row(engine, bare, report, context, batch, steps, repeats)
     progress(f"{engine.name}: import")
     _import_rows(engine, bare, report, min(prompts[-1], 8192), repeats)
 
 
+def _decode_row(engine: Engine, bare: Any, report: Report, context: int, batch: int, steps: int, repeats: int) -> None:
+    ours, theirs = best_seconds(
+        repeats,
+        lambda: decode_seconds(engine, context, batch, steps),
+        lambda: bare.decode_seconds(context, batch, steps),
+    )
+    tokens = batch * steps
+    report.add(Row(f"decode, batch {batch}", tokens / ours, "tok/s", tokens / theirs, bare.label, 0.95))
+
+
 def _prefill_rows(engine: Engine, bare: Any, report: Report, length: int, repeats: int) -> None:
     tokens = [(31 * i) % 400 + 10 for i in range(length)]
-    plain, streamed, theirs = medians(
+    plain, streamed, theirs = best_seconds(
         repeats,
         lambda: _prefill_seconds(engine, tokens, stream=False),
         lambda: _prefill_seconds(engine, tokens, stream=True),
@@ -116,7 +121,7 @@ def _prefill_seconds(engine: Engine, tokens: list[int], stream: bool) -> float:
     return seconds
 
 
-def decode_tokens_per_second(engine: Engine, context: int, batch: int, steps: int) -> float:
+def decode_seconds(engine: Engine, context: int, batch: int, steps: int) -> float:
     """The loop a node runs for greedy requests: the next step is launched before the last token is read."""
     sequences = [_filled(engine, context, context + steps + 2) for _ in range(batch)]
     tokens = engine.step(sequences, [11] * batch).greedy()
@@ -130,7 +135,7 @@ def decode_tokens_per_second(engine: Engine, context: int, batch: int, steps: in
     seconds = time.perf_counter() - started
     for sequence in sequences:
         engine.close(sequence)
-    return batch * steps / seconds
+    return seconds
 
 
 def _filled(engine: Engine, length: int, capacity: int) -> Sequence:
@@ -163,7 +168,7 @@ def _import_rows(engine: Engine, bare: Any, report: Report, length: int, repeats
                 at += rows.nbytes
 
     peak = bare.peak_bytes(place)
-    ours, plain = medians(repeats, lambda: _seconds(place), lambda: _seconds(copy))
+    ours, plain = best_seconds(repeats, lambda: _seconds(place), lambda: _seconds(copy))
     report.add(Row(f"import of {size / 1e6:.0f} MB", size / ours / 1e9, "GB/s", size / plain / 1e9, "memory copy"))
     if peak is not None:
         report.add(Row("memory taken by the import", peak / 1e6, "MB", size / 1e6, "the KV", 1.05, at_most=True))

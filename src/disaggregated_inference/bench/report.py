@@ -2,7 +2,6 @@
 
 import json
 import platform
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,9 +58,10 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
-def medians(repeats: int, *contenders: Callable[[], float]) -> list[float]:
-    """Run the contenders in turn, `repeats` times over, so that a noisy machine is noisy to all; one warm-up each."""
+def best_seconds(repeats: int, *contenders: Callable[[], float]) -> list[float]:
+    """The least seconds of each contender, after one warm-up. Run in turn, so that a noisy machine is noisy to all;
+    and the least, because noise only ever adds."""
     for contender in contenders:
         contender()
     runs = [[contender() for contender in contenders] for _ in range(repeats)]
-    return [statistics.median(column) for column in zip(*runs, strict=True)]
+    return [min(column) for column in zip(*runs, strict=True)]

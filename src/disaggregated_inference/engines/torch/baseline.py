@@ -33,7 +33,7 @@ class Baseline:
             self._use(ATTENTION_NAME)
 
     @torch.inference_mode()
-    def decode_tokens_per_second(self, context: int, batch: int, steps: int) -> float:
+    def decode_seconds(self, context: int, batch: int, steps: int) -> float:
         """The plain loop: a growing cache, one launch per kernel."""
         model = self.engine.model
         ids = torch.randint(10, 400, (batch, context), device=self.engine.device)
@@ -46,7 +46,7 @@ class Baseline:
                     started = self._now()  # the first step pays for warm-up
                 tokens = output.logits[:, -1:].argmax(-1)
                 output = model(input_ids=tokens, past_key_values=output.past_key_values, use_cache=True)
-            return batch * steps / (self._now() - started)
+            return self._now() - started
         finally:
             self._use(ATTENTION_NAME)
 
