@@ -56,3 +56,10 @@ def smollm2() -> ModelFiles:
 @pytest.fixture(scope="session")
 def smollm2_engine(smollm2: ModelFiles) -> Callable[[str], Engine]:
     return lru_cache(lambda name: load_engine(name, smollm2, **ENGINE_OPTIONS[name]))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Measured drift is reported, not only bounded."""
+    passed = terminalreporter.stats.get("passed", [])
+    for text in (value for test in passed for name, value in test.user_properties if name == "report"):
+        terminalreporter.write_line(text)

@@ -18,9 +18,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from disaggregated_inference.errors import ModelDamaged, ModelError, ModelNotFound, ModelUnsupported
+from disaggregated_inference.engines import load_engine
+from disaggregated_inference.errors import (
+    EngineUnavailable,
+    ModelDamaged,
+    ModelError,
+    ModelNotFound,
+    ModelUnsupported,
+)
 from disaggregated_inference.models import ModelFiles, ModelStore, embedded, spec_from_config
 from disaggregated_inference.models.gguf import GGUFFile
+from disaggregated_inference.models.rope import rope_from_config
 from disaggregated_inference.models.store import default_home
 
 Folder = Callable[[str], Path]
@@ -49,6 +57,18 @@ def test_paths_and_given_names(store: ModelStore, tiny_folder: Folder, smollm2_g
     store.add("mine:1b", folder)
     assert ModelStore(store.home).resolve("mine:1b").path == folder
     assert "mine:1b" in {row.name for row in store.list()}
+    store.add("smollm2", folder)  # a name the user gave comes before ours
+    assert store.resolve("smollm2").path == folder
+
+
+def test_a_folder_in_the_store_or_right_here(
+    store: ModelStore, tiny_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny_folder("llama"), store.root / "org" / "model")
+    assert store.resolve("org/model").path == store.root / "org" / "model"
+    assert "org/model" in {row.name for row in store.list()}
+    monkeypatch.chdir(store.root / "org")
+    assert store.resolve("model").path == store.root / "org" / "model"
 
 
 def test_aliases_find_the_hugging_face_cache(store: ModelStore, tiny_folder: Folder, tmp_path: Path) -> None:
@@ -125,6 +145,86 @@ def test_a_damaged_gguf_is_a_typed_error(tmp_path_factory: pytest.TempPathFactor
     path.write_bytes(header[:at] + noise)
     with contextlib.suppress(ModelError):  # anything else fails the test
         GGUFFile(path)
+
+
+def test_llama_3_scaling_kept_in_a_gguf(tmp_path: Path) -> None:
+    """A GGUF keeps it as a tensor of divisors; the frequencies are the same as from the config."""
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    wanted = rope_from_config({"rope_theta": 500000.0, "rope_scaling": scaling}, 64)
+    plain = rope_from_config({"rope_theta": 500000.0}, 64)
+    divisors = np.array(plain.frequencies) / np.array(wanted.frequencies)
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    writer.add_block_count(2)
+    writer.add_context_length(131072)
+    writer.add_embedding_length(256)
+    writer.add_feed_forward_length(512)
+    writer.add_head_count(4)
+    writer.add_rope_freq_base(500000.0)
+    writer.add_token_list(["a", "b"])
+    writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    rope = ModelFiles("tiny", tmp_path / "tiny.gguf").spec.rope
+    assert np.allclose(rope.frequencies, wanted.frequencies, rtol=1e-6)
+
+
+class TestDamage:
+    """Files that are not what they should be end in a typed error, never in an answer and never in a traceback."""
+
+    @pytest.fixture
+    def copy(self, tiny_folder: Folder, tmp_path: Path) -> Path:
+        shutil.copytree(tiny_folder("llama"), tmp_path / "copy")
+        return tmp_path / "copy"
+
+    @pytest.mark.parametrize("engine", ["torch", "mlx"])
+    def test_a_missing_weight_is_not_made_up(self, copy: Path, engine: str) -> None:
+        """transformers would fill it with random numbers and a warning."""
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(copy / "model.safetensors")
+        del weights["model.layers.1.mlp.up_proj.weight"]
+        save_file(weights, copy / "model.safetensors")
+        with pytest.raises(ModelDamaged, match="up_proj"):
+            load_engine(engine, ModelFiles("x", copy))
+
+    @pytest.mark.parametrize("engine", ["torch", "mlx"])
+    @pytest.mark.parametrize("keep", [4, 100, 5000, 200_000])
+    def test_weights_cut_short(self, copy: Path, engine: str, keep: int) -> None:
+        path = copy / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:keep])
+        with pytest.raises(ModelDamaged):
+            load_engine(engine, ModelFiles("x", copy))
+
+    @pytest.mark.parametrize(
+        "content", ["[]", "not json", "\x00\xff", '{"model_type": "llama", "num_hidden_layers": "x"}']
+    )
+    def test_a_config_that_is_none(self, copy: Path, content: str) -> None:
+        (copy / "config.json").write_bytes(content.encode("latin-1"))
+        with pytest.raises(ModelError):
+            ModelFiles("x", copy).spec  # noqa: B018
+
+    def test_a_tokenizer_that_is_none(self, copy: Path) -> None:
+        (copy / "tokenizer.json").write_text("{}")
+        with pytest.raises(ModelDamaged, match=r"tokenizer\.json"):
+            ModelFiles("x", copy).tokenizer  # noqa: B018
+
+    def test_a_template_that_refuses(self, copy: Path) -> None:
+        (copy / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+        with pytest.raises(ModelUnsupported, match="roles must alternate"):
+            ModelFiles("x", copy).tokenizer.render_chat([])
+
+    def test_an_engine_refuses_a_gguf(self, smollm2_gguf: Path) -> None:
+        for engine in ("torch", "mlx"):
+            with pytest.raises(EngineUnavailable, match="safetensors folders"):
+                load_engine(engine, ModelFiles("x", smollm2_gguf))
 
 
 class TestTokenizer:

@@ -9,13 +9,16 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.models.rope_utils import initialize_rope
 from mlx_lm.utils import load_model
 
 from disaggregated_inference.engines.mlx import versions
+from disaggregated_inference.engines.mlx.caches import SlidingLayer
 from disaggregated_inference.engines.mlx.loading import readable_config
 from disaggregated_inference.engines.mlx.rope import agrees, ensure_exact, measure
 from disaggregated_inference.errors import EngineMismatch, EngineUnavailable
+from disaggregated_inference.kv import KVSlice, LayerPlan
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.models.rope import Rope, rope_from_config
 from tests.conftest import LoadTiny
@@ -130,8 +133,19 @@ def test_e_slices_may_arrive_on_another_thread(tiny_engine: LoadTiny) -> None:
         prompt = prompt_of(300)
         slices, logits = read_prompt(tiny_engine("torch", architecture), prompt, 100)
         with ThreadPoolExecutor(1) as receiver:
+            ring = receiver.submit(_ring_of_half_precision).result()
+        assert float(ring.keys.astype(mx.float32).sum()) == 3 * 2 * 16
+        with ThreadPoolExecutor(1) as receiver:
             sequence = receiver.submit(receive, engine, slices, 300).result()
         assert write_answer(engine, sequence, logits, 16) == alone(engine, prompt, 16)
+
+
+def _ring_of_half_precision() -> RotatingKVCache:
+    layer = SlidingLayer(LayerPlan(kind="sliding", window=4), "bfloat16")
+    ones = np.full((3, 2, 16), 0x3F80, np.uint16)
+    layer.place(KVSlice(0, 0, "bfloat16", ones, ones))
+    layer.commit(3)
+    return layer.cache
 
 
 def test_f_positions_go_on_where_the_prompt_ended(tiny_engine: LoadTiny) -> None:

@@ -1,6 +1,7 @@
 """The `disagg` command. Commands import what they need when they run, so that help is instant."""
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,14 +25,15 @@ app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Model = Annotated[str, typer.Option("--model", "-m", help="A name, an alias, a folder or a .gguf file.")]
+Model = Annotated[str, typer.Option("--model", "-m", help="A name, an alias or a model folder.")]
 
 
 def main() -> None:
-    """Run the command; an error we raise on purpose becomes one line and exit code 1."""
+    """Run the command; an error we raise on purpose, or the system's, becomes one line and exit code 1."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is under way is cleaned up
     try:
         app()
-    except DisaggError as error:
+    except (DisaggError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(1) from None
     except KeyboardInterrupt:
@@ -129,7 +131,7 @@ def bench_engine(
     model: Model = "smollm2",
     shape: Annotated[str, typer.Option(help="Random weights of this shape instead of a model (torch).")] = "",
     device: Annotated[str, typer.Option(help="torch device, such as cpu or cuda.")] = "",
-    threads: Annotated[int, typer.Option(help="CPU threads for torch; 0 leaves it to torch.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads for torch; 0 leaves it to torch.")] = 0,
     quick: Annotated[bool, typer.Option(help="Fewer repeats.")] = False,
     output: Annotated[Path, typer.Option(help="Folder for the JSON files.")] = Path("bench-results"),
 ) -> None:

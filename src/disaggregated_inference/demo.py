@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -50,6 +49,8 @@ def run_demo(
     """Returns whether the hand-off was proven."""
     if not prompt.strip():
         raise DisaggError("the prompt is empty; try: disagg demo 'Why is the sky blue?'")
+    if not prompt.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in prompt):
+        raise DisaggError("the prompt is not valid UTF-8 text")
     for name in (prefill, decode):
         require_engine(name)
     console = Console(stderr=as_json, highlight=False)
@@ -86,7 +87,7 @@ def _status(console: Console, text: str) -> Iterator[None]:
 def _load(name: str, model: ModelFiles, console: Console) -> Engine:
     started = time.perf_counter()
     with _status(console, f"loading {model.name} into {name}"):
-        engine = load_engine(name, model)
+        engine = load_engine(name, model, dtype="float32")  # exact: other dtypes round differently in each engine
     console.print(f"{name}: {model.name} in {engine.dtype}, loaded in {time.perf_counter() - started:.1f} s")
     return engine
 
@@ -98,6 +99,7 @@ def _hand_over(
     moved: list[tuple[int, float]] = []
 
     def hand(piece: KVSlice) -> None:
+        piece.wait()
         started = time.perf_counter()
         writer.place(target, piece)
         moved.append((piece.size_bytes, time.perf_counter() - started))
@@ -159,18 +161,24 @@ def _alone(engine: Engine, tokens: list[int], count: int) -> list[int]:
 def _show(result: Result, console: Console) -> None:
     verdicts = {True: "yes", False: "[bold red]NO[/]", None: "not checked"}
     table = Table(box=None, show_header=False, pad_edge=False)
-    rows: dict[str, Any] = {
-        f"prefill on {result.prefill_engine}": f"{result.prompt_tokens} tokens in {result.prefill_s:.2f} s, "
-        f"{result.prefill_tokens_per_s:.0f} tok/s",
-        "KV cache handed over": f"{result.kv_bytes / 1e6:.1f} MB in {result.slices} slices, "
-        f"{result.import_s * 1e3:.0f} ms to take in",
-        "first token after": f"{result.first_token_s:.2f} s",
-        f"decode on {result.decode_engine}": f"{result.completion_tokens} tokens in {result.decode_s:.2f} s, "
-        f"{result.decode_tokens_per_s:.1f} tok/s",
-        f"prompt tokens recomputed by {result.decode_engine}": str(result.prompt_tokens_recomputed),
-        f"tokens equal to {result.decode_engine} alone": verdicts[result.equal_to_decode_engine_alone],
-        f"tokens equal to {result.prefill_engine} alone": verdicts[result.equal_to_prefill_engine_alone],
-    }
-    for name, value in rows.items():
+    pair = (("decode", result.equal_to_decode_engine_alone), ("prefill", result.equal_to_prefill_engine_alone))
+    rows = [
+        (
+            f"prefill on {result.prefill_engine}",
+            f"{result.prompt_tokens} tokens in {result.prefill_s:.2f} s, {result.prefill_tokens_per_s:.0f} tok/s",
+        ),
+        (
+            "KV cache handed over",
+            f"{result.kv_bytes / 1e6:.1f} MB in {result.slices} slices, {result.import_s * 1e3:.0f} ms to take in",
+        ),
+        ("first token after", f"{result.first_token_s:.2f} s"),
+        (
+            f"decode on {result.decode_engine}",
+            f"{result.completion_tokens} tokens in {result.decode_s:.2f} s, {result.decode_tokens_per_s:.1f} tok/s",
+        ),
+        ("prompt tokens recomputed in decode", str(result.prompt_tokens_recomputed)),
+        *((f"tokens equal to the {side} engine alone", verdicts[equal]) for side, equal in pair),
+    ]
+    for name, value in rows:
         table.add_row(name, value)
     console.print(table)

@@ -10,6 +10,8 @@ DisaggError
 │   └── EngineMismatch         500  the engine does not compute what the model says (RoPE)
 ├── KVError
 │   ├── SliceRefused           400  a slice of the wrong shape, dtype, layer or place
+│   ├── TokensRefused          400  token ids outside the vocabulary, or not one per sequence
+│   ├── SequenceBroken         500  an earlier call failed half-way; close it and start again
 │   ├── FingerprintMismatch    409  two sides do not hold the same model
 │   └── KVMemoryFull           503  no room for the sequence's KV
 └── ContextTooLong             400  prompt plus answer exceed the context window
@@ -61,6 +63,14 @@ class KVError(DisaggError):
 
 class SliceRefused(KVError):
     status = 400
+
+
+class TokensRefused(KVError):
+    status = 400
+
+
+class SequenceBroken(KVError):
+    pass
 
 
 class FingerprintMismatch(KVError):

@@ -9,8 +9,9 @@ Report = Callable[[str, float], None]
 
 
 @contextmanager
-def steps(what: str = "smollm2:135m") -> Iterator[Report]:
-    """Yields `report(step, fraction)`; shows nothing at all when nothing is reported."""
+def steps() -> Iterator[Report]:
+    """Yields `report(step, fraction)` for the making of the embedded model; shows nothing when nothing is reported."""
+    what = "smollm2:135m"
     console = Console(stderr=True)
     if console.is_terminal:
         with console.status("") as status:

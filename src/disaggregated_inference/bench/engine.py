@@ -49,7 +49,7 @@ def bench_model(name: str, model: ModelFiles, options: dict[str, Any], quick: bo
     loading = time.perf_counter() - started
     gc.collect()
     report = Report(f"{name} engine, {model.name}, {engine.dtype}")
-    report.add(Row("load the model (libraries imported)", loading, "s"))
+    report.add(Row("load the model (libraries imported)", loading, "s", goal=3, at_most=True))
     measure(engine, report, (128, 512), (1, 4, 16), 2 if quick else 5, 8 if quick else 16, progress)
     return report
 

@@ -5,7 +5,7 @@ import importlib.util
 from typing import Any
 
 from disaggregated_inference.engines.base import Engine, Logits, Sequence, Tokens, chunks
-from disaggregated_inference.errors import EngineUnavailable
+from disaggregated_inference.errors import DisaggError, EngineUnavailable, ModelDamaged
 from disaggregated_inference.models import ModelFiles
 
 ENGINES = {"torch": ("torch", "transformers"), "mlx": ("mlx", "mlx_lm")}
@@ -15,7 +15,12 @@ def load_engine(name: str, model: ModelFiles, **options: Any) -> Engine:
     """Load `model` into the engine called `name`; `options` are the engine's own (device, dtype, ...)."""
     require_engine(name)
     module = importlib.import_module(f"disaggregated_inference.engines.{name}")
-    engine: Engine = module.load(model, **options)
+    try:
+        engine: Engine = module.load(model, **options)
+    except (DisaggError, MemoryError):
+        raise
+    except Exception as error:  # the libraries' own words for a bad file are many
+        raise ModelDamaged(f"{name} cannot load {model.path}: {type(error).__name__}: {error}") from error
     return engine
 
 

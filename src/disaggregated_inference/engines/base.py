@@ -1,7 +1,8 @@
-"""The contract every engine keeps: seven methods over sequences.
+"""The contract every engine keeps: eight methods over sequences.
 
 A *sequence* is one request's cache inside an engine. It is opened with room for prompt and answer, filled by `prefill`
-(compute here) or by `place` + `commit` (computed elsewhere), advanced by `step`, and closed.
+(computed here) or by `place` and `commit` (computed elsewhere; `rollback` forgets a chunk that never became whole),
+advanced by `step`, read by `export`, and closed.
 
 Threads: one thread makes all calls to an engine. `emit` is called on that thread.
 Counting: engines count every token that goes through the model, where it goes through. Tests and nodes read these
@@ -11,13 +12,14 @@ counters to show that a hand-off recomputed nothing.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from numpy import float32
 from numpy.typing import NDArray
 
-from disaggregated_inference.errors import ContextTooLong, KVMemoryFull, SliceRefused
+from disaggregated_inference.errors import ContextTooLong, KVMemoryFull, SequenceBroken, SliceRefused, TokensRefused
 from disaggregated_inference.kv import Fingerprint, KVDType, KVSlice
 from disaggregated_inference.models import ModelSpec
 
@@ -26,6 +28,8 @@ Emit = Callable[[KVSlice], None]
 
 class Tokens(Protocol):
     """Chosen tokens that may still be on the device: feed them to the next step before reading them."""
+
+    def __len__(self) -> int: ...
 
     def tolist(self) -> list[int]: ...
 
@@ -47,6 +51,7 @@ class Sequence:
     state: Any
     length: int = 0
     closed: bool = False
+    broken: bool = False
 
 
 @dataclass(slots=True)
@@ -58,9 +63,14 @@ class Counters:
 
 
 class Engine(ABC):
-    """One loaded model. Subclasses fill in the underscored hooks; checks and counting live here, once."""
+    """One loaded model. Subclasses fill in the underscored hooks; checks and counting live here, once.
+
+    A call that is refused changes nothing. One that fails half-way breaks its sequences: the model may have written a
+    part of a chunk, and going on from there would give a wrong answer in silence. They can only be closed.
+    """
 
     name: str
+    max_batch = 256
 
     def __init__(self, spec: ModelSpec, fingerprint: Fingerprint, dtype: KVDType) -> None:
         self.spec = spec
@@ -87,48 +97,59 @@ class Engine(ABC):
 
         Splitting a prompt into chunks is the caller's business: between two chunks it may do other work.
         """
-        self._require_room(sequence, len(tokens))
         if not len(tokens):
-            raise SliceRefused("a chunk needs at least one token")
-        logits = self._prefill(sequence, tokens, emit)
+            raise TokensRefused("a chunk needs at least one token")
+        self._require_room(sequence, len(tokens))
+        self._require_vocabulary(tokens)
+        with _whole_or_broken(sequence):
+            logits = self._prefill(sequence, tokens, emit)
         self._advance(sequence, len(tokens))
         return logits
 
     def place(self, sequence: Sequence, piece: KVSlice) -> None:
         """Put one layer's slice in its place. Layers may arrive in any order, the slices of one layer in theirs."""
-        self._require_open(sequence)
+        self._require_usable(sequence)
         piece.require_fits(self.spec.layout)
         self._require_next(sequence, piece)
         if piece.stop > sequence.capacity:
             raise KVMemoryFull(f"slice up to token {piece.stop} in a sequence opened for {sequence.capacity}")
         piece.wait()
-        self._place(sequence, piece)
+        with _whole_or_broken(sequence):
+            self._place(sequence, piece)
         sequence.placed[piece.layer] = piece.stop
 
     def commit(self, sequence: Sequence, length: int) -> None:
         """Declare the first `length` tokens whole: refused while any layer lacks rows."""
-        self._require_open(sequence)
+        self._require_usable(sequence)
         short = [layer for layer, stop in enumerate(sequence.placed) if stop != length]
         if short:
             raise SliceRefused(f"commit of {length} tokens: layer {short[0]} has {sequence.placed[short[0]]}")
-        self._commit(sequence, length)
+        with _whole_or_broken(sequence):
+            self._commit(sequence, length)
         sequence.length = length
 
-    @abstractmethod
+    def rollback(self, sequence: Sequence) -> None:
+        """Forget what was placed since the last commit: the sequence goes on from there."""
+        self._require_usable(sequence)
+        with _whole_or_broken(sequence):
+            self._rollback(sequence)
+        self._advance(sequence, 0)
+
     def export(self, sequence: Sequence, start: int = 0) -> Iterator[KVSlice]:
         """The rows this engine holds for positions from `start`, one slice per layer."""
+        self._require_room(sequence, 0)
+        if not 0 <= start < sequence.length:
+            raise SliceRefused(f"export from token {start} of a sequence of {sequence.length}")
+        return self._export(sequence, start)
 
     def step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits:
         """Feed each sequence one token and return the logits of the next. Membership may change at every call."""
-        for sequence in sequences:
-            self._require_room(sequence, 1)
-        logits = self._step(sequences, tokens)
+        self._require_batch(sequences, tokens)
+        with _whole_or_broken(*sequences):
+            logits = self._step(sequences, tokens)
         for sequence in sequences:
             self._advance(sequence, 1)
         return logits
-
-    def shutdown(self) -> None:  # noqa: B027  most engines have nothing to give back but memory
-        """Release the device."""
 
     @abstractmethod
     def _open(self, capacity: int) -> Any: ...
@@ -146,22 +167,50 @@ class Engine(ABC):
     def _commit(self, sequence: Sequence, length: int) -> None: ...
 
     @abstractmethod
+    def _rollback(self, sequence: Sequence) -> None: ...
+
+    @abstractmethod
+    def _export(self, sequence: Sequence, start: int) -> Iterator[KVSlice]: ...
+
+    @abstractmethod
     def _step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits: ...
 
     def _advance(self, sequence: Sequence, count: int) -> None:
         sequence.length += count
         sequence.placed = [sequence.length] * len(sequence.placed)
 
-    def _require_open(self, sequence: Sequence) -> None:
+    def _require_usable(self, sequence: Sequence) -> None:
         if sequence.closed:
             raise SliceRefused("the sequence is closed")
+        if sequence.broken:
+            raise SequenceBroken("an earlier call on this sequence failed half-way; close it and start again")
 
     def _require_room(self, sequence: Sequence, count: int) -> None:
-        self._require_open(sequence)
+        self._require_usable(sequence)
         if any(stop != sequence.length for stop in sequence.placed):
-            raise SliceRefused("slices were placed and not committed")
+            raise SliceRefused("slices were placed and not committed; commit them or roll back")
         if sequence.length + count > sequence.capacity:
             raise KVMemoryFull(f"{sequence.length + count} tokens in a sequence opened for {sequence.capacity}")
+
+    def _require_vocabulary(self, tokens: Items[int]) -> None:
+        """An id past the end crashes MLX and stops CUDA for good: it must not get there."""
+        low, high = min(tokens), max(tokens)
+        if low < 0 or high >= self.spec.vocabulary:
+            wrong = low if low < 0 else high
+            raise TokensRefused(f"token {wrong} is not in the vocabulary of {self.spec.vocabulary}")
+
+    def _require_batch(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> None:
+        count = len(sequences)
+        if not 0 < count <= self.max_batch:
+            raise TokensRefused(f"a step of {count} sequences; this engine takes 1 to {self.max_batch}")
+        if len({id(sequence) for sequence in sequences}) < count:
+            raise TokensRefused("a sequence may be in a step only once")
+        if len(tokens) != count:
+            raise TokensRefused(f"{len(tokens)} tokens for {count} sequences")
+        for sequence in sequences:
+            self._require_room(sequence, 1)
+        if isinstance(tokens, Items):
+            self._require_vocabulary(tokens)
 
     def _require_next(self, sequence: Sequence, piece: KVSlice) -> None:
         """The slice must join on: at the layer's last row, or where a sliding layer's window begins."""
@@ -169,6 +218,16 @@ class Engine(ABC):
         plan = self.spec.layout.layers[piece.layer]
         if piece.start != held and piece.start != plan.first_row(held, piece.stop):
             raise SliceRefused(f"layer {piece.layer}: slice starts at {piece.start}, {held} tokens are held")
+
+
+@contextmanager
+def _whole_or_broken(*sequences: Sequence) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for sequence in sequences:
+            sequence.broken = True
+        raise
 
 
 def token_list(tokens: Items[int] | Tokens) -> list[int]:

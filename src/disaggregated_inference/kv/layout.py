@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from disaggregated_inference.errors import SliceRefused
-from disaggregated_inference.kv.dtype import Array, KVDType, storage_dtype
+from disaggregated_inference.kv.dtype import Array, KVDType, require_dtype, storage_dtype
 
 
 class LayerPlan(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ class KVSlice:
 
     @property
     def tokens(self) -> int:
-        return int(self.keys.shape[0])
+        return len(self.keys) if self.keys.ndim else 0
 
     @property
     def stop(self) -> int:
@@ -87,13 +87,15 @@ class KVSlice:
             raise SliceRefused(f"layer {self.layer} of a model with {len(layout.layers)} layers")
         if self.start < 0 or self.tokens == 0:
             raise SliceRefused(f"layer {self.layer}: {self.tokens} tokens from position {self.start}")
-        storage = storage_dtype(self.dtype)
+        storage = storage_dtype(require_dtype(self.dtype))
         for name, array in (("keys", self.keys), ("values", self.values)):
             expected = (self.tokens, layout.kv_heads, layout.head_dim)
             if array.shape != expected:
                 raise SliceRefused(f"layer {self.layer}: {name} of shape {array.shape}, expected {expected}")
             if array.dtype != storage:
                 raise SliceRefused(f"layer {self.layer}: {name} of numpy {array.dtype}, {self.dtype} needs {storage}")
+            if not array.flags.c_contiguous:
+                raise SliceRefused(f"layer {self.layer}: {name} are not contiguous")
         window = layout.layers[self.layer].window
         if window and self.tokens > window:
             raise SliceRefused(f"layer {self.layer}: {self.tokens} tokens for a window of {window}")

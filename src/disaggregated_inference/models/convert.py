@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from disaggregated_inference.errors import ModelUnsupported
+from disaggregated_inference.errors import ModelDamaged, ModelUnsupported
 from disaggregated_inference.kv.dtype import Array
 from disaggregated_inference.kv.fingerprint import Weights
 from disaggregated_inference.models.gguf import GGUFFile
@@ -52,6 +52,11 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     if kind not in _ARCHITECTURES:
         raise ModelUnsupported(f"GGUF architecture {kind!r} is not supported: {', '.join(_ARCHITECTURES)} are")
 
+    needed = ("embedding_length", "block_count", "attention.head_count", "context_length", "feed_forward_length")
+    for key in (*(f"{kind}.{key}" for key in needed), "tokenizer.ggml.tokens"):
+        if key not in meta:
+            raise ModelDamaged(f"{file.path}: its metadata lacks {key}")
+
     def get(key: str, default: Any = None) -> Any:
         return meta.get(f"{kind}.{key}", default)
 
@@ -65,7 +70,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "head_dim": get("attention.key_length", get("embedding_length") // heads),
         "intermediate_size": get("feed_forward_length"),
         "max_position_embeddings": get("context_length"),
-        "rms_norm_eps": round(get("attention.layer_norm_rms_epsilon"), 12),
+        "rms_norm_eps": round(get("attention.layer_norm_rms_epsilon", 1e-5), 12),
         "rope_theta": get("rope.freq_base", 10000.0),
         "vocab_size": len(meta["tokenizer.ggml.tokens"]),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -83,6 +88,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
             "original_max_position_embeddings": get("rope.scaling.original_context_length"),
             "truncate": kind != "gpt-oss",  # GGUF has no key for it; GPT-OSS's checkpoint says false
         }
+    if "rope_freqs.weight" in file.tensors:  # how Llama 3's scaling is kept in a GGUF
+        config["rope_scaling"] = {"rope_type": "divided", "divisors": file.load("rope_freqs.weight").tolist()}
     return config
 
 

@@ -93,7 +93,10 @@ class _Cursor:
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
-            return self.array(self.scalar("I"), self.count())
+            inner = self.scalar("I")
+            if inner == _ARRAY:
+                raise ModelDamaged("GGUF arrays of arrays are not a thing")
+            return self.array(inner, self.count())
         if kind not in _SCALARS:
             raise ModelDamaged(f"GGUF value type {kind} is unknown")
         return self.scalar(_SCALARS[kind])
@@ -124,7 +127,9 @@ class GGUFFile:
             key = cursor.string()
             self.metadata[key] = cursor.value(cursor.scalar("I"))
         self.tensors = {t.name: t for t in (self._tensor(cursor) for _ in range(tensor_count))}
-        alignment = int(self.metadata.get("general.alignment", 32))
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ModelDamaged(f"{path}: an alignment of {alignment}")
         self._data_at = cursor.at + -cursor.at % alignment
 
     @staticmethod

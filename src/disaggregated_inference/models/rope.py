@@ -88,4 +88,8 @@ def _yarn_scale(factor: float, rope: dict[str, Any]) -> float:
     return mscale()
 
 
-_KINDS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+def _divided(plain: Floats, base: float, rope: dict[str, Any], config: dict[str, Any]) -> tuple[Floats, float]:
+    return plain / np.array(rope["divisors"], np.float64), 1.0
+
+
+_KINDS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "divided": _divided}

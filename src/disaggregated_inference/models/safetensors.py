@@ -39,15 +39,18 @@ def read_tensors(path: Path) -> Iterator[StoredTensor]:
         header_bytes = int.from_bytes(file.read(8), "little")
         if header_bytes > min(_HEADER_LIMIT_BYTES, size - 8):
             raise ModelDamaged(f"{path}: not a whole safetensors file")
-        header: dict[str, Any] = json.loads(file.read(header_bytes))
+        try:
+            header: dict[str, Any] = json.loads(file.read(header_bytes))
+            header.pop("__metadata__", None)
+            entries = [(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ModelDamaged(f"{path}: its header is damaged; fetch the model again") from error
         whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     body = whole[8 + header_bytes :]
-    header.pop("__metadata__", None)
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        if end > len(body):
+    for name, dtype, shape, begin, end in entries:
+        if not 0 <= begin <= end <= len(body):
             raise ModelDamaged(f"{path}: tensor {name} is cut off; fetch the model again")
-        yield StoredTensor(name, entry["dtype"], tuple(entry["shape"]), body[begin:end])
+        yield StoredTensor(name, dtype, shape, body[begin:end])
 
 
 def write_tensors(path: Path, shapes: dict[str, tuple[int, ...]], load: Callable[[str], Array]) -> None:

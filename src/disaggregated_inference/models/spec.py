@@ -56,6 +56,8 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
         return _read_spec(architecture, config)
     except KeyError as missing:
         raise ModelUnsupported(f"the config of this {architecture} model lacks {missing}") from missing
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelUnsupported(f"the config of this {architecture} model makes no sense: {error}") from error
 
 
 def _read_spec(architecture: str, config: dict[str, Any]) -> ModelSpec:

@@ -1,7 +1,8 @@
 """From the name a person types to files on this machine.
 
-Looked for, in this order: the embedded model; a path; a name given with `disagg models add`; a well-known alias
-(`qwen3-coder:30b`); a folder under the store; the Hugging Face cache. Nothing is downloaded but the embedded model.
+Looked for, in this order: a name given with `disagg models add`; the embedded model; a path; a well-known alias
+(`qwen3-coder:30b`) or a repository's name, in the store's folder and in the Hugging Face cache. Nothing is downloaded
+but the embedded model.
 """
 
 import json
@@ -105,6 +106,8 @@ class ModelStore:
     def resolve(self, name: str, progress: Progress = embedded.quiet) -> ModelFiles:
         """Files for `name`, or an error that says what was looked for and how to get it."""
         wanted = name.removeprefix("disaggregated:")
+        if wanted in self.names:
+            return ModelFiles(wanted, _require_model(Path(self.names[wanted])))
         wanted = SHORT_NAMES.get(wanted.lower(), wanted)
         if wanted.lower() == EMBEDDED:
             return ModelFiles(EMBEDDED, embedded.ensure_folder(self.root, progress))
@@ -129,7 +132,7 @@ class ModelStore:
         rows = [Listed(EMBEDDED, self.root / "smollm2-135m" if whole else None, "embedded, fetched on first use")]
         rows += [Listed(name, Path(path), "added") for name, path in sorted(self.names.items())]
         rows += [Listed(name, self._local(name), "alias of " + repos[0]) for name, repos in ALIASES.items()]
-        return rows + [Listed(f"{org}/{name}", path, "found") for org, name, path in self._found()]
+        return rows + [Listed(name, path, "found") for name, path in self._found()]
 
     @property
     def names(self) -> dict[str, str]:
@@ -140,9 +143,7 @@ class ModelStore:
         return self.home / "models.json"
 
     def _local(self, wanted: str) -> Path | None:
-        if wanted in self.names:
-            return Path(self.names[wanted])
-        if (path := Path(wanted).expanduser()).exists() and ("/" in wanted or path.suffix == ".gguf"):
+        if (path := Path(wanted).expanduser()).exists():
             return path.absolute()
         for repository in ALIASES.get(wanted.lower(), (wanted,)):
             if found := self._stored(repository) or _in_hugging_face_cache(repository):
@@ -155,11 +156,14 @@ class ModelStore:
                 return self.root / name
         return None
 
-    def _found(self) -> Iterator[tuple[str, str, Path]]:
+    def _found(self) -> Iterator[tuple[str, Path]]:
+        for config in sorted([*self.root.glob("*/config.json"), *self.root.glob("*/*/config.json")]):
+            if config.parent != self.root / "smollm2-135m" and not config.parts[-3].startswith("making-"):
+                yield str(config.parent.relative_to(self.root)), config.parent
         for folder in sorted(_hugging_face_cache().glob("models--*--*")):
             _, org, name = folder.name.split("--", 2)
             if path := _in_hugging_face_cache(f"{org}/{name}"):
-                yield org, name, path
+                yield f"{org}/{name}", path
 
     def _how_to_get(self, wanted: str) -> str:
         known = ", ".join([EMBEDDED, *ALIASES, *self.names])

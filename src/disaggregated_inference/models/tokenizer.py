@@ -33,7 +33,11 @@ class ModelTokenizer:
             raise ModelDamaged(f"{folder} has no tokenizer.json")
         settings = read_json(folder / "tokenizer_config.json")
         special = {name: _token_text(value) for name, value in settings.items() if name.endswith("_token") and value}
-        return cls(Tokenizer.from_file(str(path)), _read_template(folder, settings), special)
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the Rust side raises no narrower class
+            raise ModelDamaged(f"{path}: {error}") from error
+        return cls(tokenizer, _read_template(folder, settings), special)
 
     def encode(self, text: str) -> list[int]:
         """Special tokens written out in the text are recognised, none are added."""
@@ -46,7 +50,12 @@ class ModelTokenizer:
         """The prompt the model was trained to answer."""
         if not self.chat_template:
             raise ModelUnsupported("this model has no chat template; send a plain prompt")
-        text: str = self._template.render(messages=list(messages), add_generation_prompt=True, **self._special)
+        from jinja2 import TemplateError
+
+        try:
+            text: str = self._template.render(messages=list(messages), add_generation_prompt=True, **self._special)
+        except TemplateError as error:
+            raise ModelUnsupported(f"the model's chat template refuses these messages: {error}") from error
         return text
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -88,9 +97,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    except json.JSONDecodeError as error:
+        found = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
         raise ModelDamaged(f"{path}: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelDamaged(f"{path} holds no JSON object")
     return found
 
 

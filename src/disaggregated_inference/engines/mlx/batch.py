@@ -27,7 +27,7 @@ class Batch:
         if sequence in self._members:
             at = self._members.index(sequence)
             for layer, cache in zip(sequence.state, self._caches, strict=True):
-                layer.cache = cache.extract(at)
+                layer.restore(cache.extract(at))
             self.drop(sequence)
 
     def drop(self, sequence: Sequence) -> None:

@@ -36,9 +36,9 @@ class FullLayer:
     def __init__(self, layout: KVLayout, dtype: KVDType, capacity: int) -> None:
         """The whole buffer at once: it never grows, and never has to be copied to grow."""
         self.cache = KVCache()
+        self._dtype, self._capacity = dtype, capacity
         shape = (1, layout.kv_heads, capacity, layout.head_dim)
         self.cache.keys, self.cache.values = mx.zeros(shape, MLX_DTYPES[dtype]), mx.zeros(shape, MLX_DTYPES[dtype])
-        self._dtype = dtype
         self._views: tuple[Array, Array] | None = None
 
     def place(self, piece: KVSlice) -> None:
@@ -50,6 +50,17 @@ class FullLayer:
     def commit(self, length: int) -> None:
         self._views = None
         self.cache.offset = length
+
+    def rollback(self) -> None:
+        """Rows past the offset are not looked at, and will be written again."""
+        self._views = None
+
+    def restore(self, extracted: KVCache) -> None:
+        """A batch gives back exactly the rows there are: put them into a buffer of the full capacity again."""
+        spare = [(0, 0), (0, 0), (0, self._capacity - extracted.keys.shape[2]), (0, 0)]
+        extracted.keys, extracted.values = mx.pad(extracted.keys, spare), mx.pad(extracted.values, spare)
+        mx.eval(extracted.keys, extracted.values)
+        self.cache = extracted
 
     def rows(self, start: int, stop: int) -> tuple[mx.array, mx.array]:
         return self.cache.keys[0, :, start:stop], self.cache.values[0, :, start:stop]
@@ -82,8 +93,15 @@ class SlidingLayer:
                 for old, new in zip(held, (keys, values), strict=True)
             )
         self.cache.keys, self.cache.values = (from_numpy(rows[None], self._dtype) for rows in (keys, values))
+        mx.eval(self.cache.keys, self.cache.values)  # another thread may be the one that uses them
         self.cache.offset, self.cache._idx = length, keys.shape[1]
         self._staged.clear()
+
+    def rollback(self) -> None:
+        self._staged.clear()
+
+    def restore(self, extracted: RotatingKVCache) -> None:
+        self.cache = extracted
 
     def _joined(self) -> tuple[Array, Array]:
         keys, values = zip(*self._staged, strict=True)

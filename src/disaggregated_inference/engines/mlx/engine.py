@@ -26,6 +26,9 @@ class MlxTokens:
     def __init__(self, array: mx.array) -> None:
         self.array = array
 
+    def __len__(self) -> int:
+        return int(self.array.shape[0])
+
     def tolist(self) -> list[int]:
         return self.array.tolist()  # type: ignore[return-value]
 
@@ -124,7 +127,11 @@ class MlxEngine(Engine):
         for layer in sequence.state:
             layer.commit(length)
 
-    def export(self, sequence: Sequence, start: int = 0) -> Iterator[KVSlice]:
+    def _rollback(self, sequence: Sequence) -> None:
+        for layer in sequence.state:
+            layer.rollback()
+
+    def _export(self, sequence: Sequence, start: int) -> Iterator[KVSlice]:
         self._batch.take_back(sequence)
         for index, (layer, plan) in enumerate(zip(sequence.state, self.spec.layout.layers, strict=True)):
             first = plan.first_row(start, sequence.length)

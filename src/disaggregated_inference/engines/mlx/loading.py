@@ -8,7 +8,6 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import _get_classes, load_model
 
 from disaggregated_inference.engines.mlx.caches import MLX_DTYPES
-from disaggregated_inference.errors import ModelDamaged
 from disaggregated_inference.kv import KVDType
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.models.rope import rope_parameters
@@ -16,12 +15,9 @@ from disaggregated_inference.models.rope import rope_parameters
 
 def load_weights(model: ModelFiles, dtype: KVDType) -> Any:
     """The mlx-lm model with its floating-point weights in `dtype`; quantized ones stay as they are."""
-    try:
-        loaded, _ = load_model(
-            model.path, lazy=True, model_config=readable_config(model.config), get_model_classes=_classes
-        )
-    except ValueError as error:
-        raise ModelDamaged(f"mlx-lm cannot load {model.path}: {error}") from error
+    loaded, _ = load_model(
+        model.path, lazy=True, model_config=readable_config(model.config), get_model_classes=_classes
+    )
     loaded.update(tree_map(lambda weight: _cast(weight, MLX_DTYPES[dtype]), loaded.parameters()))
     mx.eval(loaded.parameters())
     loaded.eval()

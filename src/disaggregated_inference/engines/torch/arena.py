@@ -96,6 +96,12 @@ class Arena:
         for window, start in starts.items():
             self._rows[window].give_back(start)
 
+    def ring(self, starts: Starts, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a sequence's ring in a sliding layer, as views."""
+        window = self.layout.layers[layer].window
+        span = slice(starts[window], starts[window] + window)
+        return self.keys[layer][span], self.values[layer][span]
+
     @property
     def full_rows(self) -> int:
         return self._rows[0].count

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from disaggregated_inference.engines.torch.engine import TorchEngine
+from disaggregated_inference.engines.torch.engine import TorchEngine, require_device
 from disaggregated_inference.engines.torch.passes import ATTENTION_NAME
 
 
@@ -102,6 +102,7 @@ def random_engine(shape: dict[str, Any], device: str, kv_bytes: int, sequences: 
     from disaggregated_inference.kv.fingerprint import Weights
     from disaggregated_inference.models import spec_from_config
 
+    require_device(device)
     settings = dict(shape)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32

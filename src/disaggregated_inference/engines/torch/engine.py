@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from disaggregated_inference.engines.torch.passes import (
     Places,
     PrefillPass,
 )
-from disaggregated_inference.errors import EngineMismatch, EngineUnavailable
+from disaggregated_inference.errors import EngineMismatch, EngineUnavailable, ModelDamaged
 from disaggregated_inference.kv import Fingerprint, KVDType, KVSlice, as_dtype
 from disaggregated_inference.models import ModelFiles, ModelSpec
 
@@ -32,6 +33,9 @@ _CUDA_KV_SHARE = 0.5
 class TorchTokens:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+
+    def __len__(self) -> int:
+        return len(self.tensor)
 
     def tolist(self) -> list[int]:
         tokens: list[int] = self.tensor.tolist()
@@ -50,6 +54,21 @@ class TorchLogits:
         return array
 
 
+@dataclass(slots=True)
+class TorchState:
+    """A sequence's rows. Slices of sliding layers go into a shadow of the ring until they are committed: in the ring
+    itself they would overwrite rows that a rollback still needs."""
+
+    starts: Starts
+    shadows: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def shadow(self, arena: Arena, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer not in self.shadows:
+            keys, values = arena.ring(self.starts, layer)
+            self.shadows[layer] = (keys.clone(), values.clone())
+        return self.shadows[layer]
+
+
 class TorchEngine(Engine):
     """See `engines.base.Engine` for the contract."""
 
@@ -65,14 +84,16 @@ class TorchEngine(Engine):
         self.arena = Arena(spec.layout, dtype, self.device, kv_bytes or _default_budget(self.device), sequences)
         self._host = HostCopies(self.arena)
         self._places = Places(self.arena, sequences)
+        self.max_batch = sequences
         flash = has_flash(self.device, model.dtype)
         self._graphs = DecodeGraphs(self._decode, self._places, sequences) if flash else None
 
-    def _open(self, capacity: int) -> Starts:
-        return self.arena.take(capacity)
+    def _open(self, capacity: int) -> TorchState:
+        return TorchState(self.arena.take(capacity))
 
     def _close(self, sequence: Sequence) -> None:
-        self.arena.give_back(sequence.state)
+        self._host.finish()
+        self.arena.give_back(sequence.state.starts)
 
     @torch.inference_mode()
     def _prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None) -> Logits:
@@ -108,30 +129,37 @@ class TorchEngine(Engine):
 
     @torch.inference_mode()
     def _place(self, sequence: Sequence, piece: KVSlice) -> None:
-        plan = self.spec.layout.layers[piece.layer]
-        first = sequence.state[plan.window]
-        for store, rows in ((self.arena.keys, piece.keys), (self.arena.values, piece.values)):
-            source = host_tensor(as_dtype(rows, piece.dtype, self.dtype), self.dtype)
-            if plan.window:
-                at = self.arena.ring_rows(first, plan.window, piece.start, piece.stop)
-                store[piece.layer][at] = source.to(self.device)
-            else:
-                store[piece.layer][first + piece.start : first + piece.stop].copy_(source)
-
-    def _commit(self, sequence: Sequence, length: int) -> None:
-        """Rows are where they belong already."""
+        window = self.spec.layout.layers[piece.layer].window
+        if window:
+            targets = sequence.state.shadow(self.arena, piece.layer)
+            at: Any = self.arena.ring_rows(0, window, piece.start, piece.stop)
+        else:
+            first = sequence.state.starts[0]
+            targets = (self.arena.keys[piece.layer], self.arena.values[piece.layer])
+            at = slice(first + piece.start, first + piece.stop)
+        for target, rows in zip(targets, (piece.keys, piece.values), strict=True):
+            target[at] = host_tensor(as_dtype(rows, piece.dtype, self.dtype), self.dtype).to(self.device)
 
     @torch.inference_mode()
-    def export(self, sequence: Sequence, start: int = 0) -> Iterator[KVSlice]:
+    def _commit(self, sequence: Sequence, length: int) -> None:
+        for layer, rows in sequence.state.shadows.items():
+            for ring, fresh in zip(self.arena.ring(sequence.state.starts, layer), rows, strict=True):
+                ring.copy_(fresh)
+        sequence.state.shadows.clear()
+
+    def _rollback(self, sequence: Sequence) -> None:
+        sequence.state.shadows.clear()
+
+    @torch.inference_mode()
+    def _export(self, sequence: Sequence, start: int) -> Iterator[KVSlice]:
         for layer, plan in enumerate(self.spec.layout.layers):
-            first, begin = sequence.state[plan.window], plan.first_row(start, sequence.length)
+            first, begin = sequence.state.starts[plan.window], plan.first_row(start, sequence.length)
             if plan.window:
-                at = self.arena.ring_rows(first, plan.window, begin, sequence.length)
-                keys, values = self.arena.keys[layer][at], self.arena.values[layer][at]
+                at: Any = self.arena.ring_rows(first, plan.window, begin, sequence.length)
             else:
-                span = slice(first + begin, first + sequence.length)
-                keys, values = self.arena.keys[layer][span], self.arena.values[layer][span]
-            arrays = [host_array(rows.cpu(), self.dtype) for rows in (keys, values)]
+                at = slice(first + begin, first + sequence.length)
+            rows = (self.arena.keys[layer][at].cpu(), self.arena.values[layer][at].cpu())
+            arrays = [host_array(tensor, self.dtype) for tensor in rows]
             yield KVSlice(layer, begin, self.dtype, arrays[0], arrays[1])
 
 
@@ -156,18 +184,30 @@ def load(
         raise EngineUnavailable(f"the torch engine reads safetensors folders, not {model.path.name}")
     if threads:
         torch.set_num_threads(threads)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise EngineUnavailable("this torch sees no CUDA device; use device 'cpu' or install a CUDA build of torch")
+    target = require_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     spec = model.spec  # refuses what we cannot run before any weight is read
     disable_progress_bar()
-    loaded = AutoModelForCausalLM.from_pretrained(
+    loaded, notes = AutoModelForCausalLM.from_pretrained(
         model.path,
-        dtype=TORCH_DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")],
+        dtype=TORCH_DTYPES[dtype or ("float32" if target.type == "cpu" else "bfloat16")],
         attn_implementation=ATTENTION_NAME,
         local_files_only=True,
-    ).to(device)
-    return TorchEngine(loaded, spec, _proven_fingerprint(loaded, model), kv_bytes, sequences)
+        output_loading_info=True,
+    )
+    if missing := [*notes["missing_keys"], *notes["mismatched_keys"]]:
+        raise ModelDamaged(f"{model.path} lacks {len(missing)} weights that the model needs, the first: {missing[0]}")
+    return TorchEngine(loaded.to(target), spec, _proven_fingerprint(loaded, model), kv_bytes, sequences)
+
+
+def require_device(name: str) -> torch.device:
+    """A torch device that is really there."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise EngineUnavailable(f"no torch device {name!r}; try cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise EngineUnavailable("this torch sees no CUDA device; use device 'cpu' or install a CUDA build of torch")
+    return device
 
 
 def _proven_fingerprint(loaded: Any, model: ModelFiles) -> Fingerprint:

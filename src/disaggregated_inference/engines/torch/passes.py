@@ -43,7 +43,7 @@ class PrefillPass:
     """A chunk of one sequence. Queries are the last n of the rows that `update` returns."""
 
     def __init__(self, arena: Arena, sequence: Sequence, tokens: int, emit: Emit | None, host: "HostCopies") -> None:
-        self.arena, self.starts = arena, sequence.state
+        self.arena, self.starts = arena, sequence.state.starts
         self.begin, self.tokens, self.emit, self.host = sequence.length, tokens, emit, host
         if emit:
             host.begin(sequence.length, sequence.length + tokens)
@@ -98,15 +98,19 @@ class HostCopies:
 
     On the CPU the rows are in host memory already: the slice is a view, valid until the sequence is closed. On CUDA a
     side stream copies them into pinned memory, and the slice waits for that copy when it is read. Short prompts are
-    bound by how fast the host launches kernels, so what can be prepared is prepared once per chunk, and events are used
-    again: one that was recorded anew only makes its old slice wait a little longer than it had to.
+    bound by how fast the host launches kernels, so what can be prepared is prepared once per chunk.
     """
 
     def __init__(self, arena: Arena) -> None:
         self.arena, self.dtype = arena, arena.dtype
         self.stream = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None
         if self.stream is not None:
-            self._events = [(torch.cuda.Event(), torch.cuda.Event()) for _ in arena.layout.layers]
+            self._computed = [torch.cuda.Event() for _ in arena.layout.layers]
+
+    def finish(self) -> None:
+        """Rows may be given back once this was called: who writes them next, writes after the copies."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.arena.device).wait_stream(self.stream)
 
     def begin(self, start: int, stop: int) -> None:
         """Pinned memory for all slices of one chunk."""
@@ -123,13 +127,12 @@ class HostCopies:
     def slice(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> KVSlice:
         if self.stream is None:
             return KVSlice(layer, start, self.dtype, host_array(keys, self.dtype), host_array(values, self.dtype))
-        computed, copied = self._events[layer]
-        computed.record(self._computing)
-        self.stream.wait_event(computed)
+        self._computed[layer].record(self._computing)
+        self.stream.wait_event(self._computed[layer])
         torch.cuda.set_stream(self.stream)
         self._tensors[2 * layer].copy_(keys, non_blocking=True)
         self._tensors[2 * layer + 1].copy_(values, non_blocking=True)
-        copied.record(self.stream)
+        copied = self.stream.record_event()
         torch.cuda.set_stream(self._computing)
         if self.arena.layout.layers[layer].window:  # not the arena's own memory: keep it until it is copied
             keys.record_stream(self.stream)
@@ -144,14 +147,19 @@ class Places:
     def __init__(self, arena: Arena, capacity: int) -> None:
         self.arena = arena
         self.windows = sorted({plan.window for plan in arena.layout.layers})
-        self.host = torch.zeros((3 * len(self.windows) + 1, capacity + 1), dtype=torch.int32)
-        if arena.device.type == "cuda":
-            self.host = self.host.pin_memory()
-        self.table = self.host.to(arena.device)
+        shape, pinned = (3 * len(self.windows) + 1, capacity + 1), arena.device.type == "cuda"
+        self.table = torch.zeros(shape, dtype=torch.int32, device=arena.device)
+        # Two, in turn: a step may be prepared while the one before it has not been copied to the device yet.
+        self._host = [torch.zeros(shape, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self._copied = [torch.cuda.Event() for _ in self._host] if pinned else []
+        self._turn = 0
 
     def load(self, sequences: Items[Sequence]) -> None:
         """Point at the sequences' rows; places beyond them point at the padding region."""
-        table = self.host.numpy()
+        self._turn = 1 - self._turn
+        if self._copied:
+            self._copied[self._turn].synchronize()
+        table = self._host[self._turn].numpy()
         table[-1] = 0
         table[-1, : len(sequences)] = [s.length for s in sequences]
         for index, window in enumerate(self.windows):
@@ -159,10 +167,12 @@ class Places:
             write[:] = begin[:] = self.arena.padding[window]
             count[:] = 1
             for at, sequence in enumerate(sequences):
-                begin[at] = sequence.state[window]
+                begin[at] = sequence.state.starts[window]
                 write[at] = begin[at] + (sequence.length % window if window else sequence.length)
                 count[at] = min(sequence.length + 1, window or sequence.length + 1)
-        self.table.copy_(self.host, non_blocking=True)
+        self.table.copy_(self._host[self._turn], non_blocking=True)
+        if self._copied:
+            self._copied[self._turn].record()
 
     @property
     def positions(self) -> torch.Tensor:
