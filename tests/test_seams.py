@@ -14,8 +14,9 @@ PACKAGE = Path(__file__).parent.parent / "src" / "disaggregated_inference"
 MAP = {
     "kv": {"errors"},
     "models": {"errors", "kv"},
+    "wire": {"errors", "kv"},
     "engines": {"errors", "kv", "models"},
-    "bench": {"__init__", "errors", "kv", "models", "engines", "progress"},
+    "bench": {"__init__", "errors", "kv", "models", "engines", "wire", "progress"},
 }
 LIBRARIES = {"torch": "torch", "transformers": "torch", "mlx": "mlx", "mlx_lm": "mlx"}
 

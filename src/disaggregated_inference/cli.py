@@ -139,3 +139,15 @@ def bench_engine(
     from disaggregated_inference.bench.engine import run
 
     run(engine or [], model, shape, device, threads, quick, output)
+
+
+@bench_app.command("wire")
+def bench_wire(
+    megabytes: Annotated[int, typer.Option(min=1, help="How much to send, each round.")] = 800,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds.")] = 5,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("bench-results"),
+) -> None:
+    """Goodput of the KV wire on loopback against bare Python sockets."""
+    from disaggregated_inference.bench.wire import run
+
+    run(megabytes, repeats, output)

@@ -14,6 +14,14 @@ DisaggError
 │   ├── SequenceBroken         500  an earlier call failed half-way; close it and start again
 │   ├── FingerprintMismatch    409  two sides do not hold the same model
 │   └── KVMemoryFull           503  no room for the sequence's KV
+├── WireError
+│   ├── ProtocolError          502  frames out of order, too large, or not ours
+│   ├── VersionUnsupported     502  the other side speaks another version
+│   ├── ChecksumMismatch       502  a frame arrived damaged
+│   ├── PeerGone               503  the connection ended in the middle
+│   ├── PeerFailed             502  the other side told us why it stopped
+│   ├── TicketRefused          403  unknown, spent or expired ticket, or a wrong secret
+│   └── Cancelled              499  the other side no longer wants it
 └── ContextTooLong             400  prompt plus answer exceed the context window
 """
 
@@ -83,6 +91,44 @@ class KVMemoryFull(KVError):
     @property
     def code(self) -> str:
         return "kv_memory_full"
+
+
+class WireError(DisaggError):
+    """Something about the connection between two nodes."""
+
+    status = 502
+
+
+class ProtocolError(WireError):
+    pass
+
+
+class VersionUnsupported(WireError):
+    pass
+
+
+class ChecksumMismatch(WireError):
+    pass
+
+
+class PeerGone(WireError):
+    status = 503
+
+
+class PeerFailed(WireError):
+    """`peer_code` is the error's code on the other side."""
+
+    def __init__(self, peer_code: str, message: str) -> None:
+        super().__init__(f"the other side stopped: {message} ({peer_code})")
+        self.peer_code = peer_code
+
+
+class TicketRefused(WireError):
+    status = 403
+
+
+class Cancelled(WireError):
+    status = 499
 
 
 class ContextTooLong(DisaggError):

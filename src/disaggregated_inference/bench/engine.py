@@ -92,7 +92,7 @@ def _decode_row(engine: Engine, bare: Any, report: Report, context: int, batch: 
         lambda: bare.decode_seconds(context, batch, steps),
     )
     tokens = batch * steps
-    report.add(Row(f"decode, batch {batch}", tokens / ours, "tok/s", tokens / theirs, bare.label, 0.95))
+    report.add(Row(f"decode, batch {batch}", tokens / ours, "tok/s", tokens / theirs, bare.label, bare.decode_goal))
 
 
 def _prefill_rows(engine: Engine, bare: Any, report: Report, length: int, repeats: int) -> None:

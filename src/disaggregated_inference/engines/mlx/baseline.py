@@ -11,6 +11,7 @@ from disaggregated_inference.engines.mlx.engine import MlxEngine
 
 class Baseline:
     label = "mlx-lm"
+    decode_goal = 0.95
 
     def __init__(self, engine: MlxEngine) -> None:
         self.engine = engine

@@ -31,10 +31,13 @@ def attend(
     if sinks is not None:
         return _with_sinks(q, k, v, scale, window, sinks)
     n, total = q.shape[2], k.shape[2]
+    if n == 1:  # the heads of a group are as good as queries of one head, and cheaper
+        grouped = q.view(1, k.shape[1], -1, q.shape[3])
+        return F.scaled_dot_product_attention(grouped, k, v, scale=scale).view(1, *query.shape[1:])
     whole = n == total and (not window or total <= window)
-    mask = None if whole or n == 1 else _causal_mask(n, total, window, q.device)
+    mask = None if whole else _causal_mask(n, total, window, q.device)
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=whole and n > 1, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
+        q, k, v, attn_mask=mask, is_causal=whole, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
     )
     return out[0].transpose(0, 1)
 

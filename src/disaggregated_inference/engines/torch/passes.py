@@ -174,6 +174,12 @@ class Places:
         if self._copied:
             self._copied[self._turn].record()
 
+    def spans(self, window: int) -> list[slice]:
+        """Each sequence's rows, as the host knows them."""
+        at = 3 * self.windows.index(window)
+        begins, counts = self._host[self._turn][at + 1 : at + 3].tolist()
+        return [slice(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
+
     @property
     def positions(self) -> torch.Tensor:
         return self.table[-1]
@@ -207,14 +213,12 @@ class DecodePass:
         scale: float,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        _, begin, count = self.places.rows(self.arena.layout.layers[layer].window)
         if has_flash(query.device, query.dtype):
+            _, begin, count = self.places.rows(self.arena.layout.layers[layer].window)
             rows = query[:, :, 0]
             out = flash_decode(
                 rows, key, value, begin[: self.size + 1], count[: self.size], self.query_starts, scale, sinks
             )
             return out.unsqueeze(1)
-        spans = zip(query, begin.tolist(), count.tolist(), strict=False)
-        return torch.stack(
-            [attend(q.transpose(0, 1), key[b : b + n], value[b : b + n], scale, 0, sinks) for q, b, n in spans]
-        )
+        spans = zip(query, self.places.spans(self.arena.layout.layers[layer].window), strict=False)
+        return torch.stack([attend(q.transpose(0, 1), key[at], value[at], scale, 0, sinks) for q, at in spans])

@@ -1,0 +1,166 @@
+"""Frames: a fixed header of 40 bytes, then raw bytes. Nothing here allocates by what the other side claims.
+
+    offset  size  field
+         0     4  magic    b"DKVC"
+         4     1  version  1
+         5     1  kind     HELLO .. DONE
+         6     2  codec    of a slice's payload: 0 raw, 1 int8; 0 elsewhere
+         8     4  layer    of a slice; 0 elsewhere
+        12     4  tokens   rows of a slice; 0 elsewhere
+        16     8  start    position of a slice's first row; 0 elsewhere
+        24     8  size     bytes of payload that follow
+        32     8  checksum XXH3-64 of the 32 bytes above and the payload
+
+All little endian. Whoever reads decides from the header alone whether it wants the payload, and into which memory.
+"""
+
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from disaggregated_inference.errors import ChecksumMismatch, PeerGone, ProtocolError, VersionUnsupported
+from disaggregated_inference.kv.dtype import Array
+
+MAGIC = b"DKVC"
+VERSION = 1
+HEADER = struct.Struct("<4sBBHIIQQQ")
+CONTROL_LIMIT_BYTES = 64 << 10
+_CHECKED = HEADER.size - 8
+
+Buffer = memoryview | bytes | bytearray
+
+
+def bytes_of(array: Array) -> memoryview:
+    """A contiguous array's own memory, as bytes."""
+    return memoryview(array.reshape(-1).view(np.uint8).data)
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    WELCOME = 2
+    SLICE = 3
+    LOGITS = 4
+    END = 5
+    ERROR = 6
+    CANCEL = 7
+    RENEW = 8
+    DONE = 9
+
+
+class Frame(NamedTuple):
+    """A header, without its magic and version."""
+
+    kind: Kind
+    size: int
+    codec: int = 0
+    layer: int = 0
+    tokens: int = 0
+    start: int = 0
+    checksum: int = 0
+
+
+def encode_header(frame: Frame, payload: Sequence[Buffer]) -> bytes:
+    """The 40 bytes for `payload`, checksum included."""
+    fields = (frame.kind, frame.codec, frame.layer, frame.tokens, frame.start, frame.size)
+    head = HEADER.pack(MAGIC, VERSION, *fields, 0)[:_CHECKED]
+    return head + struct.pack("<Q", _checksum(head, payload))
+
+
+def decode_header(raw: Buffer) -> Frame:
+    magic, version, kind, codec, layer, tokens, start, size, checksum = HEADER.unpack(raw)
+    if magic != MAGIC:
+        raise ProtocolError("the other side does not speak this protocol: wrong magic")
+    if version != VERSION:
+        raise VersionUnsupported(f"the other side speaks version {version}, this one {VERSION}: update the older node")
+    if kind not in Kind.__members__.values():
+        raise ProtocolError(f"frame kind {kind} is unknown")
+    return Frame(Kind(kind), size, codec, layer, tokens, start, checksum)
+
+
+def verify(frame: Frame, raw_header: Buffer, payload: Sequence[Buffer]) -> None:
+    if _checksum(memoryview(raw_header)[:_CHECKED], payload) != frame.checksum:
+        raise ChecksumMismatch(f"a {frame.kind.name} frame arrived damaged")
+
+
+def _checksum(head: Buffer, payload: Sequence[Buffer]) -> int:
+    digest = xxhash.xxh3_64(bytes(head))
+    for part in payload:
+        digest.update(part)
+    return digest.intdigest()
+
+
+class Connection:
+    """A socket that speaks frames. Sending and receiving are each for one thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._raw = bytearray(HEADER.size)
+
+    def send(self, frame: Frame, *payload: Buffer) -> None:
+        """Header and payload in one call, so that neither waits for the other on the wire."""
+        parts = [memoryview(encode_header(frame, payload)), *(memoryview(part).cast("B") for part in payload if part)]
+        try:
+            while parts:
+                sent = self.sock.sendmsg(parts)
+                while parts and sent >= len(parts[0]):
+                    sent -= len(parts.pop(0))
+                if sent:
+                    parts[0] = parts[0][sent:]
+        except OSError as error:
+            raise _gone("sending", error) from error
+
+    def send_message(self, kind: Kind, content: bytes = b"") -> None:
+        self.send(Frame(kind, len(content)), content)
+
+    def receive_header(self) -> Frame:
+        self._fill(memoryview(self._raw))
+        return decode_header(self._raw)
+
+    def receive_payload(self, frame: Frame, *targets: memoryview) -> None:
+        """Into memory the caller chose; the sizes must add up, and so must the checksum."""
+        if sum(map(len, targets)) != frame.size:
+            raise ProtocolError(f"a {frame.kind.name} frame of {frame.size} bytes, {sum(map(len, targets))} expected")
+        for target in targets:
+            self._fill(target)
+        verify(frame, self._raw, targets)
+
+    def receive_message(self, frame: Frame, limit: int = CONTROL_LIMIT_BYTES) -> bytes:
+        if frame.size > limit:
+            raise ProtocolError(f"a {frame.kind.name} frame of {frame.size} bytes; at most {limit} are allowed")
+        content = bytearray(frame.size)
+        self.receive_payload(frame, memoryview(content))
+        return bytes(content)
+
+    def part(self, patience_s: float = 1.0) -> None:
+        """Close so that the last frame arrives: closing over unread bytes would take it back."""
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_WR)
+            self.sock.settimeout(patience_s)
+            deadline = time.monotonic() + patience_s
+            while self.sock.recv(1 << 20) and time.monotonic() < deadline:
+                pass
+        self.sock.close()
+
+    def _fill(self, target: memoryview) -> None:
+        while target:
+            try:
+                count = self.sock.recv_into(target)
+            except OSError as error:
+                raise _gone("receiving", error) from error
+            if not count:
+                raise PeerGone("the other side closed the connection in the middle of a frame")
+            target = target[count:]
+
+
+def _gone(doing: str, error: OSError) -> PeerGone:
+    what = "it was silent for too long" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+    return PeerGone(f"lost the other side while {doing}: {what}")

@@ -1,0 +1,55 @@
+"""What control frames carry, as JSON: small, read by people in a packet dump, bounded by the frame's own limit."""
+
+from typing import TypeVar
+
+import msgspec
+
+from disaggregated_inference.errors import ProtocolError
+from disaggregated_inference.kv import Fingerprint, KVDType
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """The receiver's first words: which ticket, by what right, under which model, and what it has already."""
+
+    ticket: str
+    secret: str
+    fetch: str  # chosen by the receiver, the same on every connection of one fetch
+    fingerprint: Fingerprint
+    held_tokens: int = 0
+    codecs: tuple[str, ...] = ("raw",)
+    stream: int = 0
+    streams: int = 1
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The sender's answer: what will come."""
+
+    epoch: str
+    prompt_tokens: int
+    dtype: KVDType
+    codec: str
+    chunk_tokens: int  # no slice has more rows
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything was sent on this stream."""
+
+    prompt_tokens: int
+    prefill_s: float = 0.0
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why the connection ends early. `code` is one of errors.py's."""
+
+    code: str
+    message: str
+
+
+Message = TypeVar("Message", bound=msgspec.Struct)
+
+
+def parse(content: bytes, kind: type[Message]) -> Message:
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"a {kind.__name__} that cannot be read: {error}") from error

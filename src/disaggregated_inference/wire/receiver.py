@@ -1,0 +1,139 @@
+"""The receiving half: frames into memory taken beforehand, slices to whoever places them."""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from disaggregated_inference.errors import DisaggError, PeerFailed, ProtocolError
+from disaggregated_inference.kv import KVLayout, KVSlice
+from disaggregated_inference.kv.dtype import Array
+from disaggregated_inference.wire import codecs
+from disaggregated_inference.wire.frames import Connection, Frame, Kind, bytes_of
+from disaggregated_inference.wire.messages import End, Failure, Hello, Welcome, parse
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What one connection brought."""
+
+    end: End
+    welcome: Welcome
+    payload_bytes: int
+    seconds: float
+
+
+class Fetch:
+    """One connection's state: what it may still receive, and the memory it goes into."""
+
+    def __init__(self, connection: Connection, hello: Hello, layout: KVLayout, vocabulary: int) -> None:
+        self.connection, self.hello, self.layout, self.vocabulary = connection, hello, layout, vocabulary
+        self.welcome = self._greet()
+        largest = codecs.payload_bytes(self.welcome.codec, layout, self.welcome.dtype, self.welcome.chunk_tokens)
+        self._memory = np.empty(largest, np.uint8)
+        self._got_logits = False
+        self.payload_bytes = 0
+
+    def _greet(self) -> Welcome:
+        self.connection.send_message(Kind.HELLO, msgspec.json.encode(self.hello))
+        welcome = parse(self._expect(Kind.WELCOME), Welcome)
+        if welcome.codec not in self.hello.codecs:
+            raise ProtocolError(f"codec {welcome.codec!r} was not offered")
+        if not 0 < welcome.chunk_tokens <= max(welcome.prompt_tokens, 1):
+            raise ProtocolError(f"chunks of {welcome.chunk_tokens} for a prompt of {welcome.prompt_tokens} tokens")
+        return welcome
+
+    def _expect(self, kind: Kind) -> bytes:
+        frame = self.connection.receive_header()
+        if frame.kind is not kind:
+            self._refuse(frame)
+        return self.connection.receive_message(frame)
+
+    def _refuse(self, frame: Frame) -> None:
+        if frame.kind is Kind.ERROR:
+            failure = parse(self.connection.receive_message(frame), Failure)
+            raise PeerFailed(failure.code, failure.message)
+        raise ProtocolError(f"{frame.kind.name} was not expected here")
+
+    def next(self) -> KVSlice | Array | End:
+        """The next thing that arrives. A slice's arrays are this object's own memory, until the next call."""
+        frame = self.connection.receive_header()
+        if frame.kind is Kind.SLICE:
+            return self._slice(frame)
+        if frame.kind is Kind.LOGITS and not self._got_logits and self.hello.stream == 0:
+            return self._logits(frame)
+        if frame.kind is Kind.END:
+            return parse(self.connection.receive_message(frame), End)
+        self._refuse(frame)
+        raise AssertionError("refused above")
+
+    def _slice(self, frame: Frame) -> KVSlice:
+        """Every number is checked against the handshake before a byte is read."""
+        welcome = self.welcome
+        codec = codecs.codec_of(frame.codec)
+        if codec != welcome.codec:
+            raise ProtocolError(f"codec {codec} after {welcome.codec} was agreed")
+        if frame.layer >= len(self.layout.layers) or frame.layer % self.hello.streams != self.hello.stream:
+            raise ProtocolError(f"layer {frame.layer} does not belong on stream {self.hello.stream}")
+        if not 0 < frame.tokens <= welcome.chunk_tokens or frame.start + frame.tokens > welcome.prompt_tokens:
+            raise ProtocolError(f"{frame.tokens} rows from {frame.start} of a prompt of {welcome.prompt_tokens}")
+        arrays: list[Array] = []
+        at = 0
+        for shape, kind in codecs.payload_parts(codec, self.layout, welcome.dtype, frame.tokens):
+            size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+            arrays.append(self._memory[at : at + size].view(kind).reshape(shape))
+            at += size
+        self.connection.receive_payload(frame, *(bytes_of(array) for array in arrays))
+        self.payload_bytes += frame.size
+        return codecs.decode(codec, welcome.dtype, arrays, frame.layer, frame.start)
+
+    def _logits(self, frame: Frame) -> Array:
+        logits = np.empty(self.vocabulary, np.float32)
+        self.connection.receive_payload(frame, bytes_of(logits))
+        self._got_logits = True
+        return logits
+
+
+def fetch(
+    connection: Connection,
+    hello: Hello,
+    layout: KVLayout,
+    vocabulary: int,
+    on_slice: Callable[[KVSlice], None],
+    on_logits: Callable[[Array], None],
+    renew_every_s: float = 5.0,
+) -> Receipt:
+    """One connection from HELLO to END, told DONE only after the last slice was taken. Closes the connection.
+
+    `on_slice` must be done with the arrays when it returns. If it raises, the sender is told to stop.
+    """
+    started = time.perf_counter()
+    lock = threading.Lock()  # frames of two threads must not mix
+    finished = threading.Event()
+
+    def renew() -> None:
+        with suppress(DisaggError):
+            while not finished.wait(renew_every_s):
+                with lock:
+                    connection.send_message(Kind.RENEW)
+
+    try:
+        state = Fetch(connection, hello, layout, vocabulary)
+        threading.Thread(target=renew, name="kv-renew", daemon=True).start()
+        while not isinstance(item := state.next(), End):
+            on_slice(item) if isinstance(item, KVSlice) else on_logits(item)
+        finished.set()
+        with lock:
+            connection.send_message(Kind.DONE)
+        return Receipt(item, state.welcome, state.payload_bytes, time.perf_counter() - started)
+    except BaseException:
+        finished.set()
+        with suppress(DisaggError), lock:
+            connection.send_message(Kind.CANCEL)
+        raise
+    finally:
+        connection.part()

@@ -1,0 +1,177 @@
+"""The sending half: an outbox that an engine fills while it computes, and the loop that empties it onto a socket."""
+
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from disaggregated_inference.errors import Cancelled, DisaggError, ProtocolError
+from disaggregated_inference.kv import KVSlice
+from disaggregated_inference.kv.dtype import Array
+from disaggregated_inference.wire import codecs
+from disaggregated_inference.wire.frames import Connection, Frame, Kind, bytes_of
+from disaggregated_inference.wire.messages import End, Failure, Hello, Welcome, parse
+
+_MOST_STREAMS = 64
+_LOOK_UP_S = 1.0
+
+
+class Outbox:
+    """What one prefill has produced so far. Kept, not consumed: a connection that resumes reads it again.
+
+    The engine's thread puts, any number of sender threads read. Logits overtake: every reader gets them next.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._slices: list[KVSlice] = []
+        self._logits: Array | None = None
+        self._end: End | None = None
+        self._error: DisaggError | None = None
+
+    def put(self, piece: KVSlice) -> None:
+        with self._changed:
+            self._slices.append(piece)
+            self._changed.notify_all()
+
+    def put_logits(self, logits: Array) -> None:
+        with self._changed:
+            self._logits = logits
+            self._changed.notify_all()
+
+    def finish(self, end: End) -> None:
+        with self._changed:
+            self._end = end
+            self._changed.notify_all()
+
+    def fail(self, error: DisaggError) -> None:
+        """The first end counts: a prefill that is done cannot fail any more."""
+        with self._changed:
+            if self._end is None:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def poke(self) -> None:
+        """Make readers look up: something outside has changed."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def next(self, at: int, want_logits: bool, timeout_s: float) -> "KVSlice | Array | End | None":
+        """Logits when wanted and there, else the slice at `at`, else the end; None when poked or after `timeout_s`."""
+        with self._changed:
+            if not self._ready(at, want_logits):
+                self._changed.wait(timeout_s)
+            if self._error:
+                raise self._error
+            if want_logits and self._logits is not None:
+                return self._logits
+            if at < len(self._slices):
+                return self._slices[at]
+            return self._end
+
+    def _ready(self, at: int, want_logits: bool) -> bool:
+        has_logits = want_logits and self._logits is not None
+        return bool(has_logits or at < len(self._slices) or self._end or self._error)
+
+
+Admit = Callable[[Hello], tuple[Welcome, Outbox]]
+
+
+def serve(connection: Connection, admit: Admit, renew: Callable[[], None] = lambda: None) -> End:
+    """One connection, from HELLO to the receiver's DONE.
+
+    `admit` checks ticket, secret and fingerprint, and raises what it refuses; `renew` is called for every RENEW. Raises
+    `Cancelled` when the receiver no longer wants the cache, `PeerGone` when it vanished (it may come back and resume).
+    """
+    peer: _Peer | None = None
+    try:
+        frame = connection.receive_header()
+        if frame.kind is not Kind.HELLO:
+            raise ProtocolError(f"a connection begins with HELLO, not {frame.kind.name}")
+        hello = parse(connection.receive_message(frame), Hello)
+        if not 0 <= hello.stream < hello.streams <= _MOST_STREAMS:
+            raise ProtocolError(f"stream {hello.stream} of {hello.streams}; at most {_MOST_STREAMS}")
+        welcome, outbox = admit(hello)
+        connection.send_message(Kind.WELCOME, msgspec.json.encode(welcome))
+        peer = _Peer(connection, outbox, renew)
+        end = _send_all(connection, hello, welcome, outbox, peer)
+        peer.wait_until_done()
+        return end
+    except DisaggError as error:
+        reason = (peer and peer.error) or error
+        _tell(connection, reason)
+        raise reason from None
+    finally:
+        connection.part()
+
+
+def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Outbox, peer: "_Peer") -> End:
+    """Slices of this stream's layers from the receiver's held tokens on; the logits go with stream 0."""
+    at, want_logits = 0, hello.stream == 0
+    while True:
+        item = outbox.next(at, want_logits, timeout_s=_LOOK_UP_S)
+        if peer.error:
+            raise peer.error
+        if isinstance(item, KVSlice):
+            at += 1
+            if item.layer % hello.streams == hello.stream and item.stop > hello.held_tokens:
+                _send_slice(connection, item, welcome.codec)
+        elif isinstance(item, End):
+            connection.send_message(Kind.END, msgspec.json.encode(item))
+            return item
+        elif item is not None:
+            want_logits = False
+            data = bytes_of(item)
+            connection.send(Frame(Kind.LOGITS, len(data)), data)
+
+
+def _send_slice(connection: Connection, piece: KVSlice, codec: str) -> None:
+    piece.wait()
+    arrays = [bytes_of(array) for array in codecs.encode(codec, piece)]
+    size = sum(map(len, arrays))
+    frame = Frame(Kind.SLICE, size, codecs.CODECS[codec], piece.layer, piece.tokens, piece.start)
+    connection.send(frame, *arrays)
+
+
+def _tell(connection: Connection, error: DisaggError) -> None:
+    """The reason, if the other side still listens."""
+    failure = Failure(code=error.code, message=str(error)[:1000])
+    try:
+        connection.send_message(Kind.ERROR, msgspec.json.encode(failure))
+    except DisaggError:
+        return
+
+
+class _Peer:
+    """Listens to the receiver on a thread of its own while we send: it may renew, cancel, finish, or be gone."""
+
+    def __init__(self, connection: Connection, outbox: Outbox, renew: Callable[[], None]) -> None:
+        self._connection, self._outbox, self._renew = connection, outbox, renew
+        self.error: DisaggError | None = None
+        self._done = threading.Event()
+        threading.Thread(target=self._listen, name="kv-peer", daemon=True).start()
+
+    def wait_until_done(self) -> None:
+        self._done.wait()
+        if self.error:
+            raise self.error
+
+    def _listen(self) -> None:
+        try:
+            while self._next() is not Kind.DONE:
+                pass
+        except DisaggError as error:
+            self.error = error
+        self._done.set()
+        self._outbox.poke()
+
+    def _next(self) -> Kind:
+        frame = self._connection.receive_header()
+        self._connection.receive_message(frame, limit=0)
+        if frame.kind is Kind.CANCEL:
+            raise Cancelled("the receiver no longer wants this cache")
+        if frame.kind is Kind.RENEW:
+            self._renew()
+        elif frame.kind is not Kind.DONE:
+            raise ProtocolError(f"{frame.kind.name} from a receiver")
+        return frame.kind

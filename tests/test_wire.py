@@ -1,0 +1,485 @@
+"""The wire over real sockets: golden bytes, token-exact hand-offs, and every way a connection can go wrong."""
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disaggregated_inference.engines import Engine, Sequence, chunks
+from disaggregated_inference.errors import (
+    Cancelled,
+    ChecksumMismatch,
+    DisaggError,
+    FingerprintMismatch,
+    PeerFailed,
+    PeerGone,
+    ProtocolError,
+    TicketRefused,
+    VersionUnsupported,
+    WireError,
+)
+from disaggregated_inference.kv import KVSlice, require_same_model
+from disaggregated_inference.kv.dtype import Array
+from disaggregated_inference.wire import End, Hello, Outbox, Receipt, Welcome, fetch, serve
+from disaggregated_inference.wire.codecs import dequantize, quantize
+from disaggregated_inference.wire.frames import HEADER, Connection, Frame, Kind, decode_header, encode_header
+from tests.conftest import LoadTiny
+from tests.handoff import alone, prompt_of, write_answer
+
+ANSWER = 16
+
+
+@contextmanager
+def tcp_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two ends of a real TCP connection on loopback, with a time limit on every call."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    for end in (near, far):
+        end.settimeout(5)
+    try:
+        yield near, far
+    finally:
+        near.close()
+        far.close()
+
+
+class HostLogits:
+    """Logits that travelled."""
+
+    def __init__(self, rows: Array) -> None:
+        self.rows = rows[None]
+
+    def greedy(self) -> Array:
+        return self.rows.argmax(-1)
+
+    def numpy(self) -> Array:
+        return self.rows
+
+
+class Transfer:
+    """A prefill on one engine, offered under a ticket; what it takes to fetch it into another."""
+
+    def __init__(self, reader: Engine, writer: Engine, prompt: list[int], chunk: int) -> None:
+        self.reader, self.writer, self.prompt, self.chunk = reader, writer, prompt, chunk
+        self.outbox = Outbox()
+        self.source = reader.open(len(prompt))
+        self.target: Sequence = writer.open(len(prompt) + ANSWER)
+        self.logits: Array | None = None
+        self.lock = threading.Lock()
+
+    def read(self) -> None:
+        for part in chunks(self.prompt, self.chunk):
+            logits = self.reader.prefill(self.source, part, self.outbox.put)
+        self.outbox.put_logits(np.ascontiguousarray(logits.numpy()[0]))
+        self.outbox.finish(End(prompt_tokens=len(self.prompt)))
+
+    def admit(self, hello: Hello, codec: str = "raw") -> tuple[Welcome, Outbox]:
+        if (hello.ticket, hello.secret) != ("ticket", "secret"):
+            raise TicketRefused("no such ticket")
+        require_same_model(self.reader.fingerprint, hello.fingerprint)
+        welcome = Welcome(
+            epoch="1",
+            prompt_tokens=len(self.prompt),
+            dtype=self.reader.dtype,
+            codec=codec,
+            chunk_tokens=min(self.chunk, len(self.prompt)),
+        )
+        return welcome, self.outbox
+
+    def hello(self, **changes: object) -> Hello:
+        plain = Hello(ticket="ticket", secret="secret", fetch="f", fingerprint=self.writer.fingerprint)
+        return msgspec.structs.replace(plain, **changes)
+
+    def take(self, piece: KVSlice) -> None:
+        with self.lock:
+            self.writer.place(self.target, piece)
+
+    def fetch(
+        self, sock: socket.socket, on_slice: Callable[[KVSlice], None] | None = None, **changes: object
+    ) -> Receipt:
+        layout, vocabulary = self.writer.spec.layout, self.writer.spec.vocabulary
+        keep = lambda logits: setattr(self, "logits", logits)  # noqa: E731
+        return fetch(Connection(sock), self.hello(**changes), layout, vocabulary, on_slice or self.take, keep)
+
+    def answer(self) -> list[int]:
+        assert self.logits is not None
+        self.writer.commit(self.target, len(self.prompt))
+        return write_answer(self.writer, self.target, HostLogits(self.logits), ANSWER)
+
+    def close(self) -> None:
+        self.reader.close(self.source)
+        self.writer.close(self.target)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+@pytest.fixture
+def transfer(tiny_engine: LoadTiny) -> Iterator[Callable[..., Transfer]]:
+    made: list[Transfer] = []
+
+    def make(
+        length: int = 300, chunk: int = 77, architecture: str = "llama", pair: tuple[str, str] = ("torch", "mlx")
+    ) -> Transfer:
+        made.append(
+            Transfer(tiny_engine(pair[0], architecture), tiny_engine(pair[1], architecture), prompt_of(length), chunk)
+        )
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_golden_bytes() -> None:
+    """A header of every kind, byte for byte: the protocol is what is on the wire, not what the code says today."""
+    assert HEADER.size == 40
+    hello = encode_header(Frame(Kind.HELLO, 2), [b"{}"])
+    assert hello.hex() == "444b564301010000" + "00000000" * 2 + "00" * 8 + "0200000000000000" + GOLDEN["hello"]
+    piece = encode_header(Frame(Kind.SLICE, 8, codec=1, layer=3, tokens=2, start=300), [b"\x01" * 4, b"\x02" * 4])
+    assert (
+        piece.hex()
+        == "444b564301030100" + "03000000" + "02000000" + "2c01000000000000" + "0800000000000000" + GOLDEN["slice"]
+    )
+    for kind in Kind:
+        raw = encode_header(Frame(kind, 0), [])
+        assert raw[:6] == b"DKVC\x01" + bytes([kind])
+        assert decode_header(raw).kind is kind
+
+
+GOLDEN = {"hello": "7c5eebdfc11cbba6", "slice": "042ff5408af1adf0"}
+
+
+@pytest.mark.parametrize("pair", [("torch", "mlx"), ("mlx", "torch"), ("torch", "torch"), ("mlx", "mlx")])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gpt_oss"])
+def test_token_exact_over_tcp(
+    architecture: str, pair: tuple[str, str], transfer: Callable[..., Transfer], threads: ThreadPoolExecutor
+) -> None:
+    """The fetch begins before the prefill; every slice crosses a socket; chunks do not divide the prompt."""
+    one = transfer(architecture=architecture, pair=pair)
+    before = one.writer.counters.prompt_tokens if pair[0] != pair[1] else None
+    slices: list[KVSlice] = []
+    with tcp_pair() as (near, far):
+        sending = threads.submit(serve, Connection(far), one.admit)
+        fetching = threads.submit(one.fetch, near, lambda piece: slices.append(_copy(piece)))
+        one.read()  # engines belong to this thread; the wire does not care which thread that is
+        receipt = fetching.result(10)
+        assert sending.result(10).prompt_tokens == 300
+    for piece in slices:
+        one.take(piece)
+    assert receipt.payload_bytes == sum(piece.size_bytes for piece in slices)
+    if before is not None:
+        assert one.writer.counters.prompt_tokens == before
+    assert one.answer() == alone(one.writer, one.prompt, ANSWER)
+
+
+def _copy(piece: KVSlice) -> KVSlice:
+    return KVSlice(piece.layer, piece.start, piece.dtype, piece.keys.copy(), piece.values.copy())
+
+
+def start(one: Transfer, threads: ThreadPoolExecutor, far: socket.socket, **options: str) -> "Future[End]":
+    return threads.submit(serve, Connection(far), lambda hello: one.admit(hello, **options))
+
+
+def test_several_connections_share_the_layers(transfer: Callable[..., Transfer], threads: ThreadPoolExecutor) -> None:
+    one = transfer()
+    one.read()
+    with tcp_pair() as (near1, far1), tcp_pair() as (near2, far2), tcp_pair() as (near3, far3):
+        ends = [start(one, threads, far) for far in (far1, far2, far3)]
+        fetches = [threads.submit(one.fetch, near, stream=i, streams=3) for i, near in enumerate((near1, near2, near3))]
+        receipts = [future.result(10) for future in fetches]
+        assert [end.result(10).prompt_tokens for end in ends] == [300] * 3
+    assert sum(r.payload_bytes for r in receipts) == one.writer.spec.kv_bytes(300, "float32")
+    assert one.answer() == alone(one.writer, one.prompt, ANSWER)
+
+
+def test_only_what_is_not_held_is_sent(transfer: Callable[..., Transfer], threads: ThreadPoolExecutor) -> None:
+    one = transfer(length=308, chunk=77)
+    one.writer.prefill(one.target, one.prompt[:231])
+    one.read()
+    with tcp_pair() as (near, far):
+        start(one, threads, far)
+        receipt = one.fetch(near, held_tokens=231)
+    assert receipt.payload_bytes == one.writer.spec.kv_bytes(77, "float32")
+    assert one.answer() == alone(one.writer, one.prompt, ANSWER)
+
+
+def test_logits_overtake_waiting_slices(transfer: Callable[..., Transfer], threads: ThreadPoolExecutor) -> None:
+    one = transfer()
+    one.read()
+    order: list[str] = []
+    with tcp_pair() as (near, far):
+        start(one, threads, far)
+        fetch(
+            Connection(near),
+            one.hello(),
+            one.writer.spec.layout,
+            512,
+            lambda _: order.append("slice"),
+            lambda _: order.append("logits"),
+        )
+    assert order[0] == "logits"
+    assert order.count("slice") == 4 * 4
+
+
+def test_int8_drift_is_bounded_and_measured(
+    transfer: Callable[..., Transfer], threads: ThreadPoolExecutor, record_property: Callable[[str, object], None]
+) -> None:
+    one = transfer(pair=("torch", "torch"))
+    one.read()
+    with tcp_pair() as (near, far):
+        start(one, threads, far, codec="int8")
+        receipt = one.fetch(near, codecs=("int8", "raw"))
+    assert receipt.payload_bytes < 0.35 * one.writer.spec.kv_bytes(300, "float32")
+    one.writer.commit(one.target, 300)
+    exact = one.writer.open(320)
+    one.writer.prefill(exact, one.prompt)
+    a, b = (one.writer.step([s], [7]).numpy()[0] for s in (one.target, exact))
+    drift = float(np.abs(a - b).max() / np.abs(b).max())
+    one.writer.close(exact)
+    record_property("report", f"int8 on the wire, tiny llama: worst logit error {drift:.4f} of the largest logit")
+    assert 0 < drift < 0.1
+
+
+@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=8, max_size=64))
+def test_int8_error_is_half_a_step(values: list[float]) -> None:
+    rows = np.array(values[: len(values) // 8 * 8], np.float32).reshape(-1, 2, 4)
+    scales, steps = quantize(rows)
+    assert np.all(np.abs(dequantize(scales, steps) - rows) <= scales[..., None] * 0.5001 + 1e-30)
+
+
+class TestFaults:
+    """Each ends in a typed error on both sides within two seconds, and the next fetch of the same ticket succeeds."""
+
+    @pytest.fixture(autouse=True)
+    def quick(self) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        assert time.monotonic() - started < 15
+
+    def recovered(self, one: Transfer, threads: ThreadPoolExecutor) -> bool:
+        one.writer.close(one.target)
+        one.target = one.writer.open(len(one.prompt) + ANSWER)
+        with tcp_pair() as (near, far):
+            start(one, threads, far)
+            one.fetch(near)
+        return one.answer() == alone(one.writer, one.prompt, ANSWER)
+
+    @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+    def test_the_sender_dies(
+        self, share: float, transfer: Callable[..., Transfer], threads: ThreadPoolExecutor
+    ) -> None:
+        one = transfer()
+        one.read()
+        with tcp_pair() as (near, far), tcp_pair() as (relay_in, relay_out):
+            sending = start(one, threads, far)
+            total = one.writer.spec.kv_bytes(300, "float32")
+            threads.submit(relay, near, relay_out, int(total * share), None)
+            with pytest.raises(WireError):
+                one.fetch(relay_in)
+            with pytest.raises(WireError):
+                sending.result(5)
+        assert self.recovered(one, threads)
+
+    def test_the_receiver_dies(self, transfer: Callable[..., Transfer], threads: ThreadPoolExecutor) -> None:
+        one = transfer()
+        one.read()
+        with tcp_pair() as (near, far):
+            sending = start(one, threads, far)
+            near.sendall(message(Kind.HELLO, one.hello()))
+            assert near.recv(3000)
+            near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            near.close()  # a reset, as when a machine goes down
+            with pytest.raises(PeerGone):
+                sending.result(5)
+        assert self.recovered(one, threads)
+
+    def test_the_receiver_fails_and_says_so(
+        self, transfer: Callable[..., Transfer], threads: ThreadPoolExecutor
+    ) -> None:
+        one = transfer()
+        one.read()
+        seen: list[int] = []
+
+        def fail(piece: KVSlice) -> None:
+            seen.append(piece.layer)
+            if len(seen) == 5:
+                raise MemoryError("no room")
+
+        with tcp_pair() as (near, far):
+            sending = start(one, threads, far)
+            with pytest.raises(MemoryError):
+                one.fetch(near, fail)
+            with pytest.raises(Cancelled):
+                sending.result(5)
+        assert len(seen) == 5
+        assert self.recovered(one, threads)
+
+    def test_cancel_while_the_prefill_is_still_computing(
+        self, transfer: Callable[..., Transfer], threads: ThreadPoolExecutor
+    ) -> None:
+        one = transfer()
+        with tcp_pair() as (near, far):
+            sending = start(one, threads, far)
+            near.sendall(message(Kind.HELLO, one.hello()) + message(Kind.CANCEL))
+            started = time.monotonic()
+            with pytest.raises(Cancelled):
+                sending.result(5)
+            assert time.monotonic() - started < 2
+
+    def test_one_flipped_bit(self, transfer: Callable[..., Transfer], threads: ThreadPoolExecutor) -> None:
+        one = transfer()
+        one.read()
+        with tcp_pair() as (near, far), tcp_pair() as (relay_in, relay_out):
+            sending = start(one, threads, far)
+            threads.submit(relay, near, relay_out, None, 20_000)
+            with pytest.raises(ChecksumMismatch):
+                one.fetch(relay_in)
+            with pytest.raises(WireError):
+                sending.result(5)
+        assert self.recovered(one, threads)
+
+    def test_the_prefill_fails(self, transfer: Callable[..., Transfer], threads: ThreadPoolExecutor) -> None:
+        one = transfer()
+        one.outbox.fail(DisaggError("out of memory"))
+        with tcp_pair() as (near, far):
+            sending = start(one, threads, far)
+            with pytest.raises(PeerFailed, match="out of memory"):
+                one.fetch(near)
+            with pytest.raises(DisaggError, match="out of memory"):
+                sending.result(5)
+
+    def test_a_wrong_secret(self, transfer: Callable[..., Transfer], threads: ThreadPoolExecutor) -> None:
+        one = transfer()
+        one.read()
+        with tcp_pair() as (near, far):
+            sending = start(one, threads, far)
+            with pytest.raises(PeerFailed) as caught:
+                one.fetch(near, secret="guess")
+            assert caught.value.peer_code == "ticket_refused"
+            with pytest.raises(TicketRefused):
+                sending.result(5)
+        assert self.recovered(one, threads)
+
+    def test_another_model(self, transfer: Callable[..., Transfer], threads: ThreadPoolExecutor) -> None:
+        one = transfer()
+        other = msgspec.structs.replace(one.writer.fingerprint, tokenizer="another")
+        with tcp_pair() as (near, far):
+            sending = start(one, threads, far)
+            with pytest.raises(PeerFailed, match="tokenizer"):
+                one.fetch(near, fingerprint=other)
+            with pytest.raises(FingerprintMismatch):
+                sending.result(5)
+
+    def test_a_newer_version(self) -> None:
+        raw = bytearray(encode_header(Frame(Kind.HELLO, 0), []))
+        raw[4] = 2
+        with tcp_pair() as (near, far):
+            near.sendall(raw)
+            with pytest.raises(VersionUnsupported, match="version 2, this one 1"):
+                serve(Connection(far), lambda hello: (_ for _ in ()).throw(AssertionError))
+            assert b"version_unsupported" in near.recv(4096)
+
+    @pytest.mark.parametrize(
+        "frame",
+        [
+            Frame(Kind.SLICE, 10, layer=99, tokens=1),
+            Frame(Kind.SLICE, 10, layer=0, tokens=10_000),
+            Frame(Kind.SLICE, 1 << 60, layer=0, tokens=10),
+            Frame(Kind.SLICE, 10, layer=0, tokens=0),
+            Frame(Kind.SLICE, 10, layer=0, tokens=77, start=290),
+            Frame(Kind.SLICE, 10, layer=0, tokens=10, codec=7),
+            Frame(Kind.SLICE, 10, layer=0, tokens=10, codec=1),
+            Frame(Kind.LOGITS, 1 << 40),
+            Frame(Kind.END, 1 << 40),
+            Frame(Kind.HELLO, 2),
+            Frame(Kind.WELCOME, 2),
+            Frame(Kind.DONE, 0),
+        ],
+        ids=str,
+    )
+    def test_a_sender_that_lies(
+        self, frame: Frame, transfer: Callable[..., Transfer], threads: ThreadPoolExecutor
+    ) -> None:
+        """Sizes are refused from the header alone: nothing is allocated, nothing more is read."""
+        one = transfer()
+        welcome, _ = one.admit(one.hello())
+        with tcp_pair() as (near, far):
+            fetching = threads.submit(one.fetch, near)
+            assert far.recv(65536)
+            far.sendall(message(Kind.WELCOME, welcome) + encode_header(frame, []))
+            with pytest.raises(ProtocolError):
+                fetching.result(5)
+
+    def test_truncated_frames(self, transfer: Callable[..., Transfer], threads: ThreadPoolExecutor) -> None:
+        one = transfer()
+        whole = message(Kind.WELCOME, one.admit(one.hello())[0])
+        for cut in (0, 1, 39, 40, 60, len(whole) - 1):
+            with tcp_pair() as (near, far):
+                fetching = threads.submit(one.fetch, near)
+                assert far.recv(65536)
+                far.sendall(whole[:cut])
+                far.close()
+                with pytest.raises(PeerGone):
+                    fetching.result(5)
+
+
+def message(kind: Kind, content: msgspec.Struct | None = None) -> bytes:
+    payload = msgspec.json.encode(content) if content is not None else b""
+    return encode_header(Frame(kind, len(payload)), [payload]) + payload
+
+
+def relay(source: socket.socket, target: socket.socket, stop_after: int | None, flip_at: int | None) -> None:
+    """Between sender and receiver: cuts the line after so many bytes, or flips one bit on the way."""
+    threading.Thread(target=_pump_back, args=(target, source), daemon=True).start()
+    passed = 0
+    while data := source.recv(4096):
+        if flip_at is not None and passed <= flip_at < passed + len(data):
+            index = flip_at - passed
+            data = data[:index] + bytes([data[index] ^ 0x10]) + data[index + 1 :]
+        if stop_after is not None and passed + len(data) > stop_after:
+            target.sendall(data[: stop_after - passed])
+            break
+        target.sendall(data)
+        passed += len(data)
+    for end in (source, target):
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def _pump_back(source: socket.socket, target: socket.socket) -> None:
+    try:
+        while data := source.recv(4096):
+            target.sendall(data)
+    except OSError:
+        return
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=300), st.sampled_from(["noise", "valid hello, noise", "framed noise"]), st.integers(0, 12))
+def test_fuzz_the_sender(noise: bytes, how: str, kind: int) -> None:
+    """Whatever a stranger sends: a typed error, no hang, no crash."""
+
+    def refuse(hello: Hello) -> tuple[Welcome, Outbox]:
+        raise TicketRefused("nobody knows you")
+
+    framed = bytearray(encode_header(Frame(Kind.HELLO, len(noise)), [noise]))
+    framed[5] = kind
+    prefix = {"noise": b"", "valid hello, noise": message(Kind.HELLO), "framed noise": bytes(framed)}[how]
+    with tcp_pair() as (near, far):
+        near.sendall(prefix + noise)
+        near.shutdown(socket.SHUT_WR)
+        with pytest.raises(WireError):
+            serve(Connection(far), refuse)
