@@ -13,7 +13,6 @@ from disaggregated_inference.wire.frames import Connection, Frame, Kind, bytes_o
 from disaggregated_inference.wire.messages import End, Failure, Hello, Welcome, parse
 
 _MOST_STREAMS = 64
-_LOOK_UP_S = 1.0
 
 
 class Outbox:
@@ -56,11 +55,13 @@ class Outbox:
         with self._changed:
             self._changed.notify_all()
 
-    def next(self, at: int, want_logits: bool, timeout_s: float) -> "KVSlice | Array | End | None":
-        """Logits when wanted and there, else the slice at `at`, else the end; None when poked or after `timeout_s`."""
+    def next(self, at: int, want_logits: bool, stopped: Callable[[], object]) -> "KVSlice | Array | End | None":
+        """Logits when wanted and there, else the slice at `at`, else the end. None once `stopped`, which is asked again
+        whenever something is put or the outbox is poked."""
         with self._changed:
-            if not self._ready(at, want_logits):
-                self._changed.wait(timeout_s)
+            self._changed.wait_for(lambda: stopped() or self._ready(at, want_logits))
+            if stopped():
+                return None
             if self._error:
                 raise self._error
             if want_logits and self._logits is not None:
@@ -109,7 +110,7 @@ def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Ou
     """Slices of this stream's layers from the receiver's held tokens on; the logits go with stream 0."""
     at, want_logits = 0, hello.stream == 0
     while True:
-        item = outbox.next(at, want_logits, timeout_s=_LOOK_UP_S)
+        item = outbox.next(at, want_logits, lambda: peer.error)
         if peer.error:
             raise peer.error
         if isinstance(item, KVSlice):
