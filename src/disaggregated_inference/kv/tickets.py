@@ -1,0 +1,113 @@
+"""Tickets: the one-shot, expiring right to fetch the KV of one prefill attempt.
+
+A ticket is bound to a model and to the tokens that were read. The first fetch takes it: other connections of that fetch
+may join or resume, anyone else is refused. It lives on a lease that the waiting side renews; fetched, cancelled or
+expired, its memory is given back exactly once, and a counter says which it was.
+"""
+
+import hmac
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from disaggregated_inference.errors import TicketRefused
+from disaggregated_inference.kv.fingerprint import Fingerprint, require_same_model
+
+Release = Callable[[], None]
+
+
+@dataclass(slots=True)
+class Ticket:
+    id: str
+    secret: str
+    fingerprint: Fingerprint
+    release: Release
+    expires_at: float
+    fetch: str | None = None
+
+
+@dataclass(slots=True)
+class Endings:
+    """How tickets ended, since the start."""
+
+    fetched: int = 0
+    cancelled: int = 0
+    expired: int = 0
+
+
+@dataclass(slots=True)
+class TicketBook:
+    """All live tickets of a node. Any thread may call; `release` runs outside the lock."""
+
+    lease_s: float = 30.0
+    most: int = 1024
+    clock: Callable[[], float] = time.monotonic
+    endings: Endings = field(default_factory=Endings)
+    _live: dict[str, Ticket] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def issue(self, fingerprint: Fingerprint, release: Release, id: str | None = None) -> Ticket:
+        """A new ticket; `id` may be chosen by the orchestrator, new for every attempt."""
+        self.sweep()
+        ticket = Ticket(
+            id=id or secrets.token_urlsafe(16),
+            secret=secrets.token_urlsafe(32),
+            fingerprint=fingerprint,
+            release=release,
+            expires_at=self.clock() + self.lease_s,
+        )
+        with self._lock:
+            if ticket.id in self._live:
+                raise TicketRefused(f"ticket {ticket.id} exists already; every attempt needs a new one")
+            if len(self._live) >= self.most:
+                raise TicketRefused(f"{self.most} tickets are waiting to be fetched already")
+            self._live[ticket.id] = ticket
+        return ticket
+
+    def redeem(self, id: str, secret: str, fetch: str, fingerprint: Fingerprint) -> Ticket:
+        """Let a connection of fetch `fetch` have the ticket. The same words for unknown, spent and wrong: no oracle."""
+        self.sweep()
+        with self._lock:
+            ticket = self._live.get(id)
+            known = ticket is not None and hmac.compare_digest(ticket.secret.encode(), secret.encode())
+            if ticket is None or not known or ticket.fetch not in (None, fetch):
+                raise TicketRefused("no such ticket: unknown, expired, fetched by another, or a wrong secret")
+            require_same_model(ticket.fingerprint, fingerprint)
+            ticket.fetch = fetch
+            ticket.expires_at = self.clock() + self.lease_s
+            return ticket
+
+    def renew(self, id: str) -> None:
+        """The waiting side is alive. Renewing what is gone is no error: its connection will hear soon enough."""
+        with self._lock:
+            if ticket := self._live.get(id):
+                ticket.expires_at = self.clock() + self.lease_s
+
+    def fetched(self, id: str) -> bool:
+        return self._end(id, "fetched")
+
+    def cancel(self, id: str) -> bool:
+        """Whether there was something to cancel."""
+        return self._end(id, "cancelled")
+
+    def sweep(self) -> int:
+        """End what nobody renewed; returns how many."""
+        now = self.clock()
+        with self._lock:
+            late = [ticket.id for ticket in self._live.values() if ticket.expires_at <= now]
+        return sum(self._end(id, "expired") for id in late)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def _end(self, id: str, how: Literal["fetched", "cancelled", "expired"]) -> bool:
+        with self._lock:
+            ticket = self._live.pop(id, None)
+            if ticket is None:
+                return False
+            setattr(self.endings, how, getattr(self.endings, how) + 1)
+        ticket.release()
+        return True
