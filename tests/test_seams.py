@@ -16,6 +16,7 @@ MAP = {
     "models": {"errors", "kv"},
     "wire": {"errors", "kv"},
     "engines": {"errors", "kv", "models"},
+    "nodes": {"errors", "kv", "models", "engines", "wire"},
     "bench": {"__init__", "errors", "kv", "models", "engines", "wire", "progress"},
 }
 LIBRARIES = {"torch": "torch", "transformers": "torch", "mlx": "mlx", "mlx_lm": "mlx"}

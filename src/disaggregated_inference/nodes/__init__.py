@@ -1,0 +1,1 @@
+"""Nodes: a process with one engine and one model, serving prefill or decode over HTTP and the KV wire."""

@@ -1,0 +1,99 @@
+"""The one thread that calls the engine. Work comes as generators, and every `yield` is a place to let others go first.
+
+So a long prompt, chunk by chunk, does not starve short ones, and placing a slice waits for one chunk at most.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from disaggregated_inference.engines import Engine
+from disaggregated_inference.errors import NodeBusy
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Work = Generator[None, None, Result]
+
+
+class EngineThread:
+    """Runs works in turn, a piece at a time. Small calls (`call`) go before the next piece of any work."""
+
+    def __init__(self, load: Callable[[], Engine], most_works: int = 64) -> None:
+        self._changed = threading.Condition()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._works: deque[tuple[Work[Any], Future[Any]]] = deque()
+        self._most_works = most_works
+        self._stopping = False
+        loaded: Future[Engine] = Future()
+        self._thread = threading.Thread(target=self._run, args=(load, loaded), name="engine", daemon=True)
+        self._thread.start()
+        self.engine = loaded.result()
+
+    def start(self, work: Work[Result]) -> "Future[Result]":
+        """Run a work to its end; its return value is the future's. Refused when too much is waiting already."""
+        future: Future[Result] = Future()
+        with self._changed:
+            if len(self._works) >= self._most_works:
+                raise NodeBusy(f"{len(self._works)} requests are being worked on already")
+            self._works.append((work, future))
+            self._changed.notify()
+        return future
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Run one small thing on the engine's thread and wait for it."""
+        future: Future[Result] = Future()
+        with self._changed:
+            self._calls.append((function, future))
+            self._changed.notify()
+        return future.result()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._works)
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self, load: Callable[[], Engine], loaded: "Future[Engine]") -> None:
+        try:
+            loaded.set_result(load())
+        except BaseException as error:
+            loaded.set_exception(error)
+            return
+        while self._wait():
+            while self._calls:
+                _finish(*self._calls.popleft())
+            if self._works:
+                self._advance(*self._works.popleft())
+
+    def _wait(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._calls or self._works or self._stopping)
+            return bool(self._calls or self._works) or not self._stopping
+
+    def _advance(self, work: Work[Any], future: "Future[Any]") -> None:
+        try:
+            next(work)
+            self._works.append((work, future))
+        except StopIteration as end:
+            future.set_result(end.value)
+        except BaseException as error:
+            future.set_exception(error)
+
+
+def _finish(function: Callable[[], Any], future: "Future[Any]") -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)

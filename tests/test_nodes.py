@@ -1,0 +1,180 @@
+"""A prefill node and a decode node, each with its engine on its own thread, over real sockets."""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from disaggregated_inference.engines import load_engine
+from disaggregated_inference.errors import (
+    ContextTooLong,
+    KVMemoryFull,
+    NodeBusy,
+    PeerFailed,
+    PeerGone,
+    TicketRefused,
+)
+from disaggregated_inference.models import ModelFiles
+from disaggregated_inference.nodes.context import Context
+from disaggregated_inference.nodes.decode import DecodeNode
+from disaggregated_inference.nodes.prefill import PrefillNode
+from disaggregated_inference.nodes.worker import EngineThread, Work
+from tests.conftest import ENGINE_OPTIONS, LoadTiny
+from tests.handoff import alone, prompt_of
+
+Folder = Callable[[str], Path]
+Pair = tuple[PrefillNode, DecodeNode]
+
+
+@pytest.fixture
+def nodes(tiny_folder: Folder) -> Iterator[Callable[..., Pair]]:
+    made: list[Pair] = []
+
+    def make(reader: str = "torch", writer: str = "mlx", architecture: str = "llama", **options: float) -> Pair:
+        model = ModelFiles(architecture, tiny_folder(architecture))
+        threads = [EngineThread(partial(load_engine, name, model, **ENGINE_OPTIONS[name])) for name in (reader, writer)]
+        prefill = PrefillNode(threads[0], "127.0.0.1", 0, chunk_tokens=77, **options)
+        made.append((prefill, DecodeNode(threads[1], chunk_tokens=50)))
+        return made[-1]
+
+    yield make
+    for prefill, decode in made:
+        prefill.close()
+        prefill.worker.stop()
+        decode.worker.stop()
+
+
+def until(condition: Callable[[], bool], seconds: float = 2.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def expected(tiny_engine: LoadTiny, writer: str, architecture: str, prompt: list[int], count: int = 16) -> list[int]:
+    return alone(tiny_engine(writer, architecture), prompt, count)
+
+
+@pytest.mark.parametrize("pair", [("torch", "mlx"), ("mlx", "torch"), ("torch", "torch"), ("mlx", "mlx")])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gpt_oss"])
+def test_token_exact_between_nodes(
+    architecture: str, pair: tuple[str, str], nodes: Callable[..., Pair], tiny_engine: LoadTiny
+) -> None:
+    prefill, decode = nodes(*pair, architecture)
+    prompt = prompt_of(300)
+    context, reading = prefill.begin(prompt)
+    answer = decode.fetch_and_write(Context.decode(context.encode()), 16)
+    assert list(answer) == expected(tiny_engine, pair[1], architecture, prompt)
+    assert reading.result(5).prompt_tokens == 300
+    assert decode.engine.counters.prompt_tokens == 0
+    assert answer.metrics.prompt_tokens_recomputed == 0
+    assert answer.metrics.completion_tokens == 16
+    assert until(lambda: prefill.book.endings.fetched == 1)
+
+
+@pytest.mark.parametrize("when", ["before the prefill ends", "after"])
+def test_a_held_context_is_fetched_once(when: str, nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> None:
+    prefill, decode = nodes()
+    context, reading = prefill.begin(prompt_of(300))
+    if when == "after":
+        reading.result(10)
+    assert list(decode.fetch_and_write(context, 16)) == expected(tiny_engine, "mlx", "llama", prompt_of(300))
+    assert until(lambda: len(prefill.book) == 0)
+    with pytest.raises(PeerFailed, match="no such ticket"):
+        list(decode.fetch_and_write(context, 16))
+    assert until(lambda: prefill.engine.arena.used_rows == 0)  # type: ignore[attr-defined]
+
+
+def test_a_lease_ends(nodes: Callable[..., Pair]) -> None:
+    prefill, decode = nodes(lease_s=0.3)
+    context, reading = prefill.begin(prompt_of(100))
+    reading.result(10)
+    assert prefill.engine.arena.used_rows == 100  # type: ignore[attr-defined]
+    assert until(lambda: prefill.book.endings.expired == 1)
+    assert until(lambda: prefill.engine.arena.used_rows == 0)  # type: ignore[attr-defined]
+    with pytest.raises(PeerFailed, match="no such ticket"):
+        list(decode.fetch_and_write(context, 4))
+
+
+def test_cancel_in_the_middle_of_a_prefill(nodes: Callable[..., Pair]) -> None:
+    prefill, decode = nodes()
+    context, reading = prefill.begin(prompt_of(4000))
+    assert prefill.book.cancel(context.ticket)
+    with pytest.raises(Exception, match="cancelled"):
+        reading.result(10)
+    assert until(lambda: prefill.engine.arena.used_rows == 0)  # type: ignore[attr-defined]
+    with pytest.raises(PeerFailed):
+        list(decode.fetch_and_write(context, 4))
+
+
+def test_the_decode_node_reads_by_itself(nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> None:
+    _, decode = nodes()
+    answer = decode.read_and_write(prompt_of(300), 16)
+    assert list(answer) == expected(tiny_engine, "mlx", "llama", prompt_of(300))
+    assert answer.metrics.prompt_tokens_recomputed == 300
+
+
+def test_the_prefill_node_is_gone(nodes: Callable[..., Pair]) -> None:
+    prefill, decode = nodes()
+    context, _ = prefill.begin(prompt_of(100))
+    prefill.close()
+    with pytest.raises(PeerGone, match="no KV address"):
+        list(decode.fetch_and_write(context, 4))
+
+
+def test_no_room_is_said_before_anything_moves(nodes: Callable[..., Pair]) -> None:
+    prefill, decode = nodes()
+    context, _ = prefill.begin(prompt_of(4000))
+    with pytest.raises(ContextTooLong):
+        decode.fetch_and_write(context, 1000)
+    with pytest.raises(ContextTooLong):
+        prefill.begin(prompt_of(4097))
+    with pytest.raises(ContextTooLong):
+        prefill.begin([])
+    with pytest.raises(TicketRefused, match="not one that a prefill node gave out"):
+        Context.decode("nonsense")
+
+
+def test_long_prompts_do_not_starve_short_ones(nodes: Callable[..., Pair]) -> None:
+    prefill, _ = nodes()
+    order: list[str] = []
+    for name, length in (("long", 4000), ("short", 50)):
+        _, reading = prefill.begin(prompt_of(length))
+        reading.add_done_callback(lambda _, name=name: order.append(name))  # type: ignore[misc]
+    assert until(lambda: len(order) == 2, 30)
+    assert order == ["short", "long"]
+
+
+def test_a_full_queue_says_so(tiny_engine: LoadTiny) -> None:
+    worker = EngineThread(lambda: tiny_engine("torch", "llama"), most_works=1)
+    going = [True]
+
+    def work() -> Work[None]:
+        while going[0]:
+            yield
+
+    first = worker.start(work())
+
+    def fill() -> None:
+        for _ in range(1000):
+            worker.start(work())
+
+    with pytest.raises(NodeBusy):
+        fill()
+    assert worker.call(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        worker.call(lambda: 1 // 0)
+    assert worker.alive
+    going[0] = False
+    first.result(5)
+    worker.stop()
+
+
+def test_a_model_that_does_not_load() -> None:
+    def load() -> None:
+        raise KVMemoryFull("no room at all")
+
+    with pytest.raises(KVMemoryFull):
+        EngineThread(load)  # type: ignore[arg-type]
