@@ -22,10 +22,17 @@ app = typer.Typer(
 models_app = typer.Typer(help="Models on this machine (without a command: list them).")
 bench_app = typer.Typer(help="Benchmarks: one table, one JSON, ratios from one run.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
+serve_app = typer.Typer(help="Run a node on this machine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+app.add_typer(serve_app, name="serve")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Model = Annotated[str, typer.Option("--model", "-m", help="A name, an alias or a model folder.")]
+
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Token = Annotated[str, typer.Option(envvar="DISAGG_TOKEN", help="Bearer token that callers must send.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without a token.")]
+DType = Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: what suits engine and machine.")]
 
 
 def main() -> None:
@@ -151,3 +158,38 @@ def bench_wire(
     from disaggregated_inference.bench.wire import run
 
     run(megabytes, repeats, output)
+
+
+@serve_app.command("prefill")
+def serve_prefill(
+    model: Model = "smollm2",
+    engine: Annotated[str, typer.Option(help="torch or mlx.")] = "torch",
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 takes a free one.")] = 8000,
+    kv_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the KV wire; 0 takes a free one.")] = 0,
+    token: Token = "",
+    insecure: Insecure = False,
+    dtype: DType = "",
+    chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens prefilled at a time.")] = 2048,
+    lease: Annotated[float, typer.Option(min=1, help="Seconds a cache is held for someone who does not come.")] = 30.0,
+) -> None:
+    """A prefill node: reads prompts, holds their KV under a ticket, streams it to who fetches it."""
+    from disaggregated_inference.nodes.run import run_prefill
+
+    run_prefill(model, engine, host, port, kv_port, token, insecure, dtype, chunk, lease)
+
+
+@serve_app.command("decode")
+def serve_decode(
+    model: Model = "smollm2",
+    engine: Annotated[str, typer.Option(help="torch or mlx.")] = "mlx",
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 takes a free one.")] = 8001,
+    token: Token = "",
+    insecure: Insecure = False,
+    dtype: DType = "",
+) -> None:
+    """A decode node: takes a cache from a prefill node (or reads the prompt itself) and writes the answer."""
+    from disaggregated_inference.nodes.run import run_decode
+
+    run_decode(model, engine, host, port, token, insecure, dtype)

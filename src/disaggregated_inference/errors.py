@@ -22,6 +22,7 @@ DisaggError
 │   ├── PeerFailed             502  the other side told us why it stopped
 │   ├── TicketRefused          403  unknown, spent or expired ticket, or a wrong secret
 │   └── Cancelled              499  the other side no longer wants it
+├── BadRequest                 400  a request that cannot be understood, or asks for what is not there
 ├── NodeBusy                   503  the queue is full
 └── ContextTooLong             400  prompt plus answer exceed the context window
 """
@@ -130,6 +131,10 @@ class TicketRefused(WireError):
 
 class Cancelled(WireError):
     status = 499
+
+
+class BadRequest(DisaggError):
+    status = 400
 
 
 class NodeBusy(DisaggError):
