@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import json
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -241,4 +242,5 @@ def serve_app(app: Starlette, host: str, port: int, ready: Ready) -> None:
     config = uvicorn.Config(
         app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=10
     )
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn drains on it, then raises it again for whoever was before
     Server(config).run()

@@ -1,0 +1,220 @@
+"""Nodes as people run them: `disagg serve`, two processes, curl's view of them. The embedded model, real engines."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disaggregated_inference.models import ModelFiles
+from tests.conftest import LoadTiny
+from tests.handoff import alone, prompt_of
+
+
+class Node:
+    """A node process; `ready` is its first line."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        command = [sys.executable, "-m", "disaggregated_inference", "serve", *arguments, "--port", "0"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | environment)
+        assert self.process.stdout
+        self.ready = json.loads(self.process.stdout.readline())
+        self.url = f"http://127.0.0.1:{self.ready['port']}"
+
+    def ask(self, path: str, body: Any = None, method: str | None = None, token: str = "") -> tuple[int, Any]:
+        data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.loads(error.read())
+
+    def stream(self, path: str, body: Any) -> list[Any]:
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return [json.loads(line[6:]) for line in response if line.startswith(b"data: ")]
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout=15)
+        finally:
+            self.process.kill()
+            if self.process.stdout:
+                self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folder: Any) -> Path:
+    path: Path = tiny_folder("llama")
+    return path
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Iterator[tuple[Node, Node]]:
+    shared = ("--model", str(folder), "--dtype", "float32")
+    prefill = Node(
+        "prefill", *shared, "--engine", "torch", "--chunk", "77", "--lease", "2", ONEDNN_MAX_CPU_ISA="AVX512_CORE"
+    )
+    decode = Node("decode", *shared, "--engine", "mlx")
+    yield prefill, decode
+    assert prefill.stop() == 0
+    assert decode.stop() == 0
+
+
+@pytest.fixture
+def expected(tiny_engine: LoadTiny) -> list[int]:
+    return alone(tiny_engine("mlx", "llama"), prompt_of(300), 16)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_two_processes_one_answer(wait: bool, stream: bool, pair: tuple[Node, Node], expected: list[int]) -> None:
+    prefill, decode = pair
+    before = decode.ask("/status")[1]["prompt_tokens_computed"]
+    status, read = prefill.ask("/prefill", {"tokens": prompt_of(300), "wait": wait})
+    assert status == 200
+    assert ("metrics" in read) == wait
+    asked = {"context": read["context"], "max_new_tokens": 16, "stream": stream}
+    if stream:
+        events = decode.stream("/decode", asked)
+        tokens, metrics = [event["token"] for event in events[:-1]], events[-1]["metrics"]
+    else:
+        _, answer = decode.ask("/decode", asked)
+        tokens, metrics = answer["tokens"], answer["metrics"]
+    assert tokens == expected
+    assert metrics["prompt_tokens_recomputed"] == 0
+    assert metrics["kv_bytes"] == 300 * 4 * 2 * 2 * 16 * 4
+    assert decode.ask("/status")[1]["prompt_tokens_computed"] == before
+
+
+def test_the_decode_node_alone(pair: tuple[Node, Node], expected: list[int]) -> None:
+    _, decode = pair
+    for path in ("/generate", "/decode"):
+        _, answer = decode.ask(path, {"tokens": prompt_of(300), "max_new_tokens": 16})
+        assert answer["tokens"] == expected
+        assert answer["metrics"]["prompt_tokens_recomputed"] == 300
+
+
+def test_text_and_chat_are_prompts_too(pair: tuple[Node, Node], folder: Path) -> None:
+    prefill, _ = pair
+    model = ModelFiles("tiny", folder)
+    chat = [{"role": "user", "content": "hello"}]
+    for body, tokens in (
+        ({"prompt": "hello"}, model.tokenizer.encode("hello")),
+        ({"messages": chat}, model.tokenizer.encode_chat(chat)),
+    ):
+        assert prefill.ask("/prefill", body)[1]["prompt_tokens"] == len(tokens)
+
+
+def test_a_context_is_good_once_and_not_for_ever(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    context = prefill.ask("/prefill", {"tokens": prompt_of(50)})[1]["context"]
+    assert decode.ask("/decode", {"context": context, "max_new_tokens": 2})[0] == 200
+    status, answer = decode.ask("/decode", {"context": context, "max_new_tokens": 2})
+    assert (status, answer["error"]["code"]) == (502, "peer_failed")
+    late = prefill.ask("/prefill", {"tokens": prompt_of(50)})[1]["context"]
+    time.sleep(3.2)
+    assert decode.ask("/decode", {"context": late, "max_new_tokens": 2})[0] == 502
+    assert prefill.ask("/status")[1]["tickets"] == 0
+
+
+def test_cancel_by_request(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    read = prefill.ask("/prefill", {"tokens": prompt_of(50), "ticket": "mine"})[1]
+    assert prefill.ask("/prefill", {"tokens": [5], "ticket": "mine"})[0] == 403
+    assert prefill.ask("/prefill/mine", method="DELETE") == (200, {"cancelled": True})
+    assert prefill.ask("/prefill/mine", method="DELETE")[0] == 404
+    assert decode.ask("/decode", {"context": read["context"], "max_new_tokens": 2})[0] == 502
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("/prefill", b"{", 400, "truncated"),
+        ("/prefill", {"tokens": "x"}, 400, "Expected `array"),
+        ("/prefill", {}, 400, "exactly one of"),
+        ("/prefill", {"prompt": "a", "tokens": [1]}, 400, "exactly one of"),
+        ("/prefill", {"tokens": []}, 400, "0 tokens"),
+        ("/prefill", {"tokens": [5] * 4097}, 400, "4097 tokens do not fit the context window of 4096"),
+        ("/prefill", {"tokens": [512]}, 400, "not in the vocabulary of 512"),
+    ],
+)
+def test_bad_requests_to_prefill(path: str, body: Any, status: int, says: str, pair: tuple[Node, Node]) -> None:
+    got, answer = pair[0].ask(path, body)
+    assert (got, says in answer["error"]["message"]) == (status, True), answer
+    assert pair[0].ask("/prefill", {"tokens": [5, 6]})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({"context": "nonsense", "max_new_tokens": 2}, 403, "not one that a prefill node gave out"),
+        ({"tokens": [5], "max_new_tokens": 0}, 400, "at least 1"),
+        ({"tokens": [5], "temperature": 0.7}, 400, "greedily"),
+        ({"tokens": [5], "max_new_tokens": 9000}, 400, "context window of 4096"),
+        ({"tokens": [-1], "max_new_tokens": 2}, 400, "vocabulary"),
+    ],
+)
+def test_bad_requests_to_decode(body: Any, status: int, says: str, pair: tuple[Node, Node]) -> None:
+    got, answer = pair[1].ask("/decode", body)
+    assert (got, says in answer["error"]["message"]) == (status, True), answer
+    assert pair[1].ask("/generate", {"tokens": [5, 6], "max_new_tokens": 2})[0] == 200
+
+
+def test_requests_at_the_same_time(pair: tuple[Node, Node], expected: list[int]) -> None:
+    prefill, decode = pair
+    answers: list[list[int]] = []
+
+    def one() -> None:
+        context = prefill.ask("/prefill", {"tokens": prompt_of(300), "wait": False})[1]["context"]
+        answers.append(decode.ask("/decode", {"context": context, "max_new_tokens": 16})[1]["tokens"])
+
+    threads = [threading.Thread(target=one) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [expected] * 6
+
+
+def test_the_prefill_process_is_killed(folder: Path, pair: tuple[Node, Node]) -> None:
+    """Killed while it holds the cache: a typed error in time, and the decode node goes on."""
+    doomed = Node("prefill", "--model", str(folder), "--dtype", "float32")
+    context = doomed.ask("/prefill", {"tokens": prompt_of(100)})[1]["context"]
+    doomed.process.kill()
+    doomed.process.wait()
+    started = time.monotonic()
+    status, answer = pair[1].ask("/decode", {"context": context, "max_new_tokens": 2})
+    assert (status, answer["error"]["code"]) == (503, "peer_gone")
+    assert time.monotonic() - started < 2
+    assert pair[1].ask("/generate", {"tokens": [5], "max_new_tokens": 2})[0] == 200
+    doomed.stop()
+
+
+def test_tokens_guard_everything_but_health(folder: Path) -> None:
+    node = Node("decode", "--model", str(folder), "--dtype", "float32", "--token", "geheim")
+    assert node.ask("/health")[1]["status"] == "healthy"
+    for token in ("", "falsch"):
+        assert node.ask("/generate", {"tokens": [5], "max_new_tokens": 2}, token=token)[0] == 401
+    assert node.ask("/generate", {"tokens": [5], "max_new_tokens": 2}, token="geheim")[0] == 200
+    assert node.stop() == 0
+
+
+def test_no_listening_to_the_world_without_a_token() -> None:
+    command = [sys.executable, "-m", "disaggregated_inference", "serve", "decode", "--host", "0.0.0.0"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "without a token" in run.stderr
