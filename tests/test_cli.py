@@ -23,7 +23,6 @@ def test_demo_proves_the_hand_off(smollm2: ModelFiles) -> None:
     result = json.loads(run.stdout)
     assert result["prompt_tokens_recomputed"] == 0
     assert result["equal_to_decode_engine_alone"] is True
-    assert result["equal_to_prefill_engine_alone"] is True
     assert result["kv_bytes"] == result["prompt_tokens"] * smollm2.spec.kv_token_bytes("float32")
     assert result["answer"] in run.stderr
 

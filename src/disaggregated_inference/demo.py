@@ -1,46 +1,48 @@
-"""`disagg demo`: one engine reads the prompt, another writes the answer, and the tokens are compared."""
+"""`disagg demo`: two node processes on this machine, one prompt, one answer, and the proof."""
 
 import json
+import subprocess
+import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import IO, Any
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from disaggregated_inference.engines import Engine, Sequence, chunks, load_engine, require_engine
+from disaggregated_inference.engines import require_engine
 from disaggregated_inference.errors import ContextTooLong, DisaggError
-from disaggregated_inference.kv import KVSlice, require_same_model
 from disaggregated_inference.models import ModelFiles, ModelStore
 from disaggregated_inference.progress import steps
 
 
-class Result(msgspec.Struct):
-    """What the demo measured; printed as a table or as JSON."""
+class Result(msgspec.Struct, kw_only=True):
+    """What the demo measured; printed as a table or as JSON. Seconds, unless the name says otherwise."""
 
     model: str
     prefill_engine: str
     decode_engine: str
     answer: str
+    tokenize: float
+    queue: float
+    prefill: float
+    transfer_hidden: float
+    transfer_exposed: float
+    inject: float
+    first_token: float
+    decode: float
     prompt_tokens: int
     completion_tokens: int
-    prefill_s: float
-    prefill_tokens_per_s: float
-    slices: int
     kv_bytes: int
-    import_s: float
-    first_token_s: float
-    decode_s: float
-    decode_tokens_per_s: float
     prompt_tokens_recomputed: int
     equal_to_decode_engine_alone: bool | None = None
-    equal_to_prefill_engine_alone: bool | None = None
 
     @property
     def proven(self) -> bool:
-        checks = (self.equal_to_decode_engine_alone, self.equal_to_prefill_engine_alone)
-        return self.prompt_tokens_recomputed == 0 and False not in checks
+        return self.prompt_tokens_recomputed == 0 and self.equal_to_decode_engine_alone is not False
 
 
 def run_demo(
@@ -49,29 +51,66 @@ def run_demo(
     """Returns whether the hand-off was proven."""
     if not prompt.strip():
         raise DisaggError("the prompt is empty; try: disagg demo 'Why is the sky blue?'")
-    if not prompt.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in prompt):
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):
         raise DisaggError("the prompt is not valid UTF-8 text")
     for name in (prefill, decode):
         require_engine(name)
     console = Console(stderr=as_json, highlight=False)
     with steps() as progress:
         model = ModelStore().resolve(model_name, progress)
+    started = time.perf_counter()
     tokens = model.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+    tokenizing = time.perf_counter() - started
     if len(tokens) + max_tokens > model.spec.context_window:
         raise ContextTooLong(len(tokens) + max_tokens, model.spec.context_window)
-    reader, writer = _load(prefill, model, console), _load(decode, model, console)
-    require_same_model(writer.fingerprint, reader.fingerprint)
-    console.print(f"\n[bold]{prefill}[/] reads {len(tokens)} tokens, [bold]{decode}[/] writes:\n")
-    answer, result = _hand_over(reader, writer, model, tokens, max_tokens, chunk, console)
-    if check:
-        with _status(console, "the same prompt on one engine alone, to compare"):
-            result.equal_to_decode_engine_alone = _alone(writer, tokens, len(answer)) == answer
-            result.equal_to_prefill_engine_alone = _alone(reader, tokens, len(answer)) == answer
+    with _nodes(model, prefill, decode, chunk, console) as (reader, writer):
+        console.print(f"\n[bold]{prefill}[/] reads {len(tokens)} tokens, [bold]{decode}[/] writes:\n")
+        written, metrics, first = _ask(reader, writer, tokens, max_tokens, console)
+        result = _result(model, prefill, decode, written, metrics, tokenizing, first)
+        if check:
+            with _status(console, f"the same prompt on {decode} alone, to compare"):
+                alone = _post(writer, "/generate", {"tokens": tokens, "max_new_tokens": max_tokens})
+                result.equal_to_decode_engine_alone = json.load(alone)["tokens"] == written
     if as_json:
         print(json.dumps(msgspec.to_builtins(result), indent=2))
     else:
         _show(result, console)
     return result.proven
+
+
+@contextmanager
+def _nodes(model: ModelFiles, prefill: str, decode: str, chunk: int, console: Console) -> Iterator[tuple[str, str]]:
+    """Both nodes as processes of their own; yields their addresses."""
+    shared = ("--model", str(model.path), "--dtype", "float32")  # exact: other dtypes round differently in each engine
+    both = [
+        _start("prefill", "--engine", prefill, "--chunk", str(chunk), *shared),
+        _start("decode", "--engine", decode, *shared),
+    ]
+    try:
+        yield _ready(both[0], "prefill node", prefill, console), _ready(both[1], "decode node", decode, console)
+    finally:
+        for process in both:
+            process.terminate()
+        for process in both:
+            process.communicate()
+
+
+def _start(*arguments: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "disaggregated_inference", "serve", *arguments, "--port", "0"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _ready(process: "subprocess.Popen[str]", what: str, engine: str, console: Console) -> str:
+    started = time.perf_counter()
+    with _status(console, f"{what}: loading the model into {engine}"):
+        assert process.stdout
+        line = process.stdout.readline()
+    if not line:
+        _, reason = process.communicate()
+        raise DisaggError(f"the {what} did not start:\n{reason[-2000:].strip()}")
+    ready = json.loads(line)
+    console.print(f"{what}: {engine} on port {ready['port']}, ready after {time.perf_counter() - started:.1f} s")
+    return f"http://127.0.0.1:{ready['port']}"
 
 
 @contextmanager
@@ -84,101 +123,85 @@ def _status(console: Console, text: str) -> Iterator[None]:
         yield
 
 
-def _load(name: str, model: ModelFiles, console: Console) -> Engine:
+def _post(node: str, path: str, body: dict[str, Any]) -> IO[bytes]:
+    response: IO[bytes] = urllib.request.urlopen(node + path, json.dumps(body).encode(), timeout=300)
+    return response
+
+
+def _ask(
+    reader: str, writer: str, tokens: list[int], max_tokens: int, console: Console
+) -> tuple[list[int], dict[str, Any], float]:
+    """Both legs at once: the fetch begins while the prompt is still being read. Shows the answer as it comes."""
     started = time.perf_counter()
-    with _status(console, f"loading {model.name} into {name}"):
-        engine = load_engine(name, model, dtype="float32")  # exact: other dtypes round differently in each engine
-    console.print(f"{name}: {model.name} in {engine.dtype}, loaded in {time.perf_counter() - started:.1f} s")
-    return engine
+    with _post(reader, "/prefill", {"tokens": tokens, "wait": False}) as response:
+        context = json.load(response)["context"]
+    asked = {"context": context, "max_new_tokens": max_tokens, "stream": True}
+    written: list[int] = []
+    first = 0.0
+    with _post(writer, "/decode", asked) as response:
+        for event in _events(response):
+            if "error" in event:
+                raise DisaggError(event["error"]["message"])
+            if "token" not in event:
+                break
+            first = first or time.perf_counter() - started
+            written.append(event["token"])
+            console.print(event["text"], end="", markup=False, soft_wrap=True)
+    console.print("\n")
+    return written, event["metrics"], first
 
 
-def _hand_over(
-    reader: Engine, writer: Engine, model: ModelFiles, tokens: list[int], count: int, chunk: int, console: Console
-) -> tuple[list[int], Result]:
-    source, target = reader.open(len(tokens)), writer.open(len(tokens) + count)
-    moved: list[tuple[int, float]] = []
+def _events(response: IO[bytes]) -> Iterator[dict[str, Any]]:
+    for line in response:
+        if line.startswith(b"data: "):
+            yield json.loads(line[6:])
 
-    def hand(piece: KVSlice) -> None:
-        piece.wait()
-        started = time.perf_counter()
-        writer.place(target, piece)
-        moved.append((piece.size_bytes, time.perf_counter() - started))
 
-    recomputed = writer.counters.prompt_tokens
-    started = time.perf_counter()
-    for part in chunks(tokens, chunk):
-        logits = reader.prefill(source, part, hand)
-    first = logits.greedy().tolist()[0]
-    writer.commit(target, len(tokens))
-    first_token = time.perf_counter() - started
-    answer = list(_write(writer, target, model, first, count, console))
-    decoding = time.perf_counter() - started - first_token
-    importing = sum(seconds for _, seconds in moved)
-    for engine, sequence in ((reader, source), (writer, target)):
-        engine.close(sequence)
-    return answer, Result(
+def _result(
+    model: ModelFiles,
+    prefill: str,
+    decode: str,
+    written: list[int],
+    metrics: dict[str, Any],
+    tokenizing: float,
+    first: float,
+) -> Result:
+    return Result(
         model=model.name,
-        prefill_engine=reader.name,
-        decode_engine=writer.name,
-        answer=model.tokenizer.decode(answer),
-        prompt_tokens=len(tokens),
-        completion_tokens=len(answer),
-        prefill_s=first_token - importing,
-        prefill_tokens_per_s=len(tokens) / (first_token - importing),
-        slices=len(moved),
-        kv_bytes=sum(size for size, _ in moved),
-        import_s=importing,
-        first_token_s=first_token,
-        decode_s=decoding,
-        decode_tokens_per_s=(len(answer) - 1) / decoding if len(answer) > 1 else 0.0,
-        prompt_tokens_recomputed=writer.counters.prompt_tokens - recomputed,
+        prefill_engine=prefill,
+        decode_engine=decode,
+        answer=model.tokenizer.decode(written),
+        tokenize=tokenizing,
+        queue=metrics["queue_time"],
+        prefill=metrics["prefill_time"],
+        transfer_hidden=metrics["fetch_time"] - metrics["exposed_transfer_time"],
+        transfer_exposed=metrics["exposed_transfer_time"],
+        inject=metrics["inject_time"],
+        first_token=first,
+        decode=metrics["decode_time"],
+        prompt_tokens=metrics["prompt_tokens"],
+        completion_tokens=len(written),
+        kv_bytes=metrics["kv_bytes"],
+        prompt_tokens_recomputed=metrics["prompt_tokens_recomputed"],
     )
 
 
-def _write(
-    engine: Engine, sequence: Sequence, model: ModelFiles, token: int, count: int, console: Console
-) -> Iterator[int]:
-    """Greedy tokens up to the model's end of text, shown as they come."""
-    text = model.tokenizer.stream()
-    for number in range(1, count + 1):
-        yield token
-        console.print(text.push(token), end="", markup=False, soft_wrap=True)
-        if token in model.spec.eos_tokens or number == count:
-            break
-        token = engine.step([sequence], [token]).greedy().tolist()[0]
-    console.print("\n")
-
-
-def _alone(engine: Engine, tokens: list[int], count: int) -> list[int]:
-    sequence = engine.open(len(tokens) + count)
-    answer = engine.prefill(sequence, tokens).greedy().tolist()
-    while len(answer) < count:
-        answer += engine.step([sequence], answer[-1:]).greedy().tolist()
-    engine.close(sequence)
-    return answer
-
-
 def _show(result: Result, console: Console) -> None:
-    verdicts = {True: "yes", False: "[bold red]NO[/]", None: "not checked"}
-    table = Table(box=None, show_header=False, pad_edge=False)
-    pair = (("decode", result.equal_to_decode_engine_alone), ("prefill", result.equal_to_prefill_engine_alone))
+    verdict = {True: "yes", False: "[bold red]NO[/]", None: "not checked"}[result.equal_to_decode_engine_alone]
+    rate = (result.completion_tokens - 1) / result.decode if result.decode else 0.0
     rows = [
-        (
-            f"prefill on {result.prefill_engine}",
-            f"{result.prompt_tokens} tokens in {result.prefill_s:.2f} s, {result.prefill_tokens_per_s:.0f} tok/s",
-        ),
-        (
-            "KV cache handed over",
-            f"{result.kv_bytes / 1e6:.1f} MB in {result.slices} slices, {result.import_s * 1e3:.0f} ms to take in",
-        ),
-        ("first token after", f"{result.first_token_s:.2f} s"),
-        (
-            f"decode on {result.decode_engine}",
-            f"{result.completion_tokens} tokens in {result.decode_s:.2f} s, {result.decode_tokens_per_s:.1f} tok/s",
-        ),
-        ("prompt tokens recomputed in decode", str(result.prompt_tokens_recomputed)),
-        *((f"tokens equal to the {side} engine alone", verdicts[equal]) for side, equal in pair),
+        ("tokenize", f"{result.tokenize * 1e3:7.1f} ms", f"{result.prompt_tokens} tokens"),
+        ("queue", f"{result.queue * 1e3:7.1f} ms", ""),
+        ("prefill", f"{result.prefill * 1e3:7.1f} ms", f"{result.prompt_tokens / result.prefill:.0f} tok/s"),
+        ("transfer, hidden", f"{result.transfer_hidden * 1e3:7.1f} ms", f"{result.kv_bytes / 1e6:.1f} MB of KV in all"),
+        ("transfer, exposed", f"{result.transfer_exposed * 1e3:7.1f} ms", "after the logits were there"),
+        ("  of both, inject", f"{result.inject * 1e3:7.1f} ms", f"into {result.decode_engine}"),
+        ("first token", f"{result.first_token * 1e3:7.1f} ms", "after the request was sent"),
+        ("decode", f"{result.decode * 1e3:7.1f} ms", f"{result.completion_tokens} tokens, {rate:.1f} tok/s"),
     ]
-    for name, value in rows:
-        table.add_row(name, value)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
+    console.print(f"\nprompt tokens recomputed on the decode node: {result.prompt_tokens_recomputed}")
+    console.print(f"tokens equal to {result.decode_engine} alone: {verdict}")

@@ -13,11 +13,12 @@ import msgspec
 import numpy as np
 
 from disaggregated_inference.engines import Sequence, chunks
-from disaggregated_inference.errors import PeerGone
+from disaggregated_inference.errors import Cancelled, PeerGone
+from disaggregated_inference.kv import KVSlice
 from disaggregated_inference.kv.dtype import Array
 from disaggregated_inference.nodes.context import Context
 from disaggregated_inference.nodes.worker import EngineThread, Work
-from disaggregated_inference.wire import Hello, Receipt, fetch
+from disaggregated_inference.wire import Hello, fetch
 from disaggregated_inference.wire.frames import Connection
 
 _SILENCE_S = 15.0
@@ -25,6 +26,9 @@ _DIAL_S = 3.0
 
 
 class DecodeMetrics(msgspec.Struct):
+    """Seconds and counts of one request. Transfer is *hidden* while the prompt is still being read; what remains after
+    the logits are here (they overtake waiting slices) is *exposed*."""
+
     prompt_tokens: int
     completion_tokens: int = 0
     decode_time: float = 0.0
@@ -32,9 +36,11 @@ class DecodeMetrics(msgspec.Struct):
     first_token_time: float = 0.0
     prompt_tokens_recomputed: int = 0
     kv_bytes: int = 0
-    fetch_time: float = 0.0
+    queue_time: float = 0.0
     prefill_time: float = 0.0
+    fetch_time: float = 0.0
     exposed_transfer_time: float = 0.0
+    inject_time: float = 0.0
     finish_reason: str = "length"
 
 
@@ -83,42 +89,48 @@ class DecodeNode:
         return answer
 
     def _fetch_then_write(self, context: Context, sequence: Sequence, answer: Answer, max_tokens: int) -> None:
-        started = time.perf_counter()
         done: Future[Any] = Future()
         try:
-            logits, receipt = self._fetch(context, sequence)
-            self.worker.call(lambda: self.engine.commit(sequence, context.tokens))
-            metrics = answer.metrics
-            metrics.fetch_time = time.perf_counter() - started
-            metrics.kv_bytes, metrics.prefill_time = receipt.payload_bytes, receipt.end.prefill_s
-            metrics.exposed_transfer_time = max(0.0, metrics.fetch_time - receipt.end.prefill_s)
-            first = int(logits.argmax())
-            metrics.first_token_time = time.perf_counter() - started
+            first = self._fetch(context, sequence, answer)
             self.worker.start(self._write(sequence, first, answer, max_tokens)).result()
             done.set_result(None)
         except BaseException as error:
             done.set_exception(error)
         self._finish(sequence, answer, done)
 
-    def _fetch(self, context: Context, sequence: Sequence) -> tuple[Array, Receipt]:
+    def _fetch(self, context: Context, sequence: Sequence, answer: Answer) -> int:
+        """The cache into the sequence. The first token is out as soon as the logits are here, whatever still comes."""
+        metrics, started = answer.metrics, time.perf_counter()
+        first: list[int] = []
+
+        def take(piece: KVSlice) -> None:
+            if answer.cancelled:
+                raise Cancelled("the client is gone")
+            begun = time.perf_counter()
+            self.worker.call(lambda: self.engine.place(sequence, piece))
+            metrics.inject_time += time.perf_counter() - begun
+
+        def choose(logits: Array) -> None:
+            first.append(int(logits.argmax()))
+            metrics.first_token_time = time.perf_counter() - started
+            self._put(first[0], answer)
+
         hello = Hello(
             ticket=context.ticket,
             secret=context.secret,
             fetch=secrets.token_hex(8),
             fingerprint=self.engine.fingerprint,
         )
-        logits: list[Array] = []
-        receipt = fetch(
-            Connection(_dial(context.addresses)),
-            hello,
-            self.engine.spec.layout,
-            self.engine.spec.vocabulary,
-            lambda piece: self.worker.call(lambda: self.engine.place(sequence, piece)),
-            logits.append,
-        )
-        if not logits:
+        spec = self.engine.spec
+        receipt = fetch(Connection(_dial(context.addresses)), hello, spec.layout, spec.vocabulary, take, choose)
+        if not first:
             raise PeerGone("the cache arrived without logits")
-        return logits[0], receipt
+        self.worker.call(lambda: self.engine.commit(sequence, context.tokens))
+        metrics.fetch_time = time.perf_counter() - started
+        metrics.exposed_transfer_time = metrics.fetch_time - metrics.first_token_time
+        metrics.kv_bytes = receipt.payload_bytes
+        metrics.queue_time, metrics.prefill_time = receipt.end.queue_s, receipt.end.prefill_s
+        return first[0]
 
     def _read_then_write(self, tokens: list[int], sequence: Sequence, answer: Answer, max_tokens: int) -> Work[None]:
         started = time.perf_counter()
@@ -128,23 +140,24 @@ class DecodeNode:
             yield
         first = int(np.argmax(logits.numpy()[0]))
         answer.metrics.prefill_time = answer.metrics.first_token_time = time.perf_counter() - started
+        self._put(first, answer)
         yield from self._write(sequence, first, answer, max_tokens)
 
+    def _put(self, token: int, answer: Answer) -> None:
+        answer.metrics.completion_tokens += 1
+        if token in self.engine.spec.eos_tokens:
+            answer.metrics.finish_reason = "stop"
+        answer.put(token)
+
     def _write(self, sequence: Sequence, token: int, answer: Answer, max_tokens: int) -> Work[None]:
-        started, metrics, engine = time.perf_counter(), answer.metrics, self.engine
-        while not answer.cancelled:
-            answer.put(token)
-            metrics.completion_tokens += 1
+        """From the first token, which is out already, to the last."""
+        started, metrics = time.perf_counter(), answer.metrics
+        while metrics.completion_tokens < max_tokens and metrics.finish_reason != "stop" and not answer.cancelled:
+            token = self.engine.step([sequence], [token]).greedy().tolist()[0]
+            self._put(token, answer)
             metrics.decode_time = time.perf_counter() - started
-            if token in engine.spec.eos_tokens:
-                metrics.finish_reason = "stop"
-                break
-            if metrics.completion_tokens == max_tokens:
-                break
-            token = engine.step([sequence], [token]).greedy().tolist()[0]
-            yield
-        if metrics.completion_tokens > 1:
             metrics.decode_speed = (metrics.completion_tokens - 1) / metrics.decode_time
+            yield
 
     def _finish(self, sequence: Sequence, answer: Answer, done: "Future[Any]") -> None:
         """Always: give the memory back, then end the answer, with the error if there was one."""

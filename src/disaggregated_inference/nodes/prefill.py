@@ -93,7 +93,8 @@ class PrefillNode:
                 yield
             attempt.outbox.put_logits(np.ascontiguousarray(logits.numpy()[0]))
             seconds = time.perf_counter() - started
-            attempt.outbox.finish(End(prompt_tokens=len(attempt.tokens), prefill_s=seconds))
+            end = End(prompt_tokens=len(attempt.tokens), queue_s=started - asked, prefill_s=seconds)
+            attempt.outbox.finish(end)
         except DisaggError as error:
             attempt.outbox.fail(error)
             raise

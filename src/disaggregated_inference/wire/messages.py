@@ -35,6 +35,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     """Everything was sent on this stream."""
 
     prompt_tokens: int
+    queue_s: float = 0.0
     prefill_s: float = 0.0
 
 
