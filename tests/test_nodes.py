@@ -1,5 +1,7 @@
 """A prefill node and a decode node, each with its engine on its own thread, over real sockets."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -170,6 +172,21 @@ def test_a_full_queue_says_so(tiny_engine: LoadTiny) -> None:
     going[0] = False
     first.result(5)
     worker.stop()
+
+
+def test_the_process_ends_in_peace(tiny_folder: Folder) -> None:
+    """MLX aborts a process in which a thread ended with its streams. Five times over: it did so one time in five."""
+    code = (
+        "import sys; from pathlib import Path; from functools import partial\n"
+        "from disaggregated_inference.engines import load_engine\n"
+        "from disaggregated_inference.models import ModelFiles\n"
+        "from disaggregated_inference.nodes.worker import EngineThread\n"
+        "from disaggregated_inference.nodes.decode import DecodeNode\n"
+        "worker = EngineThread(partial(load_engine, 'mlx', ModelFiles('x', Path(sys.argv[1]))))\n"
+        "list(DecodeNode(worker).read_and_write([5, 6], 4)); worker.stop()"
+    )
+    for _ in range(5):
+        subprocess.run([sys.executable, "-c", code, str(tiny_folder("llama"))], check=True)
 
 
 def test_a_model_that_does_not_load() -> None:

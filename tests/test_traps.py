@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -125,19 +128,28 @@ def test_d_mlx_on_linux_gets_a_real_blas() -> None:
 
 def test_e_slices_may_arrive_on_another_thread(tiny_engine: LoadTiny) -> None:
     """E: a lazy MLX array belongs to the thread that made it. What a receiver thread hands in must not be one."""
-    lazy = ThreadPoolExecutor(1).submit(lambda: mx.ones(4) + 1).result()
+    made: list[mx.array] = []
+    thread = threading.Thread(target=lambda: made.append(mx.ones(4) + 1))
+    thread.start()
+    thread.join()
     with pytest.raises(RuntimeError, match="Stream"):
-        mx.eval(lazy)
+        mx.eval(made)
     for architecture in ("llama", "gpt_oss"):
         engine = tiny_engine("mlx", architecture)
         prompt = prompt_of(300)
         slices, logits = read_prompt(tiny_engine("torch", architecture), prompt, 100)
-        with ThreadPoolExecutor(1) as receiver:
-            ring = receiver.submit(_ring_of_half_precision).result()
+        ring = _elsewhere(_ring_of_half_precision)
         assert float(ring.keys.astype(mx.float32).sum()) == 3 * 2 * 16
-        with ThreadPoolExecutor(1) as receiver:
-            sequence = receiver.submit(receive, engine, slices, 300).result()
+        sequence = _elsewhere(partial(receive, engine, slices, 300))
         assert write_answer(engine, sequence, logits, 16) == alone(engine, prompt, 16)
+
+
+def _elsewhere(work: Callable[[], Any]) -> Any:
+    """On a thread of its own, which leaves no MLX stream behind (see `MlxEngine.leave_thread`)."""
+    with ThreadPoolExecutor(1) as receiver:
+        result = receiver.submit(work).result()
+        receiver.submit(mx.clear_streams).result()
+    return result
 
 
 def _ring_of_half_precision() -> RotatingKVCache:

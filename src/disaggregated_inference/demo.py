@@ -58,8 +58,10 @@ def run_demo(
     console = Console(stderr=as_json, highlight=False)
     with steps() as progress:
         model = ModelStore().resolve(model_name, progress)
+    tokenizer = model.tokenizer  # loading it is not tokenizing
+    tokenizer.encode_chat([{"role": "user", "content": ""}])
     started = time.perf_counter()
-    tokens = model.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+    tokens = tokenizer.encode_chat([{"role": "user", "content": prompt}])
     tokenizing = time.perf_counter() - started
     if len(tokens) + max_tokens > model.spec.context_window:
         raise ContextTooLong(len(tokens) + max_tokens, model.spec.context_window)

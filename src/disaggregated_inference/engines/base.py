@@ -151,6 +151,9 @@ class Engine(ABC):
             self._advance(sequence, 1)
         return logits
 
+    def leave_thread(self) -> None:  # noqa: B027  most engines keep nothing per thread
+        """Called on the engine's thread before that thread ends."""
+
     @abstractmethod
     def _open(self, capacity: int) -> Any: ...
 

@@ -76,6 +76,7 @@ class EngineThread:
                 _finish(*self._calls.popleft())
             if self._works:
                 self._advance(*self._works.popleft())
+        self.engine.leave_thread()
 
     def _wait(self) -> bool:
         with self._changed:

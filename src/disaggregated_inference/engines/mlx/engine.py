@@ -75,6 +75,11 @@ class MlxEngine(Engine):
         self.model = model
         self._batch = Batch()
 
+    def leave_thread(self) -> None:
+        """A thread that ends with streams of its own makes the whole process abort at exit, one time in five."""
+        mx.synchronize()
+        mx.clear_streams()
+
     def _open(self, capacity: int) -> Any:
         return make_layers(self.spec.layout, self.dtype, capacity)
 
