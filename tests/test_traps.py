@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -128,12 +127,9 @@ def test_d_mlx_on_linux_gets_a_real_blas() -> None:
 
 def test_e_slices_may_arrive_on_another_thread(tiny_engine: LoadTiny) -> None:
     """E: a lazy MLX array belongs to the thread that made it. What a receiver thread hands in must not be one."""
-    made: list[mx.array] = []
-    thread = threading.Thread(target=lambda: made.append(mx.ones(4) + 1))
-    thread.start()
-    thread.join()
+    lazy = _elsewhere(lambda: mx.ones(4) + 1)
     with pytest.raises(RuntimeError, match="Stream"):
-        mx.eval(made)
+        mx.eval(lazy)
     for architecture in ("llama", "gpt_oss"):
         engine = tiny_engine("mlx", architecture)
         prompt = prompt_of(300)
