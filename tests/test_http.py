@@ -190,6 +190,21 @@ def test_requests_at_the_same_time(pair: tuple[Node, Node], expected: list[int])
     assert answers == [expected] * 6
 
 
+def test_leaving_a_stream_cancels_it(pair: tuple[Node, Node], tiny_engine: LoadTiny) -> None:
+    _, decode = pair
+    whole = alone(tiny_engine("mlx", "llama"), prompt_of(20), 600)
+    assert 1 not in whole, "the answer would have ended by itself"
+    before = decode.ask("/status")[1]["tokens_written"]
+    asked = {"tokens": prompt_of(20), "max_new_tokens": 600, "stream": True}
+    with urllib.request.urlopen(decode.url + "/generate", json.dumps(asked).encode(), timeout=60) as response:
+        assert response.readline().startswith(b"data: ")
+    time.sleep(1)
+    written = decode.ask("/status")[1]["tokens_written"]
+    time.sleep(1)
+    assert decode.ask("/status")[1]["tokens_written"] == written
+    assert written - before < 500
+
+
 def test_the_prefill_process_is_killed(folder: Path, pair: tuple[Node, Node]) -> None:
     """Killed while it holds the cache: a typed error in time, and the decode node goes on."""
     doomed = Node("prefill", "--model", str(folder), "--dtype", "float32")
