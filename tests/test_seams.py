@@ -17,9 +17,9 @@ MAP = {
     "wire": {"errors", "kv"},
     "engines": {"errors", "kv", "models"},
     "nodes": {"errors", "kv", "models", "engines", "wire"},
-    "bench": {"__init__", "errors", "kv", "models", "engines", "wire", "progress"},
+    "bench": {"__init__", "errors", "kv", "models", "engines", "wire", "nodes", "progress"},
 }
-LIBRARIES = {"torch": "torch", "transformers": "torch", "mlx": "mlx", "mlx_lm": "mlx"}
+LIBRARIES = {"torch": "torch", "transformers": "torch", "triton": "torch", "mlx": "mlx", "mlx_lm": "mlx"}
 
 
 def _imports(path: Path) -> list[str]:

@@ -71,6 +71,7 @@ class Engine(ABC):
 
     name: str
     max_batch = 256
+    warm_lengths: tuple[int, ...] = (64,)  # chunks worth reading once before the first request
 
     def __init__(self, spec: ModelSpec, fingerprint: Fingerprint, dtype: KVDType) -> None:
         self.spec = spec

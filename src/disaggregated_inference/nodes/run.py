@@ -15,8 +15,6 @@ from disaggregated_inference.nodes.http import decode_app, prefill_app, serve_ap
 from disaggregated_inference.nodes.prefill import PrefillNode
 from disaggregated_inference.nodes.worker import EngineThread
 
-_WARM_TOKENS = 64
-
 
 def run_prefill(
     model: str,
@@ -64,13 +62,17 @@ def _load(
 
 def _warm_up(engine: Engine) -> None:
     """The first request must not pay for the libraries' first time."""
-    sequence = engine.open(_WARM_TOKENS + 4)
-    tokens = engine.prefill(
-        sequence, [index % 50 for index in range(_WARM_TOKENS)], lambda piece: piece.wait()
-    ).greedy()
+    for length in engine.warm_lengths:
+        if length + 1 < engine.spec.context_window:
+            _read_once(engine, length)
+    engine.counters.prompt_tokens = engine.counters.step_tokens = 0
+
+
+def _read_once(engine: Engine, length: int) -> None:
+    sequence = engine.open(length + 1)
+    tokens = engine.prefill(sequence, [index % 50 for index in range(length)], lambda piece: piece.wait()).greedy()
     engine.step([sequence], tokens).greedy().tolist()
     engine.close(sequence)
-    engine.counters.prompt_tokens = engine.counters.step_tokens = 0
 
 
 def _is_loopback(host: str) -> bool:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
+from disaggregated_inference.engines.torch import fused
+
 # cuDNN plans anew (35 ms, measured) for every shape it has not seen, so it only gets multiples of this, which are few;
 # the rest of a chunk goes to the flash kernel, which is as fast on so little.
 _CUDNN_TOKENS = 2048
@@ -32,8 +34,8 @@ def attend(
         return _with_sinks(q, k, v, scale, window, sinks)
     n, total = q.shape[2], k.shape[2]
     if n == 1:  # the heads of a group are as good as queries of one head, and cheaper
-        grouped = q.view(1, k.shape[1], -1, q.shape[3])
-        return F.scaled_dot_product_attention(grouped, k, v, scale=scale).view(1, *query.shape[1:])
+        grouped = q.reshape(1, k.shape[1], -1, q.shape[3])
+        return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(1, *query.shape[1:])
     whole = n == total and (not window or total <= window)
     mask = None if whole else _causal_mask(n, total, window, q.device)
     out = F.scaled_dot_product_attention(
@@ -100,8 +102,11 @@ def _cudnn_chunk(
     if not past:
         return out, lse
     before, before_lse = _cudnn(query, keys[:past], values[:past], scale, causal=False)
+    both_lse = torch.logaddexp(lse, before_lse)
+    if fused.work(out.device, out.dtype):
+        return fused.join(out, lse, before, before_lse), both_lse
     share = torch.sigmoid(before_lse - lse).transpose(0, 1).unsqueeze(-1)
-    return torch.lerp(out.float(), before.float(), share).to(out.dtype), torch.logaddexp(lse, before_lse)
+    return torch.lerp(out.float(), before.float(), share).to(out.dtype), both_lse
 
 
 def _prefers_cudnn(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -119,19 +124,21 @@ def _cudnn(
     return out[0].transpose(0, 1), lse[0].reshape(query.shape[1], -1)
 
 
-def flash_decode(
+def flash_ranges(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     starts: torch.Tensor,
     lengths: torch.Tensor,
     query_starts: torch.Tensor,
+    most_queries: int,
     scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One query per sequence over its own rows of the arena. No shape depends on the lengths: it fits a CUDA graph."""
+    """Each sequence's queries over its own rows of the arena, causal to its last row. No shape depends on the lengths:
+    it fits a CUDA graph."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query, keys, values, query_starts, starts, 1, keys.shape[0], 0.0, False, False,
+        query, keys, values, query_starts, starts, most_queries, keys.shape[0], 0.0, most_queries > 1, False,
         scale=scale, seqused_k=lengths,
     )  # fmt: skip
     return _apply_sinks(out, lse, sinks)

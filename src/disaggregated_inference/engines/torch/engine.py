@@ -12,16 +12,12 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, Tokens, token_list
+from disaggregated_inference.engines.torch import fused
 from disaggregated_inference.engines.torch.arena import TORCH_DTYPES, Arena, Starts, host_array, host_tensor
 from disaggregated_inference.engines.torch.attention import has_flash
-from disaggregated_inference.engines.torch.graphs import DecodeGraphs
-from disaggregated_inference.engines.torch.passes import (
-    ATTENTION_NAME,
-    DecodePass,
-    HostCopies,
-    Places,
-    PrefillPass,
-)
+from disaggregated_inference.engines.torch.graphs import ChunkGraphs, DecodeGraphs
+from disaggregated_inference.engines.torch.passes import ATTENTION_NAME, ChunkPass, DecodePass, HostCopies, PrefillPass
+from disaggregated_inference.engines.torch.tables import ChunkTable, Places
 from disaggregated_inference.errors import EngineMismatch, EngineUnavailable, ModelDamaged
 from disaggregated_inference.kv import Fingerprint, KVDType, KVSlice, as_dtype
 from disaggregated_inference.models import ModelFiles, ModelSpec
@@ -86,7 +82,13 @@ class TorchEngine(Engine):
         self._places = Places(self.arena, sequences)
         self.max_batch = sequences
         flash = has_flash(self.device, model.dtype)
+        if flash:
+            fused.install(self.model)
         self._graphs = DecodeGraphs(self._decode, self._places, sequences) if flash else None
+        self._chunks: ChunkGraphs | None = None
+        if flash and not any(plan.window for plan in spec.layout.layers):
+            self._chunks = ChunkGraphs(self._compute_chunk, self.arena, self._host)
+            self.warm_lengths = tuple(size - 1 for size in ChunkGraphs.sizes)
 
     def _open(self, capacity: int) -> TorchState:
         return TorchState(self.arena.take(capacity))
@@ -99,10 +101,20 @@ class TorchEngine(Engine):
     def _prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None) -> Logits:
         count = len(tokens)
         self.counters.prompt_tokens += count
+        if self._chunks and self._chunks.fits(count):
+            logits = self._chunks.run(sequence, tokens, emit)
+            if logits is not None:
+                return TorchLogits(logits)
         ids = torch.tensor(tokens, device=self.device).unsqueeze(0)
         positions = torch.arange(sequence.length, sequence.length + count, device=self.device).unsqueeze(0)
         hidden = self._forward(ids, positions, PrefillPass(self.arena, sequence, count, emit, self._host))
         return TorchLogits(self.model.lm_head(hidden[:, -1]))
+
+    def _compute_chunk(self, table: ChunkTable, size: int, arena_pass: ChunkPass) -> torch.Tensor:
+        ids, positions = table.ids[:size].unsqueeze(0), table.positions[:size].long().unsqueeze(0)
+        hidden = self._forward(ids, positions, arena_pass)
+        logits: torch.Tensor = self.model.lm_head(hidden[0].index_select(0, table.last))
+        return logits
 
     @torch.inference_mode()
     def _step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits:

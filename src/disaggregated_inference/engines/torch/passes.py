@@ -4,7 +4,7 @@ A pass stands where transformers expects its cache. The model calls `update` wit
 attention function, which asks the same pass to `attend`.
 """
 
-from collections.abc import Sequence as Items
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,8 @@ from transformers import AttentionInterface
 
 from disaggregated_inference.engines.base import Emit, Sequence
 from disaggregated_inference.engines.torch.arena import TORCH_DTYPES, Arena, host_array
-from disaggregated_inference.engines.torch.attention import attend, flash_decode, has_flash
+from disaggregated_inference.engines.torch.attention import attend, flash_ranges, has_flash
+from disaggregated_inference.engines.torch.tables import ChunkTable, Places
 from disaggregated_inference.kv import KVSlice
 
 ATTENTION_NAME = "disagg_arena"
@@ -28,7 +29,7 @@ def _attention(
     value: torch.Tensor,
     attention_mask: None,
     scaling: float,
-    arena_pass: "PrefillPass | DecodePass",
+    arena_pass: "PrefillPass | ChunkPass | DecodePass",
     s_aux: torch.Tensor | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -141,52 +142,33 @@ class HostCopies:
         return KVSlice(layer, start, self.dtype, arrays[0], arrays[1], copied.synchronize)
 
 
-class Places:
-    """For each window of the model: where a batch writes its next row, where its rows begin, how many there are."""
+class ChunkPass:
+    """A chunk of `size` places with every number in a table on the device: what a CUDA graph can repeat. `wrote` is
+    called when a layer's K and V are in the arena. Full layers only."""
 
-    def __init__(self, arena: Arena, capacity: int) -> None:
-        self.arena = arena
-        self.windows = sorted({plan.window for plan in arena.layout.layers})
-        shape, pinned = (3 * len(self.windows) + 1, capacity + 1), arena.device.type == "cuda"
-        self.table = torch.zeros(shape, dtype=torch.int32, device=arena.device)
-        # Two, in turn: a step may be prepared while the one before it has not been copied to the device yet.
-        self._host = [torch.zeros(shape, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
-        self._copied = [torch.cuda.Event() for _ in self._host] if pinned else []
-        self._turn = 0
+    def __init__(self, arena: Arena, table: ChunkTable, size: int, wrote: Callable[[], None]) -> None:
+        self.arena, self.table, self.size, self.wrote = arena, table, size, wrote
+        self.rows = table.rows[:size].long()
 
-    def load(self, sequences: Items[Sequence]) -> None:
-        """Point at the sequences' rows; places beyond them point at the padding region."""
-        self._turn = 1 - self._turn
-        if self._copied:
-            self._copied[self._turn].synchronize()
-        table = self._host[self._turn].numpy()
-        table[-1] = 0
-        table[-1, : len(sequences)] = [s.length for s in sequences]
-        for index, window in enumerate(self.windows):
-            write, begin, count = table[3 * index : 3 * index + 3]
-            write[:] = begin[:] = self.arena.padding[window]
-            count[:] = 1
-            for at, sequence in enumerate(sequences):
-                begin[at] = sequence.state.starts[window]
-                write[at] = begin[at] + (sequence.length % window if window else sequence.length)
-                count[at] = min(sequence.length + 1, window or sequence.length + 1)
-        self.table.copy_(self._host[self._turn], non_blocking=True)
-        if self._copied:
-            self._copied[self._turn].record()
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Pair:
+        keys, values = self.arena.keys[layer], self.arena.values[layer]
+        keys.index_copy_(0, self.rows, key[0].transpose(0, 1))
+        values.index_copy_(0, self.rows, value[0].transpose(0, 1))
+        self.wrote()
+        return keys, values
 
-    def spans(self, window: int) -> list[slice]:
-        """Each sequence's rows, as the host knows them."""
-        at = 3 * self.windows.index(window)
-        begins, counts = self._host[self._turn][at + 1 : at + 3].tolist()
-        return [slice(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
-
-    @property
-    def positions(self) -> torch.Tensor:
-        return self.table[-1]
-
-    def rows(self, window: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        at = 3 * self.windows.index(window)
-        return self.table[at], self.table[at + 1], self.table[at + 2]
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        table, rows = self.table, query[0].transpose(0, 1)
+        out = flash_ranges(rows, key, value, table.begins, table.lengths, table.query_starts, self.size, scale, sinks)
+        return out.unsqueeze(0)
 
 
 class DecodePass:
@@ -216,8 +198,8 @@ class DecodePass:
         if has_flash(query.device, query.dtype):
             _, begin, count = self.places.rows(self.arena.layout.layers[layer].window)
             rows = query[:, :, 0]
-            out = flash_decode(
-                rows, key, value, begin[: self.size + 1], count[: self.size], self.query_starts, scale, sinks
+            out = flash_ranges(
+                rows, key, value, begin[: self.size + 1], count[: self.size], self.query_starts, 1, scale, sinks
             )
             return out.unsqueeze(1)
         spans = zip(query, self.places.spans(self.arena.layout.layers[layer].window), strict=False)
