@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 import numpy as np
@@ -446,17 +446,19 @@ def relay(source: socket.socket, target: socket.socket, stop_after: int | None, 
     """Between sender and receiver: cuts the line after so many bytes, or flips one bit on the way."""
     threading.Thread(target=_pump_back, args=(target, source), daemon=True).start()
     passed = 0
-    while data := source.recv(4096):
-        if flip_at is not None and passed <= flip_at < passed + len(data):
-            index = flip_at - passed
-            data = data[:index] + bytes([data[index] ^ 0x10]) + data[index + 1 :]
-        if stop_after is not None and passed + len(data) > stop_after:
-            target.sendall(data[: stop_after - passed])
-            break
-        target.sendall(data)
-        passed += len(data)
+    with suppress(OSError):
+        while data := source.recv(4096):
+            if flip_at is not None and passed <= flip_at < passed + len(data):
+                index = flip_at - passed
+                data = data[:index] + bytes([data[index] ^ 0x10]) + data[index + 1 :]
+            if stop_after is not None and passed + len(data) > stop_after:
+                target.sendall(data[: stop_after - passed])
+                break
+            target.sendall(data)
+            passed += len(data)
     for end in (source, target):
-        end.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
 
 
 def _pump_back(source: socket.socket, target: socket.socket) -> None:

@@ -160,6 +160,21 @@ def bench_wire(
     run(megabytes, repeats, output)
 
 
+@bench_app.command("handoff")
+def bench_handoff(
+    shape: Annotated[str, typer.Option(help="Random weights of this shape, prefill only (torch).")] = "",
+    device: Annotated[str, typer.Option(help="torch device for --shape.")] = "cuda",
+    chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens prefilled at a time, with --shape.")] = 8192,
+    streams: Annotated[int, typer.Option(min=1, max=64, help="KV connections.")] = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs, the best of which counts.")] = 5,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("bench-results"),
+) -> None:
+    """Two nodes against one engine alone; with --shape, what streaming costs a prefill node."""
+    from disaggregated_inference.bench.handoff import run
+
+    run(shape, device, chunk, streams, repeats, output)
+
+
 @serve_app.command("prefill")
 def serve_prefill(
     model: Model = "smollm2",

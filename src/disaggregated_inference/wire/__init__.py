@@ -1,7 +1,23 @@
 """KV on the move: our own framing over plain TCP. docs/PROTOCOL.md specifies it, the tests hold golden bytes."""
 
+from disaggregated_inference.wire.gather import Gather, Gathered, Sink
 from disaggregated_inference.wire.messages import End, Failure, Hello, Welcome
+from disaggregated_inference.wire.paths import Path, Paths
 from disaggregated_inference.wire.receiver import Receipt, fetch
 from disaggregated_inference.wire.sender import Outbox, serve
 
-__all__ = ["End", "Failure", "Hello", "Outbox", "Receipt", "Welcome", "fetch", "serve"]
+__all__ = [
+    "End",
+    "Failure",
+    "Gather",
+    "Gathered",
+    "Hello",
+    "Outbox",
+    "Path",
+    "Paths",
+    "Receipt",
+    "Sink",
+    "Welcome",
+    "fetch",
+    "serve",
+]

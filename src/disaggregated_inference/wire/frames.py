@@ -3,7 +3,7 @@
     offset  size  field
          0     4  magic    b"DKVC"
          4     1  version  1
-         5     1  kind     HELLO .. DONE
+         5     1  kind     HELLO .. ALIVE
          6     2  codec    of a slice's payload: 0 raw, 1 int8; 0 elsewhere
          8     4  layer    of a slice; 0 elsewhere
         12     4  tokens   rows of a slice; 0 elsewhere
@@ -16,6 +16,7 @@ All little endian. Whoever reads decides from the header alone whether it wants 
 
 import socket
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -52,6 +53,7 @@ class Kind(IntEnum):
     CANCEL = 7
     RENEW = 8
     DONE = 9
+    ALIVE = 10
 
 
 class Frame(NamedTuple):
@@ -97,17 +99,23 @@ def _checksum(head: Buffer, payload: Sequence[Buffer]) -> int:
 
 
 class Connection:
-    """A socket that speaks frames. Sending and receiving are each for one thread."""
+    """A socket that speaks frames. Any thread may send, one receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._raw = bytearray(HEADER.size)
+        self._sending = threading.Lock()  # frames of two threads must not mix
+        self.cancelled = False
 
     def send(self, frame: Frame, *payload: Buffer) -> None:
         """Header and payload in one call, so that neither waits for the other on the wire."""
         parts = [memoryview(encode_header(frame, payload)), *(memoryview(part).cast("B") for part in payload if part)]
+        with self._sending:
+            self._drain(parts)
+
+    def _drain(self, parts: list[memoryview]) -> None:
         try:
             while parts:
                 sent = self.sock.sendmsg(parts)
@@ -149,6 +157,13 @@ class Connection:
             while self.sock.recv(1 << 20) and time.monotonic() < deadline:
                 pass
         self.sock.close()
+
+    def cancel(self) -> None:
+        """From any thread of the receiver: tell the sender, and wake whoever waits for it here."""
+        with suppress(PeerGone, OSError):
+            self.cancelled = True
+            self.send_message(Kind.CANCEL)
+            self.sock.shutdown(socket.SHUT_RD)
 
     def _fill(self, target: memoryview) -> None:
         while target:

@@ -19,6 +19,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     codecs: tuple[str, ...] = ("raw",)
     stream: int = 0
     streams: int = 1
+    canary: bool = False  # not the ticket's own cache, but that of the canary prompt; the ticket stays unspent
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,18 +3,24 @@
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from disaggregated_inference.errors import DisaggError, PeerFailed, ProtocolError
+from disaggregated_inference.errors import ChecksumMismatch, DisaggError, PeerFailed, PeerGone, ProtocolError
 from disaggregated_inference.kv import KVLayout, KVSlice
 from disaggregated_inference.kv.dtype import Array
 from disaggregated_inference.wire import codecs
 from disaggregated_inference.wire.frames import Connection, Frame, Kind, bytes_of
 from disaggregated_inference.wire.messages import End, Failure, Hello, Welcome, parse
+
+Receiving = Callable[[int], AbstractContextManager[None]]
+
+
+def _unmeasured(size: int) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +36,15 @@ class Receipt:
 class Fetch:
     """One connection's state: what it may still receive, and the memory it goes into."""
 
-    def __init__(self, connection: Connection, hello: Hello, layout: KVLayout, vocabulary: int) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        hello: Hello,
+        layout: KVLayout,
+        vocabulary: int,
+        receiving: Receiving = _unmeasured,
+    ) -> None:
+        self._receiving = receiving
         self.connection, self.hello, self.layout, self.vocabulary = connection, hello, layout, vocabulary
         self.welcome = self._greet()
         largest = codecs.payload_bytes(self.welcome.codec, layout, self.welcome.dtype, self.welcome.chunk_tokens)
@@ -62,6 +76,9 @@ class Fetch:
     def next(self) -> KVSlice | Array | End:
         """The next thing that arrives. A slice's arrays are this object's own memory, until the next call."""
         frame = self.connection.receive_header()
+        while frame.kind is Kind.ALIVE:
+            self.connection.receive_message(frame, limit=0)
+            frame = self.connection.receive_header()
         if frame.kind is Kind.SLICE:
             return self._slice(frame)
         if frame.kind is Kind.LOGITS and not self._got_logits and self.hello.stream == 0:
@@ -87,7 +104,8 @@ class Fetch:
             size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
             arrays.append(self._memory[at : at + size].view(kind).reshape(shape))
             at += size
-        self.connection.receive_payload(frame, *(bytes_of(array) for array in arrays))
+        with self._receiving(frame.size):
+            self.connection.receive_payload(frame, *(bytes_of(array) for array in arrays))
         self.payload_bytes += frame.size
         return codecs.decode(codec, welcome.dtype, arrays, frame.layer, frame.start)
 
@@ -106,34 +124,35 @@ def fetch(
     on_slice: Callable[[KVSlice], None],
     on_logits: Callable[[Array], None],
     renew_every_s: float = 5.0,
+    receiving: Receiving = _unmeasured,
 ) -> Receipt:
     """One connection from HELLO to END, told DONE only after the last slice was taken. Closes the connection.
 
-    `on_slice` must be done with the arrays when it returns. If it raises, the sender is told to stop.
+    `on_slice` must be done with the arrays when it returns. If it raises, the sender is told to stop; if the connection
+    itself breaks it is not, because another connection may resume. `receiving` is entered around every slice's arrival.
     """
     started = time.perf_counter()
-    lock = threading.Lock()  # frames of two threads must not mix
     finished = threading.Event()
 
     def renew() -> None:
         with suppress(DisaggError):
             while not finished.wait(renew_every_s):
-                with lock:
-                    connection.send_message(Kind.RENEW)
+                connection.send_message(Kind.RENEW)
 
     try:
-        state = Fetch(connection, hello, layout, vocabulary)
+        state = Fetch(connection, hello, layout, vocabulary, receiving)
         threading.Thread(target=renew, name="kv-renew", daemon=True).start()
         while not isinstance(item := state.next(), End):
             on_slice(item) if isinstance(item, KVSlice) else on_logits(item)
-        finished.set()
-        with lock:
-            connection.send_message(Kind.DONE)
+        connection.send_message(Kind.DONE)
         return Receipt(item, state.welcome, state.payload_bytes, time.perf_counter() - started)
+    except (PeerGone, ChecksumMismatch):
+        if not connection.cancelled:
+            connection.sock.close()  # nothing more can be said here; another connection may resume
+        raise
     except BaseException:
-        finished.set()
-        with suppress(DisaggError), lock:
-            connection.send_message(Kind.CANCEL)
+        connection.cancel()
         raise
     finally:
+        finished.set()
         connection.part()

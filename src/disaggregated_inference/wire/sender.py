@@ -13,6 +13,7 @@ from disaggregated_inference.wire.frames import Connection, Frame, Kind, bytes_o
 from disaggregated_inference.wire.messages import End, Failure, Hello, Welcome, parse
 
 _MOST_STREAMS = 64
+_PULSE_S = 0.4  # how often a sender that waits for its engine says that it is there
 
 
 class Outbox:
@@ -44,11 +45,10 @@ class Outbox:
             self._changed.notify_all()
 
     def fail(self, error: DisaggError) -> None:
-        """The first end counts: a prefill that is done cannot fail any more."""
+        """Readers stop here, even when everything was computed: the memory behind the slices is going away."""
         with self._changed:
-            if self._end is None:
-                self._error = self._error or error
-                self._changed.notify_all()
+            self._error = self._error or error
+            self._changed.notify_all()
 
     def poke(self) -> None:
         """Make readers look up: something outside has changed."""
@@ -56,11 +56,10 @@ class Outbox:
             self._changed.notify_all()
 
     def next(self, at: int, want_logits: bool, stopped: Callable[[], object]) -> "KVSlice | Array | End | None":
-        """Logits when wanted and there, else the slice at `at`, else the end. None once `stopped`, which is asked again
-        whenever something is put or the outbox is poked."""
+        """Logits when wanted and there, else the slice at `at`, else the end. None when nothing came for a moment, or
+        once `stopped`, which is asked again whenever something is put or the outbox is poked."""
         with self._changed:
-            self._changed.wait_for(lambda: stopped() or self._ready(at, want_logits))
-            if stopped():
+            if not self._changed.wait_for(lambda: stopped() or self._ready(at, want_logits), _PULSE_S) or stopped():
                 return None
             if self._error:
                 raise self._error
@@ -120,7 +119,9 @@ def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Ou
         elif isinstance(item, End):
             connection.send_message(Kind.END, msgspec.json.encode(item))
             return item
-        elif item is not None:
+        elif item is None:
+            connection.send_message(Kind.ALIVE)
+        else:
             want_logits = False
             data = bytes_of(item)
             connection.send(Frame(Kind.LOGITS, len(data)), data)

@@ -1,0 +1,192 @@
+"""One ticket's cache over several connections and several paths, resumed when one of them breaks.
+
+Stream n of m carries the layers with layer mod m = n, on a connection of its own. When a connection breaks, its stream
+dials again, the next path first, and goes on at the chunk where its layers stand; what comes twice is dropped. Chunks
+are placed one after the other, and each is committed when all its layers are there: so whatever happens, the receiving
+sequence is a whole number of chunks, plus a part of one that can be rolled back.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from disaggregated_inference.errors import ChecksumMismatch, PeerGone, ProtocolError
+from disaggregated_inference.kv import KVLayout, KVSlice
+from disaggregated_inference.kv.dtype import Array
+from disaggregated_inference.wire.frames import Connection
+from disaggregated_inference.wire.messages import End, Hello
+from disaggregated_inference.wire.paths import Path
+from disaggregated_inference.wire.receiver import Receipt, fetch
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """Where a cache goes. `place` is called by several threads at once and is done with the arrays when it returns."""
+
+    place: Callable[[KVSlice], None]
+    commit: Callable[[int], None]
+    logits: Callable[[Array], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What it took."""
+
+    end: End
+    epoch: str
+    codec: str
+    payload_bytes: int
+    seconds: float
+    resumed: int  # connections that took over from broken ones
+    paths: tuple[str, ...]  # used, in order of first use
+
+
+@dataclass(slots=True)
+class _Stream:
+    number: int
+    layers: range
+    receipt: Receipt | None = None
+    received_bytes: int = 0
+    resumed: int = 0
+    used: list[str] = field(default_factory=list)
+
+
+class Gather:
+    """One fetch. `run` blocks until everything is committed; `stop` ends it from another thread."""
+
+    def __init__(
+        self, hello: Hello, layout: KVLayout, vocabulary: int, paths: Sequence[Path], sink: Sink, streams: int = 1
+    ) -> None:
+        self._hello, self._layout, self._vocabulary, self._paths, self._sink = hello, layout, vocabulary, paths, sink
+        count = min(streams, len(layout.layers))
+        self._streams = [_Stream(n, range(n, len(layout.layers), count)) for n in range(count)]
+        self._changed = threading.Condition()
+        self._placed = [hello.held_tokens] * len(layout.layers)
+        self._chunk_stop: int | None = None  # of the chunk that is being placed
+        self._got_logits = False
+        self._error: BaseException | None = None
+        self._connections: dict[int, Connection] = {}
+        self.committed = hello.held_tokens
+
+    def run(self) -> Gathered:
+        started = time.perf_counter()
+        threads = [
+            threading.Thread(target=self._guarded, args=(stream,), name=f"kv-fetch-{stream.number}", daemon=True)
+            for stream in self._streams[1:]
+        ]
+        for thread in threads:
+            thread.start()
+        self._guarded(self._streams[0])
+        for thread in threads:
+            thread.join()
+        if self._error:
+            raise self._error
+        return self._gathered(time.perf_counter() - started)
+
+    def stop(self, error: BaseException) -> None:
+        """End now, with this error, unless another came first. The sender is told."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+            connections = list(self._connections.values())
+        for connection in connections:
+            connection.cancel()
+
+    def _gathered(self, seconds: float) -> Gathered:
+        receipts = [stream.receipt for stream in self._streams if stream.receipt]
+        welcome, end = receipts[0].welcome, receipts[0].end
+        if self.committed != welcome.prompt_tokens or not self._got_logits:
+            raise ProtocolError(f"the transfer ended with {self.committed} of {welcome.prompt_tokens} tokens whole")
+        return Gathered(
+            end=end,
+            epoch=welcome.epoch,
+            codec=welcome.codec,
+            payload_bytes=sum(stream.received_bytes for stream in self._streams),
+            seconds=seconds,
+            resumed=sum(stream.resumed for stream in self._streams),
+            paths=tuple(dict.fromkeys(name for stream in self._streams for name in stream.used)),
+        )
+
+    def _guarded(self, stream: _Stream) -> None:
+        try:
+            self._persist(stream)
+        except BaseException as error:
+            self.stop(error)
+
+    def _persist(self, stream: _Stream) -> None:
+        """Connection after connection, until the stream's END. Every path may fail once (an only one twice) without
+        bringing anything; whatever comes makes up for the failures before it."""
+        failures = 0
+        while failures < max(2, len(self._paths)):
+            path = self._paths[(failures + stream.resumed) % len(self._paths)]
+            before = self._held(stream)
+            try:
+                return self._connect(stream, path)
+            except (PeerGone, ChecksumMismatch) as error:
+                if self._error:
+                    raise
+                path.failed(error)
+                last = error
+            progress = self._held(stream) > before
+            stream.resumed += progress
+            failures = 0 if progress else failures + 1
+        raise last
+
+    def _connect(self, stream: _Stream, path: Path) -> None:
+        connection = path.dial()
+        with self._changed:
+            if self._error:
+                connection.cancel()
+                raise self._error
+            self._connections[stream.number] = connection
+        host, port = path.address
+        stream.used.append(f"{host}:{port}")
+        hello = msgspec.structs.replace(
+            self._hello, held_tokens=self._held(stream), stream=stream.number, streams=len(self._streams)
+        )
+
+        def take(piece: KVSlice) -> None:
+            stream.received_bytes += piece.size_bytes
+            self._take(piece)
+
+        stream.receipt = fetch(
+            connection, hello, self._layout, self._vocabulary, take, self._choose, receiving=path.receiving
+        )
+
+    def _held(self, stream: _Stream) -> int:
+        with self._changed:
+            return min(self._placed[layer] for layer in stream.layers)
+
+    def _choose(self, logits: Array) -> None:
+        if not self._got_logits:  # a resumed connection brings them again
+            self._got_logits = True
+            self._sink.logits(logits)
+
+    def _take(self, piece: KVSlice) -> None:
+        if self._await_turn(piece):
+            self._sink.place(piece)
+            self._note_placed(piece)
+
+    def _await_turn(self, piece: KVSlice) -> bool:
+        """Wait for the chunk before this slice's. False for a slice that is here already."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._chunk_stop in (None, piece.stop))
+            if self._error:
+                raise self._error
+            if piece.stop <= self._placed[piece.layer]:
+                return False
+            self._chunk_stop = piece.stop
+            return True
+
+    def _note_placed(self, piece: KVSlice) -> None:
+        with self._changed:
+            self._placed[piece.layer] = piece.stop
+            if any(stop != piece.stop for stop in self._placed):
+                return
+        self._sink.commit(piece.stop)
+        with self._changed:
+            self.committed, self._chunk_stop = piece.stop, None
+            self._changed.notify_all()

@@ -1,0 +1,117 @@
+"""Paths to other nodes: an address each, and what it has been like to receive over it."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from disaggregated_inference.errors import PeerGone
+from disaggregated_inference.wire.frames import Connection
+
+Address = tuple[str, int]
+
+_DIAL_S = 1.0
+SILENCE_S = 1.5  # a sender with nothing to say says so three times as often
+_AVOID_S = 10.0
+_RECENT_S = 2.0
+_MOST_PATHS = 256
+
+
+class PathSeen(msgspec.Struct, frozen=True):
+    """A path as status pages show it. Goodput is that of recent slices while they were arriving, not of waiting."""
+
+    host: str
+    port: int
+    goodput_bytes_s: float | None
+    payload_bytes: int
+    connections: int
+    failures: int
+    last_error: str | None
+
+
+class Path:
+    """Any number of connections may use a path at once; the time in which any of them receives counts once."""
+
+    def __init__(self, address: Address, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.address, self._clock = address, clock
+        self._lock = threading.Lock()
+        self._receiving = 0
+        self._since = 0.0
+        self._recent_bytes = self._recent_s = 0.0
+        self._payload_bytes = self._connections = self._failures = 0
+        self._failed_at: float | None = None
+        self._last_error: str | None = None
+
+    def dial(self) -> Connection:
+        try:
+            sock = socket.create_connection(self.address, timeout=_DIAL_S)
+        except OSError as error:
+            host, port = self.address
+            raise PeerGone(f"{host}:{port} does not answer: {error}") from error
+        sock.settimeout(SILENCE_S)
+        with self._lock:
+            self._connections += 1
+        return Connection(sock)
+
+    @contextmanager
+    def receiving(self, size: int) -> Iterator[None]:
+        """Around the arrival of `size` bytes of payload."""
+        with self._lock:
+            if not self._receiving:
+                self._since = self._clock()
+            self._receiving += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._receiving -= 1
+                self._count(size)
+
+    def _count(self, size: int) -> None:
+        now = self._clock()
+        self._recent_bytes += size
+        self._recent_s += now - self._since
+        self._since = now
+        self._payload_bytes += size
+        if self._recent_s > _RECENT_S:  # what was long ago counts less and less
+            self._recent_bytes /= 2
+            self._recent_s /= 2
+
+    def failed(self, error: Exception) -> None:
+        with self._lock:
+            self._failures += 1
+            self._failed_at, self._last_error = self._clock(), str(error)[:300]
+
+    @property
+    def avoided(self) -> bool:
+        """It failed a moment ago: others go first."""
+        return self._failed_at is not None and self._clock() - self._failed_at < _AVOID_S
+
+    def seen(self) -> PathSeen:
+        with self._lock:
+            goodput = self._recent_bytes / self._recent_s if self._recent_s else None
+            counts = (self._payload_bytes, self._connections, self._failures)
+            return PathSeen(*self.address, goodput, *counts, self._last_error)
+
+
+class Paths:
+    """All paths a node has used, the oldest forgotten when there are too many."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[Address, Path] = {}
+
+    def ordered(self, addresses: Iterable[Address]) -> list[Path]:
+        """In the order given, which is the owner's preference; those that failed a moment ago last."""
+        with self._lock:
+            paths = [self._known.setdefault((host, port), Path((host, port))) for host, port in addresses]
+            while len(self._known) > _MOST_PATHS:
+                del self._known[next(iter(self._known))]
+        return sorted(paths, key=lambda path: path.avoided)
+
+    def seen(self) -> list[PathSeen]:
+        with self._lock:
+            return [path.seen() for path in self._known.values()]

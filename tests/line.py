@@ -1,0 +1,87 @@
+"""A TCP line that can be cut, gone silent or noisy at a chosen byte: stands between two nodes."""
+
+import socket
+import threading
+from contextlib import suppress
+from typing import Literal
+
+Fault = Literal["none", "cut", "silent", "flip"]
+
+
+class Line:
+    """Forwards connections to `target`. The fault strikes once, `at` bytes into what flows back to the dialler (counted
+    over all connections); `struck` says that it did. A cut line stays cut unless it `heals`."""
+
+    def __init__(self, target: tuple[str, int], fault: Fault = "none", at: int = 0, heals: bool = False) -> None:
+        self.target, self.fault, self.at, self.heals = target, fault, at, heals
+        self.passed = 0
+        self.struck = threading.Event()
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = ("127.0.0.1", self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> "Line":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._listener.close()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        for sock in self._sockets:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self.target)
+                self._sockets += [near, far]
+                threading.Thread(target=self._pump, args=(near, far), daemon=True).start()
+                threading.Thread(target=self._pump_back, args=(far, near), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    def _pump_back(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 14):
+                target.sendall(self._disturbed(data))
+        for sock in (source, target):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _disturbed(self, data: bytes) -> bytes:
+        with self._lock:
+            before, self.passed = self.passed, self.passed + len(data)
+        if self.fault == "none" or self.struck.is_set() or not before <= self.at < self.passed:
+            if self.struck.is_set() and self.fault == "silent":
+                self._wait_forever()
+            return data
+        self.struck.set()
+        index = self.at - before
+        if self.fault == "flip":
+            return data[:index] + bytes([data[index] ^ 0x10]) + data[index + 1 :]
+        if not self.heals:
+            self._listener.close()
+        if self.fault == "silent":
+            self._wait_forever()
+        self._hang_up()
+        raise OSError("cut")
+
+    def _wait_forever(self) -> None:
+        """The bytes are gone, the connection is not: as when a cable is pulled."""
+        self._closed.wait()
+        raise OSError("closed")
