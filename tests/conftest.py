@@ -1,8 +1,9 @@
 """Models are saved once and engines loaded once per run: the suite asks for them by name."""
 
 import os
-from collections.abc import Callable
-from functools import lru_cache
+import time
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 
 from disaggregated_inference.engines import Engine, load_engine
 from disaggregated_inference.models import ModelFiles, ModelStore
+from disaggregated_inference.nodes.decode import DecodeNode
+from disaggregated_inference.nodes.prefill import PrefillNode
+from disaggregated_inference.nodes.worker import EngineThread
 
 # Some virtual machines announce AMX and then trap on it; torch's bfloat16 on the CPU would take the process down.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
@@ -25,6 +29,14 @@ ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 LoadTiny = Callable[[str, str], Engine]
+Pair = tuple[PrefillNode, DecodeNode]
+
+
+def until(condition: Callable[[], bool], seconds: float = 2.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
 
 
 @pytest.fixture(scope="session")
@@ -63,3 +75,31 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     passed = terminalreporter.stats.get("passed", [])
     for text in (value for test in passed for name, value in test.user_properties if name == "report"):
         terminalreporter.write_line(text)
+
+
+@pytest.fixture
+def nodes(tiny_folder: Callable[[str], Path]) -> Iterator[Callable[..., Pair]]:
+    """A prefill node and a decode node in this process, each with its engine on its own thread, over real sockets."""
+    made: list[Pair] = []
+
+    def make(
+        reader: str = "torch",
+        writer: str = "mlx",
+        architecture: str = "llama",
+        writer_options: dict[str, Any] | None = None,
+        streams: int = 2,
+        codecs: tuple[str, ...] = ("raw",),
+        **options: Any,
+    ) -> Pair:
+        model = ModelFiles(architecture, tiny_folder(architecture))
+        both = (reader, ENGINE_OPTIONS[reader]), (writer, ENGINE_OPTIONS[writer] | (writer_options or {}))
+        threads = [EngineThread(partial(load_engine, name, model, **settings)) for name, settings in both]
+        prefill = PrefillNode(threads[0], **({"chunk_tokens": 77} | options))
+        made.append((prefill, DecodeNode(threads[1], chunk_tokens=50, streams=streams, codecs=codecs)))
+        return made[-1]
+
+    yield make
+    for prefill, decode in made:
+        prefill.close()
+        prefill.worker.stop()
+        decode.worker.stop()

@@ -31,10 +31,18 @@ class Line:
 
     def close(self) -> None:
         self._closed.set()
-        self._listener.close()
+        self._refuse()
         self._hang_up()
+        for sock in self._sockets:
+            sock.close()
+
+    def _refuse(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # closing alone lets a waiting accept take one more
+        self._listener.close()
 
     def _hang_up(self) -> None:
+        """Those who use the sockets hear of it."""
         for sock in self._sockets:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -75,7 +83,7 @@ class Line:
         if self.fault == "flip":
             return data[:index] + bytes([data[index] ^ 0x10]) + data[index + 1 :]
         if not self.heals:
-            self._listener.close()
+            self._refuse()
         if self.fault == "silent":
             self._wait_forever()
         self._hang_up()

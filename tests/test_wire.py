@@ -109,7 +109,7 @@ class Transfer:
     ) -> Receipt:
         layout, vocabulary = self.writer.spec.layout, self.writer.spec.vocabulary
         keep = lambda logits: setattr(self, "logits", logits)  # noqa: E731
-        return fetch(Connection(sock), self.hello(**changes), layout, vocabulary, on_slice or self.take, keep)
+        return fetch(Connection(sock), self.hello(**changes), layout, vocabulary, 4096, on_slice or self.take, keep)
 
     def answer(self) -> list[int]:
         assert self.logits is not None
@@ -228,6 +228,7 @@ def test_logits_overtake_waiting_slices(transfer: Callable[..., Transfer], threa
             one.hello(),
             one.writer.spec.layout,
             512,
+            300,
             lambda _: order.append("slice"),
             lambda _: order.append("logits"),
         )
@@ -462,11 +463,11 @@ def relay(source: socket.socket, target: socket.socket, stop_after: int | None, 
 
 
 def _pump_back(source: socket.socket, target: socket.socket) -> None:
-    try:
+    with suppress(OSError):
         while data := source.recv(4096):
             target.sendall(data)
-    except OSError:
-        return
+    with suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
 
 
 @settings(max_examples=150, deadline=None)

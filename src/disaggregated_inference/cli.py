@@ -33,6 +33,7 @@ Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Token = Annotated[str, typer.Option(envvar="DISAGG_TOKEN", help="Bearer token that callers must send.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without a token.")]
 DType = Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: what suits engine and machine.")]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error; lines of JSON on standard error.")]
 
 
 def main() -> None:
@@ -182,16 +183,22 @@ def serve_prefill(
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 takes a free one.")] = 8000,
     kv_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the KV wire; 0 takes a free one.")] = 0,
+    kv_address: Annotated[
+        list[str] | None,
+        typer.Option(help="HOST or HOST:PORT for KV connections, best link first; repeatable. Default: --host."),
+    ] = None,
     token: Token = "",
     insecure: Insecure = False,
     dtype: DType = "",
     chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens prefilled at a time.")] = 2048,
     lease: Annotated[float, typer.Option(min=1, help="Seconds a cache is held for someone who does not come.")] = 30.0,
+    log_level: LogLevel = "warning",
 ) -> None:
     """A prefill node: reads prompts, holds their KV under a ticket, streams it to who fetches it."""
     from disaggregated_inference.nodes.run import run_prefill
 
-    run_prefill(model, engine, host, port, kv_port, token, insecure, dtype, chunk, lease)
+    addresses = kv_address or []
+    run_prefill(model, engine, host, port, kv_port, addresses, token, insecure, dtype, chunk, lease, log_level)
 
 
 @serve_app.command("decode")
@@ -203,8 +210,12 @@ def serve_decode(
     token: Token = "",
     insecure: Insecure = False,
     dtype: DType = "",
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens at a time of prompts it reads itself.")] = 512,
+    kv_streams: Annotated[int, typer.Option(min=1, max=64, help="Connections per transfer.")] = 2,
+    kv_codec: Annotated[str, typer.Option(help="raw, or int8 for links slower than the prefill.")] = "raw",
+    log_level: LogLevel = "warning",
 ) -> None:
     """A decode node: takes a cache from a prefill node (or reads the prompt itself) and writes the answer."""
     from disaggregated_inference.nodes.run import run_decode
 
-    run_decode(model, engine, host, port, token, insecure, dtype)
+    run_decode(model, engine, host, port, token, insecure, dtype, chunk, kv_streams, kv_codec, log_level)

@@ -20,9 +20,11 @@ DisaggError
 │   ├── ChecksumMismatch       502  a frame arrived damaged
 │   ├── PeerGone               503  the connection ended in the middle
 │   ├── PeerFailed             502  the other side told us why it stopped
+│   ├── PeerRefused            409  the canary shows that the other side computes something else
 │   ├── TicketRefused          403  unknown, spent or expired ticket, or a wrong secret
 │   └── Cancelled              499  the other side no longer wants it
 ├── BadRequest                 400  a request that cannot be understood, or asks for what is not there
+│   └── BodyTooLarge           413  a request body beyond the limit
 ├── NodeBusy                   503  the queue is full
 └── ContextTooLong             400  prompt plus answer exceed the context window
 """
@@ -125,6 +127,10 @@ class PeerFailed(WireError):
         self.peer_code = peer_code
 
 
+class PeerRefused(WireError):
+    status = 409
+
+
 class TicketRefused(WireError):
     status = 403
 
@@ -135,6 +141,10 @@ class Cancelled(WireError):
 
 class BadRequest(DisaggError):
     status = 400
+
+
+class BodyTooLarge(BadRequest):
+    status = 413
 
 
 class NodeBusy(DisaggError):

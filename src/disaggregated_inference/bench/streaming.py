@@ -43,7 +43,7 @@ def bench_streaming(shape: str, device: str, chunk: int, streams: int, repeats: 
     progress(f"torch: making random weights of shape {shape} on {device}")
     baseline = importlib.import_module("disaggregated_inference.engines.torch.baseline")
     worker = EngineThread(partial(baseline.random_engine, SHAPES[shape], device, 24 << 30))
-    node = PrefillNode(worker, "127.0.0.1", 0, chunk_tokens=chunk)
+    node = PrefillNode(worker, chunk_tokens=chunk)
     title = f"streamed prefill, {shape}, {worker.engine.dtype} on {device}, chunks of {chunk}, {streams} connections"
     report = Report(title)
     try:
@@ -127,7 +127,13 @@ def _receive(pipe: Any, fingerprint: Fingerprint, streams: int) -> None:
         paths = Paths()
         hello = Hello(ticket=context.ticket, secret=context.secret, fetch="bench", fingerprint=fingerprint)
         gathered = Gather(
-            hello, fingerprint.layout, fingerprint.vocabulary, paths.ordered(context.addresses), sink, streams
+            hello,
+            fingerprint.layout,
+            fingerprint.vocabulary,
+            context.tokens,
+            paths.ordered(context.addresses),
+            sink,
+            streams,
         ).run()
         goodput = paths.seen()[0].goodput_bytes_s or 0.0
         pipe.send(_Fetched(time.perf_counter(), gathered.payload_bytes, goodput))

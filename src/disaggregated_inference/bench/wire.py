@@ -82,7 +82,7 @@ def _receive_raw(sock: socket.socket, count: int) -> None:
 
 def _receive_ours(sock: socket.socket, count: int) -> None:
     hello = Hello(ticket="", secret="", fetch="", fingerprint=_fingerprint())
-    fetch(Connection(sock), hello, LAYOUT, _VOCABULARY, lambda piece: None, lambda logits: None)
+    fetch(Connection(sock), hello, LAYOUT, _VOCABULARY, TOKENS, lambda piece: None, lambda logits: None)
 
 
 def _race(send: Callable[..., None], receive: Callable[[socket.socket, int], None], count: int) -> Run:

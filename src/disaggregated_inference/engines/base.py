@@ -50,6 +50,7 @@ class Sequence:
     placed: list[int]
     state: Any
     length: int = 0
+    computed: int = 0  # prompt tokens that went through the model here
     closed: bool = False
     broken: bool = False
 
@@ -103,6 +104,7 @@ class Engine(ABC):
         self._require_room(sequence, len(tokens))
         self._require_vocabulary(tokens)
         with _whole_or_broken(sequence):
+            sequence.computed += len(tokens)
             logits = self._prefill(sequence, tokens, emit)
         self._advance(sequence, len(tokens))
         return logits

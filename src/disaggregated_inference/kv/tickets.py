@@ -71,14 +71,24 @@ class TicketBook:
         """Let a connection of fetch `fetch` have the ticket. The same words for unknown, spent and wrong: no oracle."""
         self.sweep()
         with self._lock:
-            ticket = self._live.get(id)
-            known = ticket is not None and hmac.compare_digest(ticket.secret.encode(), secret.encode())
-            if ticket is None or not known or ticket.fetch not in (None, fetch):
-                raise TicketRefused("no such ticket: unknown, expired, fetched by another, or a wrong secret")
-            require_same_model(ticket.fingerprint, fingerprint)
+            ticket = self._checked(id, secret, fetch, fingerprint)
             ticket.fetch = fetch
             ticket.expires_at = self.clock() + self.lease_s
             return ticket
+
+    def check(self, id: str, secret: str, fetch: str, fingerprint: Fingerprint) -> None:
+        """What `redeem` checks, and the ticket stays unspent."""
+        self.sweep()
+        with self._lock:
+            self._checked(id, secret, fetch, fingerprint)
+
+    def _checked(self, id: str, secret: str, fetch: str, fingerprint: Fingerprint) -> Ticket:
+        ticket = self._live.get(id)
+        known = ticket is not None and hmac.compare_digest(ticket.secret.encode(), secret.encode())
+        if ticket is None or not known or ticket.fetch not in (None, fetch):
+            raise TicketRefused("no such ticket: unknown, expired, fetched by another, or a wrong secret")
+        require_same_model(ticket.fingerprint, fingerprint)
+        return ticket
 
     def renew(self, id: str) -> None:
         """The waiting side is alive. Renewing what is gone is no error: its connection will hear soon enough."""

@@ -6,13 +6,17 @@ import binascii
 import msgspec
 
 from disaggregated_inference.errors import TicketRefused
+from disaggregated_inference.wire.paths import Address
+
+_MOST_ADDRESSES = 16
 
 
 class Context(msgspec.Struct, frozen=True, kw_only=True):
     ticket: str
     secret: str
+    epoch: str  # of the prefill node: a restarted node is a new one
     tokens: int
-    addresses: tuple[tuple[str, int], ...]  # in order of preference
+    addresses: tuple[Address, ...]  # in order of preference
 
     def encode(self) -> str:
         return base64.urlsafe_b64encode(msgspec.json.encode(self)).decode()
@@ -20,6 +24,9 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def decode(cls, word: str) -> "Context":
         try:
-            return msgspec.json.decode(base64.urlsafe_b64decode(word.encode()), type=cls)
+            context = msgspec.json.decode(base64.urlsafe_b64decode(word.encode()), type=cls)
         except (binascii.Error, msgspec.DecodeError, ValueError) as error:
             raise TicketRefused("this context is not one that a prefill node gave out") from error
+        if context.tokens < 1 or not 0 < len(context.addresses) <= _MOST_ADDRESSES:
+            raise TicketRefused("this context is not one that a prefill node gave out")
+        return context

@@ -1,11 +1,11 @@
 """The decode node: takes a cache from a prefill node, or reads the prompt itself, and writes the answer."""
 
+import logging
 import queue
 import secrets
-import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,16 +13,18 @@ import msgspec
 import numpy as np
 
 from disaggregated_inference.engines import Sequence, chunks
-from disaggregated_inference.errors import Cancelled, PeerGone
+from disaggregated_inference.errors import Cancelled, NodeBusy
 from disaggregated_inference.kv import KVSlice
 from disaggregated_inference.kv.dtype import Array
 from disaggregated_inference.nodes.context import Context
+from disaggregated_inference.nodes.proofs import Proofs
 from disaggregated_inference.nodes.worker import EngineThread, Work
-from disaggregated_inference.wire import Hello, fetch
-from disaggregated_inference.wire.frames import Connection
+from disaggregated_inference.wire import Gather, Hello, Paths, Sink
+from disaggregated_inference.wire.tape import Playback
 
-_SILENCE_S = 15.0
-_DIAL_S = 3.0
+log = logging.getLogger(__name__)
+
+_SLOW_TRANSFER_S = 1.0
 
 
 class DecodeMetrics(msgspec.Struct):
@@ -36,6 +38,10 @@ class DecodeMetrics(msgspec.Struct):
     first_token_time: float = 0.0
     prompt_tokens_recomputed: int = 0
     kv_bytes: int = 0
+    kv_codec: str = ""
+    kv_paths: tuple[str, ...] = ()
+    resumed: int = 0
+    canary_time: float = 0.0
     queue_time: float = 0.0
     prefill_time: float = 0.0
     fetch_time: float = 0.0
@@ -47,9 +53,10 @@ class DecodeMetrics(msgspec.Struct):
 class Answer:
     """One request's answer while it is being written: iterate for tokens, then `metrics` is complete."""
 
-    def __init__(self, metrics: DecodeMetrics) -> None:
-        self.metrics = metrics
+    def __init__(self, metrics: DecodeMetrics, request_id: str = "") -> None:
+        self.metrics, self.request_id = metrics, request_id
         self.cancelled = False
+        self._stop: Callable[[], None] = lambda: None
         self._tokens: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
 
     def put(self, token: int) -> None:
@@ -57,6 +64,16 @@ class Answer:
 
     def end(self, error: BaseException | None) -> None:
         self._tokens.put(error)
+
+    def cancel(self) -> None:
+        """Nobody wants it any more: a transfer stops at once, writing at the next token."""
+        self.cancelled = True
+        self._stop()
+
+    def on_cancel(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        if self.cancelled:
+            stop()
 
     def __iter__(self) -> Iterator[int]:
         while (item := self._tokens.get()) is not None:
@@ -66,77 +83,119 @@ class Answer:
 
 
 class DecodeNode:
-    def __init__(self, worker: EngineThread, chunk_tokens: int = 512) -> None:
+    def __init__(
+        self, worker: EngineThread, chunk_tokens: int = 512, streams: int = 2, codecs: tuple[str, ...] = ("raw",)
+    ) -> None:
         self.worker, self.engine = worker, worker.engine
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens, self.streams, self.codecs = chunk_tokens, streams, codecs
         self.epoch = secrets.token_hex(8)
+        self.paths = Paths()
+        self.proofs = Proofs(worker, self.paths)
 
-    def fetch_and_write(self, context: Context, max_tokens: int) -> Answer:
+    def fetch_and_write(self, context: Context, max_tokens: int, request_id: str = "") -> Answer:
         """Memory first, then the transfer, then the answer: each token is in the answer the moment it is known."""
-        answer = Answer(DecodeMetrics(prompt_tokens=context.tokens))
+        answer = Answer(DecodeMetrics(prompt_tokens=context.tokens), request_id)
         sequence = self.worker.call(lambda: self.engine.open(context.tokens + max_tokens))
-        threading.Thread(
-            target=self._fetch_then_write, args=(context, sequence, answer, max_tokens), name="decode", daemon=True
-        ).start()
+        self._in_thread(lambda: self._fetch(context, sequence, answer), sequence, answer, max_tokens)
         return answer
 
-    def read_and_write(self, tokens: list[int], max_tokens: int) -> Answer:
+    def play_and_write(self, content: bytes, max_tokens: int, request_id: str = "") -> Answer:
+        """From a cache that came whole, in the request itself."""
+        spec = self.engine.spec
+        tape = Playback(content, self.engine.fingerprint, spec.layout, spec.vocabulary, spec.context_window)
+        answer = Answer(DecodeMetrics(prompt_tokens=tape.welcome.prompt_tokens, kv_bytes=len(content)), request_id)
+        sequence = self.worker.call(lambda: self.engine.open(tape.welcome.prompt_tokens + max_tokens))
+        self._in_thread(lambda: self._play(tape, sequence, answer), sequence, answer, max_tokens)
+        return answer
+
+    def read_and_write(self, tokens: list[int], max_tokens: int, request_id: str = "") -> Answer:
         """No cache from elsewhere: this node reads the prompt too, in chunks, between other works."""
-        answer = Answer(DecodeMetrics(prompt_tokens=len(tokens)))
+        answer = Answer(DecodeMetrics(prompt_tokens=len(tokens)), request_id)
         sequence = self.worker.call(lambda: self.engine.open(len(tokens) + max_tokens))
-        future = self.worker.start(self._read_then_write(tokens, sequence, answer, max_tokens))
+        try:
+            future = self.worker.start(self._read_then_write(tokens, sequence, answer, max_tokens))
+        except BaseException:
+            self.worker.post(lambda: self.engine.close(sequence))
+            raise
         future.add_done_callback(lambda done: self._finish(sequence, answer, done))
         return answer
 
-    def _fetch_then_write(self, context: Context, sequence: Sequence, answer: Answer, max_tokens: int) -> None:
-        done: Future[Any] = Future()
-        try:
-            first = self._fetch(context, sequence, answer)
-            self.worker.start(self._write(sequence, first, answer, max_tokens)).result()
-            done.set_result(None)
-        except BaseException as error:
-            done.set_exception(error)
-        self._finish(sequence, answer, done)
+    def _in_thread(self, take: Callable[[], int], sequence: Sequence, answer: Answer, max_tokens: int) -> None:
+        """`take` fills the sequence and returns the first token; the rest is the same for all."""
+
+        def run() -> None:
+            done: Future[Any] = Future()
+            try:
+                first = take()
+                self.worker.start(self._write(sequence, first, answer, max_tokens)).result()
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+            self._finish(sequence, answer, done)
+
+        threading.Thread(target=run, name="decode", daemon=True).start()
 
     def _fetch(self, context: Context, sequence: Sequence, answer: Answer) -> int:
         """The cache into the sequence. The first token is out as soon as the logits are here, whatever still comes."""
         metrics, started = answer.metrics, time.perf_counter()
-        first: list[int] = []
-
-        def take(piece: KVSlice) -> None:
-            if answer.cancelled:
-                raise Cancelled("the client is gone")
-            begun = time.perf_counter()
-            self.worker.call(lambda: self.engine.place(sequence, piece))
-            metrics.inject_time += time.perf_counter() - begun
-
-        def choose(logits: Array) -> None:
-            first.append(int(logits.argmax()))
-            metrics.first_token_time = time.perf_counter() - started
-            self._put(first[0], answer)
-
         hello = Hello(
             ticket=context.ticket,
             secret=context.secret,
             fetch=secrets.token_hex(8),
             fingerprint=self.engine.fingerprint,
+            epoch=context.epoch,
+            codecs=self.codecs,
         )
-        spec = self.engine.spec
-        receipt = fetch(Connection(_dial(context.addresses)), hello, spec.layout, spec.vocabulary, take, choose)
-        if not first:
-            raise PeerGone("the cache arrived without logits")
-        self.worker.call(lambda: self.engine.commit(sequence, context.tokens))
+        metrics.canary_time = self.proofs.require(context, hello)
+        first: list[int] = []
+        spec, paths = self.engine.spec, self.paths.ordered(context.addresses)
+        sink = self._sink(sequence, answer, first, started)
+        gather = Gather(hello, spec.layout, spec.vocabulary, context.tokens, paths, sink, self.streams)
+        answer.on_cancel(lambda: gather.stop(Cancelled("the client is gone")))
+        gathered = gather.run()
         metrics.fetch_time = time.perf_counter() - started
         metrics.exposed_transfer_time = metrics.fetch_time - metrics.first_token_time
-        metrics.kv_bytes = receipt.payload_bytes
-        metrics.queue_time, metrics.prefill_time = receipt.end.queue_s, receipt.end.prefill_s
+        metrics.kv_bytes, metrics.kv_codec = gathered.payload_bytes, gathered.codec
+        metrics.kv_paths, metrics.resumed = gathered.paths, gathered.resumed
+        metrics.queue_time, metrics.prefill_time = gathered.end.queue_s, gathered.end.prefill_s
+        self._warn_if_slow(answer)
         return first[0]
+
+    def _play(self, tape: Playback, sequence: Sequence, answer: Answer) -> int:
+        first: list[int] = []
+        end = tape.play(self._sink(sequence, answer, first, time.perf_counter()))
+        if sequence.length != end.prompt_tokens or not first:
+            raise Cancelled("the inline cache ends before its prompt does")
+        return first[0]
+
+    def _sink(self, sequence: Sequence, answer: Answer, first: list[int], started: float) -> Sink:
+        """Into this sequence, on the engine's thread; the first token goes to the answer and into `first`."""
+        metrics = answer.metrics
+
+        def place(piece: KVSlice) -> None:
+            begun = time.perf_counter()
+            self.worker.call(lambda: self.engine.place(sequence, piece))
+            metrics.inject_time += time.perf_counter() - begun
+
+        def logits(row: Array) -> None:
+            first.append(int(row.argmax()))
+            metrics.first_token_time = time.perf_counter() - started
+            self._put(first[0], answer)
+
+        return Sink(place, lambda length: self.worker.call(lambda: self.engine.commit(sequence, length)), logits)
+
+    def _warn_if_slow(self, answer: Answer) -> None:
+        exposed = answer.metrics.exposed_transfer_time
+        if exposed > _SLOW_TRANSFER_S:
+            about = {"request_id": answer.request_id, "paths": answer.metrics.kv_paths}
+            log.warning("the KV transfer went on for %.1f s after the prefill", exposed, extra=about)
 
     def _read_then_write(self, tokens: list[int], sequence: Sequence, answer: Answer, max_tokens: int) -> Work[None]:
         started = time.perf_counter()
         for part in chunks(tokens, self.chunk_tokens):
+            if answer.cancelled:
+                raise Cancelled("the client is gone")
             logits = self.engine.prefill(sequence, part)
-            answer.metrics.prompt_tokens_recomputed += len(part)
             yield
         first = int(np.argmax(logits.numpy()[0]))
         answer.metrics.prefill_time = answer.metrics.first_token_time = time.perf_counter() - started
@@ -152,7 +211,9 @@ class DecodeNode:
     def _write(self, sequence: Sequence, token: int, answer: Answer, max_tokens: int) -> Work[None]:
         """From the first token, which is out already, to the last."""
         started, metrics = time.perf_counter(), answer.metrics
-        while metrics.completion_tokens < max_tokens and metrics.finish_reason != "stop" and not answer.cancelled:
+        while metrics.completion_tokens < max_tokens and metrics.finish_reason != "stop":
+            if answer.cancelled:
+                raise Cancelled("the client is gone")
             token = self.engine.step([sequence], [token]).greedy().tolist()[0]
             self._put(token, answer)
             metrics.decode_time = time.perf_counter() - started
@@ -161,22 +222,13 @@ class DecodeNode:
 
     def _finish(self, sequence: Sequence, answer: Answer, done: "Future[Any]") -> None:
         """Always: give the memory back, then end the answer, with the error if there was one."""
-        threading.Thread(target=self._end, args=(sequence, answer, done), daemon=True).start()
 
-    def _end(self, sequence: Sequence, answer: Answer, done: "Future[Any]") -> None:
-        self.worker.call(lambda: self.engine.close(sequence))
-        answer.end(done.exception())
+        def end() -> None:
+            answer.metrics.prompt_tokens_recomputed = sequence.computed
+            self.engine.close(sequence)
+            answer.end(done.exception())
 
-
-def _dial(addresses: tuple[tuple[str, int], ...]) -> socket.socket:
-    """The first address that answers."""
-    last: OSError | None = None
-    for host, port in addresses:
         try:
-            sock = socket.create_connection((host, port), timeout=_DIAL_S)
-        except OSError as error:
-            last = error
-            continue
-        sock.settimeout(_SILENCE_S)
-        return sock
-    raise PeerGone(f"no KV address of the prefill node answers: {last}")
+            self.worker.post(end)
+        except NodeBusy as error:  # the engine has stopped: nothing to give back, but someone may be waiting
+            answer.end(error)

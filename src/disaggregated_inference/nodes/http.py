@@ -1,11 +1,12 @@
 """HTTP in front of a node: JSON in, JSON or server-sent events out, every error typed. See docs/API.md."""
 
 import asyncio
-import hmac
+import base64
 import json
+import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -13,63 +14,44 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from disaggregated_inference.errors import BadRequest, DisaggError
+from disaggregated_inference.errors import Cancelled, DisaggError
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.nodes.context import Context
 from disaggregated_inference.nodes.decode import Answer, DecodeNode
+from disaggregated_inference.nodes.guards import Bearer, RequestId, request_id
 from disaggregated_inference.nodes.prefill import PrefillNode
+from disaggregated_inference.nodes.requests import (
+    BODY_LIMIT_BYTES,
+    INLINE_LIMIT_BYTES,
+    DecodeRequest,
+    PrefillRequest,
+    body_of,
+)
 
-_BODY_LIMIT_BYTES = 16 << 20
+log = logging.getLogger(__name__)
 
-
-class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt in one of three forms."""
-
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tokens: list[int] | None = None
-
-    def to_tokens(self, model: ModelFiles) -> list[int]:
-        given = [name for name in ("prompt", "messages", "tokens") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise BadRequest(f"give exactly one of prompt, messages and tokens, not {len(given)}")
-        if self.tokens is not None:
-            return self.tokens
-        if self.messages is not None:
-            return model.tokenizer.encode_chat(self.messages)
-        return model.tokenizer.encode(self.prompt or "")
-
-
-class PrefillRequest(Prompt, frozen=True, kw_only=True):
-    ticket: str | None = None
-    wait: bool = True  # false: answer at once, the fetch may begin before the prefill ends
-
-
-class DecodeRequest(Prompt, frozen=True, kw_only=True):
-    context: str | None = None
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    stream: bool = False
-
-    def require_supported(self) -> None:
-        if self.max_new_tokens < 1:
-            raise BadRequest("max_new_tokens must be at least 1")
-        if self.temperature != 0:
-            raise BadRequest("this node decodes greedily: leave temperature out, or set it to 0")
+Result = TypeVar("Result")
 
 
 def prefill_app(node: PrefillNode, model: ModelFiles, token: str | None) -> Starlette:
     async def prefill(request: Request) -> Response:
-        asked = await _body(request, PrefillRequest)
+        asked = await body_of(request, PrefillRequest)
+        asked.require_sensible()
         tokens = await asyncio.to_thread(asked.to_tokens, model)
-        context, reading = node.begin(tokens, asked.ticket)
+        context, reading = node.begin(tokens, asked.ticket, request.scope["server"][0])
         answer: dict[str, Any] = {"context": context.encode(), "ticket": context.ticket, "prompt_tokens": len(tokens)}
-        if asked.wait:
-            answer["metrics"] = msgspec.to_builtins(await asyncio.wrap_future(reading))
-        else:
+        about = {"request_id": request_id(request), "ticket": context.ticket, "prompt_tokens": len(tokens)}
+        if not asked.wait:
             reading.add_done_callback(lambda done: done.exception())  # the fetch hears of it
+            log.info("prefill begun", extra=about)
+            return JSONResponse(answer)
+        metrics = await _unless_gone(request, asyncio.wrap_future(reading), lambda: node.book.cancel(context.ticket))
+        answer["metrics"] = msgspec.to_builtins(metrics)
+        log.info("prefill done", extra=about | answer["metrics"])
+        if asked.inline:
+            content = await asyncio.to_thread(node.inline, context.ticket, INLINE_LIMIT_BYTES)
+            answer |= {"input_ids": tokens, "kv_cache": base64.b64encode(content).decode()}
         return JSONResponse(answer)
 
     async def cancel(request: Request) -> Response:
@@ -78,7 +60,8 @@ def prefill_app(node: PrefillNode, model: ModelFiles, token: str | None) -> Star
 
     async def status(request: Request) -> Response:
         held = {"tickets": len(node.book), "endings": msgspec.to_builtins(node.book.endings)}
-        return JSONResponse(_about(node, model, "prefill") | held | {"kv_address": list(node.kv_address)})
+        held["kv_addresses"] = [f"{host}:{port}" for host, port in node.kv_addresses]
+        return JSONResponse(_about(node, model, "prefill") | held)
 
     routes = [
         Route("/prefill", prefill, methods=["POST"]),
@@ -90,26 +73,33 @@ def prefill_app(node: PrefillNode, model: ModelFiles, token: str | None) -> Star
 
 def decode_app(node: DecodeNode, model: ModelFiles, token: str | None) -> Starlette:
     async def decode(request: Request) -> Response:
-        asked = await _body(request, DecodeRequest)
+        asked = await body_of(request, DecodeRequest, BODY_LIMIT_BYTES + INLINE_LIMIT_BYTES * 4 // 3)
         asked.require_supported()
-        if asked.context is None:
-            return await generate_from(asked)
-        context = Context.decode(asked.context)
-        answer = await asyncio.to_thread(node.fetch_and_write, context, asked.max_new_tokens)
-        return await _respond(answer, model, asked.stream)
+        if asked.context is None and asked.kv_cache is None:
+            return await generate_from(request, asked)
+        if asked.context is not None:
+            start: Callable[..., Answer] = node.fetch_and_write
+            source: Any = Context.decode(asked.context)
+        else:
+            start, source = node.play_and_write, await asyncio.to_thread(asked.tape)
+        answer = await asyncio.to_thread(start, source, asked.max_new_tokens, request_id(request))
+        return await _respond(request, answer, model, asked.stream)
 
     async def generate(request: Request) -> Response:
-        asked = await _body(request, DecodeRequest)
+        asked = await body_of(request, DecodeRequest)
         asked.require_supported()
-        return await generate_from(asked)
+        return await generate_from(request, asked)
 
-    async def generate_from(asked: DecodeRequest) -> Response:
+    async def generate_from(request: Request, asked: DecodeRequest) -> Response:
         tokens = await asyncio.to_thread(asked.to_tokens, model)
-        answer = await asyncio.to_thread(node.read_and_write, tokens, asked.max_new_tokens)
-        return await _respond(answer, model, asked.stream)
+        answer = await asyncio.to_thread(node.read_and_write, tokens, asked.max_new_tokens, request_id(request))
+        return await _respond(request, answer, model, asked.stream)
 
     async def status(request: Request) -> Response:
-        return JSONResponse(_about(node, model, "decode"))
+        seen = {"paths": node.paths.seen(), "peers": node.proofs.seen(), "canary_tokens": node.proofs.tokens_computed}
+        about = _about(node, model, "decode")
+        about["prompt_tokens_computed"] -= node.proofs.tokens_computed
+        return JSONResponse(about | msgspec.to_builtins(seen))
 
     routes = [
         Route("/decode", decode, methods=["POST"]),
@@ -144,27 +134,29 @@ def _app(
             state | {"backend": node.engine.name, "role": role, "epoch": node.epoch}, 200 if alive else 503
         )
 
-    guards = [Middleware(_Bearer, token=token)] if token else []
-    handlers: dict[Any, Any] = {DisaggError: _refused}
+    guards = [Middleware(RequestId), *([Middleware(Bearer, token=token)] if token else [])]
+    handlers: dict[Any, Any] = {DisaggError: _refused, 404: _no_route, 405: _no_route, Exception: _broken}
     return Starlette(routes=[Route("/health", health), *routes], middleware=guards, exception_handlers=handlers)
-
-
-async def _body(request: Request, kind: type[Any]) -> Any:
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > _BODY_LIMIT_BYTES:
-            raise BadRequest(f"a request body of more than {_BODY_LIMIT_BYTES} bytes")
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
-        raise BadRequest(str(error)) from error
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, DisaggError)
+    about = {"request_id": request_id(request), "path": request.url.path, "code": error.code}
+    log.warning("refused: %s", error, extra=about)
     headers = {"Retry-After": "1"} if error.status == 503 else {}
     return JSONResponse(describe(error), error.status, headers)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    words = "no such path" if status == 404 else f"{request.method} is not for this path"
+    code = "not_found" if status == 404 else "method_not_allowed"
+    return JSONResponse({"error": {"code": code, "message": f"{words}: {request.url.path}"}}, status)
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    log.error("a request failed", exc_info=error, extra={"request_id": request_id(request), "path": request.url.path})
+    return JSONResponse(describe(error), 500)
 
 
 def describe(error: BaseException) -> dict[str, Any]:
@@ -172,17 +164,31 @@ def describe(error: BaseException) -> dict[str, Any]:
     return {"error": {"code": code, "message": str(error)}}
 
 
-async def _respond(answer: Answer, model: ModelFiles, stream: bool) -> Response:
+async def _unless_gone(request: Request, result: Awaitable[Result], cancel: Callable[[], object]) -> Result:
+    """Wait for a result; a client that leaves meanwhile cancels it."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    waiting, leaving = asyncio.ensure_future(result), asyncio.ensure_future(gone())
+    await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    if not waiting.done():
+        await asyncio.to_thread(cancel)
+        await asyncio.wait({waiting})
+        waiting.exception()
+        raise Cancelled("the client is gone")
+    leaving.cancel()
+    return waiting.result()
+
+
+async def _respond(request: Request, answer: Answer, model: ModelFiles, stream: bool) -> Response:
     if stream:
         return StreamingResponse(_events(answer, model), media_type="text/event-stream")
-    tokens = await asyncio.to_thread(list, answer)
-    return JSONResponse(
-        {
-            "generated_text": model.tokenizer.decode(tokens),
-            "tokens": tokens,
-            "metrics": msgspec.to_builtins(answer.metrics),
-        }
-    )
+    tokens = await _unless_gone(request, asyncio.to_thread(list, answer), answer.cancel)
+    text = await asyncio.to_thread(model.tokenizer.decode, tokens)
+    metrics = _logged(answer)
+    return JSONResponse({"generated_text": text, "tokens": tokens, "metrics": metrics})
 
 
 async def _events(answer: Answer, model: ModelFiles) -> AsyncIterator[str]:
@@ -191,11 +197,19 @@ async def _events(answer: Answer, model: ModelFiles) -> AsyncIterator[str]:
     try:
         async for token in _in_thread(answer):
             yield _event({"token": token, "text": text.push(token)})
-        yield _event({"done": True, "metrics": msgspec.to_builtins(answer.metrics)})
+        yield _event({"done": True, "metrics": _logged(answer)})
     except Exception as error:
+        code = describe(error)["error"]["code"]
+        log.warning("an answer failed: %s", error, extra={"request_id": answer.request_id, "code": code})
         yield _event(describe(error))
     finally:
-        answer.cancelled = True
+        answer.cancel()
+
+
+def _logged(answer: Answer) -> dict[str, Any]:
+    metrics: dict[str, Any] = msgspec.to_builtins(answer.metrics)
+    log.info("answer done", extra={"request_id": answer.request_id} | metrics)
+    return metrics
 
 
 def _event(content: dict[str, Any]) -> str:
@@ -208,22 +222,6 @@ async def _in_thread(items: Iterator[int] | Answer) -> AsyncIterator[int]:
     while (item := await asyncio.to_thread(next, iterator, end)) is not end:
         assert isinstance(item, int)
         yield item
-
-
-class _Bearer:
-    """Everything but /health needs the node's token."""
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._expected = app, f"Bearer {token}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                refusal = JSONResponse({"error": {"code": "unauthorized", "message": "a bearer token is needed"}}, 401)
-                await refusal(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 Ready = Callable[[int], None]

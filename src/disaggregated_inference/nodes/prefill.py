@@ -7,24 +7,27 @@ import threading
 import time
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from disaggregated_inference.engines import Sequence, chunks
-from disaggregated_inference.errors import Cancelled, ContextTooLong, DisaggError, PeerGone, TicketRefused
+from disaggregated_inference.errors import Cancelled, ContextTooLong, DisaggError, TicketRefused
 from disaggregated_inference.kv.tickets import Ticket, TicketBook
+from disaggregated_inference.nodes.canary import canary_tokens
 from disaggregated_inference.nodes.context import Context
+from disaggregated_inference.nodes.listen import Listener
 from disaggregated_inference.nodes.worker import EngineThread, Work
-from disaggregated_inference.wire import End, Hello, Outbox, Welcome, serve
+from disaggregated_inference.wire import End, Hello, Outbox, Welcome, serve, tape
 from disaggregated_inference.wire.codecs import CODECS
 from disaggregated_inference.wire.frames import Connection
+from disaggregated_inference.wire.paths import Address
 
 log = logging.getLogger(__name__)
 
 _SILENCE_S = 15.0  # three lease renewals that never came
+_MOST_CONNECTIONS = 1024
 
 
 class PrefillMetrics(msgspec.Struct, frozen=True):
@@ -46,25 +49,33 @@ class Attempt:
 
 
 class PrefillNode:
-    """Owns the engine's thread, the tickets and the KV listener."""
+    """Owns the engine's thread, the tickets and the KV listeners."""
 
     def __init__(
-        self, worker: EngineThread, kv_host: str, kv_port: int, chunk_tokens: int = 2048, lease_s: float = 30.0
+        self,
+        worker: EngineThread,
+        kv_addresses: Items[Address] = (("127.0.0.1", 0),),
+        chunk_tokens: int = 2048,
+        lease_s: float = 30.0,
     ) -> None:
         self.worker, self.engine = worker, worker.engine
         self.epoch = secrets.token_hex(8)
         self.chunk_tokens = chunk_tokens
         self.book = TicketBook(lease_s=lease_s)
         self._attempts: dict[str, Attempt] = {}
-        self._listener = socket.create_server((kv_host, kv_port))
-        self._listener.settimeout(0.5)  # how long closing may go unnoticed where a shutdown does not wake an accept
-        self.kv_address = (kv_host, self._listener.getsockname()[1])
+        self._listener = Listener(kv_addresses, self._serve, _MOST_CONNECTIONS)
         self._closing = threading.Event()
-        for task in (self._accept, self._sweep):
-            threading.Thread(target=task, name=f"kv-{task.__name__.strip('_')}", daemon=True).start()
+        threading.Thread(target=self._sweep, name="kv-sweep", daemon=True).start()
 
-    def begin(self, tokens: Items[int], ticket_id: str | None = None) -> "tuple[Context, Future[PrefillMetrics]]":
-        """Take a prompt: the context can be fetched from at once, the future ends with the prefill."""
+    @property
+    def kv_addresses(self) -> tuple[Address, ...]:
+        return self._listener.addresses
+
+    def begin(
+        self, tokens: Items[int], ticket_id: str | None = None, reached_at: str = ""
+    ) -> "tuple[Context, Future[PrefillMetrics]]":
+        """Take a prompt: the context can be fetched from at once, the future ends with the prefill. `reached_at` is the
+        address the asker used: what a node that listens everywhere hands out as its own."""
         window = self.engine.spec.context_window
         if not 0 < len(tokens) <= window:
             raise ContextTooLong(len(tokens), window)
@@ -77,8 +88,21 @@ class PrefillNode:
         except DisaggError:
             self.book.cancel(ticket.id)
             raise
-        host, port = self.kv_address
-        return Context(ticket=ticket.id, secret=ticket.secret, tokens=len(tokens), addresses=((host, port),)), future
+        context = Context(
+            ticket=ticket.id,
+            secret=ticket.secret,
+            epoch=self.epoch,
+            tokens=len(tokens),
+            addresses=self._listener.reached_at(reached_at),
+        )
+        return context, future
+
+    def inline(self, ticket: str, limit_bytes: int) -> bytes:
+        """The whole cache of a prompt that was read, as one tape. The ticket stays good."""
+        attempt = self._attempts.get(ticket)
+        if attempt is None:
+            raise TicketRefused("the ticket expired or was cancelled")
+        return tape.record(self.engine.fingerprint, self._welcome(attempt, "raw"), attempt.outbox, limit_bytes)
 
     def _read(self, attempt: Attempt, asked: float) -> Work[PrefillMetrics]:
         started = time.perf_counter()
@@ -109,58 +133,67 @@ class PrefillNode:
 
     def _release(self, ticket: Ticket) -> None:
         """The ticket ended. Rows go back on the engine's thread, after whatever chunk it is at."""
-        attempt = self._attempts.pop(ticket.id, None)
-        if attempt:
-            attempt.ended = True
-            attempt.outbox.fail(TicketRefused("the ticket expired or was cancelled"))
-            threading.Thread(target=self.worker.call, args=(lambda: self._close(attempt),), daemon=True).start()
+        if attempt := self._attempts.pop(ticket.id, None):
+            self._end(attempt)
+
+    def _end(self, attempt: Attempt) -> None:
+        attempt.ended = True
+        attempt.outbox.fail(TicketRefused("the ticket expired or was cancelled"))
+        self.worker.post(lambda: self._close(attempt))
 
     def _close(self, attempt: Attempt) -> None:
         if attempt.sequence:
             self.engine.close(attempt.sequence)
 
-    def _accept(self) -> None:
-        while not self._closing.is_set():
-            try:
-                sock, _ = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                return
-            sock.settimeout(_SILENCE_S)
-            threading.Thread(target=self._serve, args=(sock,), name="kv-send", daemon=True).start()
+    def _welcome(self, attempt: Attempt, codec: str) -> Welcome:
+        count = len(attempt.tokens)
+        rows = min(self.chunk_tokens, count)
+        return Welcome(epoch=self.epoch, prompt_tokens=count, dtype=self.engine.dtype, codec=codec, chunk_tokens=rows)
 
     def _serve(self, sock: socket.socket) -> None:
         """One fetching connection. A receiver that vanished may come back; one that cancelled will not."""
-        hellos: list[Hello] = []
+        sock.settimeout(_SILENCE_S)
+        served: list[tuple[Hello, Attempt]] = []
 
         def admit(hello: Hello) -> tuple[Welcome, Outbox]:
-            self.book.redeem(hello.ticket, hello.secret, hello.fetch, hello.fingerprint)
-            attempt = self._attempts.get(hello.ticket)
-            if attempt is None:
-                raise TicketRefused("the ticket expired or was cancelled")
-            hellos.append(hello)
+            if hello.epoch not in ("", self.epoch):
+                raise TicketRefused("this node has restarted since it gave out the ticket: its cache is gone")
+            attempt = self._canary(hello) if hello.canary else self._redeem(hello)
+            served.append((hello, attempt))
             codec = next((name for name in hello.codecs if name in CODECS), "raw")
-            count = len(attempt.tokens)
-            rows = min(self.chunk_tokens, count)
-            return Welcome(
-                epoch=self.epoch, prompt_tokens=count, dtype=self.engine.dtype, codec=codec, chunk_tokens=rows
-            ), attempt.outbox
+            return self._welcome(attempt, codec), attempt.outbox
 
         try:
-            serve(Connection(sock), admit, lambda: self.book.renew(hellos[0].ticket))
-            self._stream_done(hellos[0])
+            serve(Connection(sock), admit, lambda: self.book.renew(served[0][0].ticket))
+            self._stream_done(*served[0])
         except Cancelled:
-            self.book.cancel(hellos[0].ticket)
-        except (PeerGone, DisaggError) as error:
-            log.warning("a fetch ended early: %s", error)
+            self.book.cancel(served[0][0].ticket)
+        except DisaggError as error:
+            ticket = served[0][0].ticket if served else None
+            log.warning("a fetch ended early: %s", error, extra={"ticket": ticket, "code": error.code})
+        finally:
+            if served and served[0][0].canary:
+                self._end(served[0][1])
 
-    def _stream_done(self, hello: Hello) -> None:
+    def _redeem(self, hello: Hello) -> Attempt:
+        self.book.redeem(hello.ticket, hello.secret, hello.fetch, hello.fingerprint)
         attempt = self._attempts.get(hello.ticket)
-        if attempt:
-            attempt.streams_done.add(hello.stream)
-            if len(attempt.streams_done) == hello.streams:
-                self.book.fetched(hello.ticket)
+        if attempt is None:
+            raise TicketRefused("the ticket expired or was cancelled")
+        return attempt
+
+    def _canary(self, hello: Hello) -> Attempt:
+        """The canary prompt, read for this connection alone."""
+        self.book.check(hello.ticket, hello.secret, hello.fetch, hello.fingerprint)
+        attempt = Attempt(canary_tokens(self.engine.spec.vocabulary))
+        reading = self.worker.start(self._read(attempt, time.perf_counter()))
+        reading.add_done_callback(lambda done: done.exception())  # the outbox tells
+        return attempt
+
+    def _stream_done(self, hello: Hello, attempt: Attempt) -> None:
+        attempt.streams_done.add(hello.stream)
+        if not hello.canary and len(attempt.streams_done) == hello.streams:
+            self.book.fetched(hello.ticket)
 
     def _sweep(self) -> None:
         while not self._closing.wait(min(1.0, self.book.lease_s / 4)):
@@ -168,6 +201,4 @@ class PrefillNode:
 
     def close(self) -> None:
         self._closing.set()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

@@ -12,8 +12,11 @@ from disaggregated_inference.kv.dtype import require_dtype
 from disaggregated_inference.models import ModelFiles, ModelStore
 from disaggregated_inference.nodes.decode import DecodeNode
 from disaggregated_inference.nodes.http import decode_app, prefill_app, serve_app
+from disaggregated_inference.nodes.listen import parse_address
+from disaggregated_inference.nodes.logs import log_to_stderr
 from disaggregated_inference.nodes.prefill import PrefillNode
 from disaggregated_inference.nodes.worker import EngineThread
+from disaggregated_inference.wire.codecs import CODECS
 
 
 def run_prefill(
@@ -22,36 +25,74 @@ def run_prefill(
     host: str,
     port: int,
     kv_port: int,
+    kv_address: list[str],
     token: str,
     insecure: bool,
     dtype: str,
     chunk: int,
     lease_s: float,
+    log_level: str,
 ) -> None:
-    files, worker = _load(model, engine, host, token, insecure, dtype)
-    node = PrefillNode(worker, host, kv_port, chunk, lease_s)
-    say = partial(_ready, role="prefill", model=files.name, backend=engine, host=host, kv_port=node.kv_address[1])
+    addresses = [parse_address(text, kv_port) for text in kv_address or [host]]
+    _require_token([host, *(name for name, _ in addresses)], token, insecure)
+    files, worker = _load(model, engine, dtype, log_level)
     try:
-        serve_app(prefill_app(node, files, token or None), host, port, say)
+        node = PrefillNode(worker, addresses, chunk, lease_s)
+        listening = [f"{name}:{number}" for name, number in node.kv_addresses]
+        say = partial(
+            _ready,
+            role="prefill",
+            model=files.name,
+            backend=engine,
+            host=host,
+            kv_port=node.kv_addresses[0][1],
+            kv_addresses=listening,
+        )
+        try:
+            serve_app(prefill_app(node, files, token or None), host, port, say)
+        finally:
+            node.close()
     finally:
-        node.close()
         worker.stop()
 
 
-def run_decode(model: str, engine: str, host: str, port: int, token: str, insecure: bool, dtype: str) -> None:
-    files, worker = _load(model, engine, host, token, insecure, dtype)
+def run_decode(
+    model: str,
+    engine: str,
+    host: str,
+    port: int,
+    token: str,
+    insecure: bool,
+    dtype: str,
+    chunk: int,
+    kv_streams: int,
+    kv_codec: str,
+    log_level: str,
+) -> None:
+    if kv_codec not in CODECS:
+        raise BadRequest(f"no codec {kv_codec!r}; there are {', '.join(CODECS)}")
+    _require_token([host], token, insecure)
+    files, worker = _load(model, engine, dtype, log_level)
+    codecs = tuple(dict.fromkeys((kv_codec, "raw")))
     say = partial(_ready, role="decode", model=files.name, backend=engine, host=host)
     try:
-        serve_app(decode_app(DecodeNode(worker), files, token or None), host, port, say)
+        node = DecodeNode(worker, chunk, kv_streams, codecs)
+        serve_app(decode_app(node, files, token or None), host, port, say)
     finally:
         worker.stop()
 
 
-def _load(
-    model: str, engine: str, host: str, token: str, insecure: bool, dtype: str
-) -> tuple[ModelFiles, EngineThread]:
-    if not (token or insecure or _is_loopback(host)):
-        raise BadRequest(f"refusing to listen on {host} without a token: give --token, or --insecure if you mean it")
+def _require_token(hosts: list[str], token: str, insecure: bool) -> None:
+    """Who reaches the HTTP port gets tickets, and a ticket's secret opens the KV port: one token guards both."""
+    open_hosts = [host for host in hosts if not _is_loopback(host)]
+    if open_hosts and not (token or insecure):
+        raise BadRequest(
+            f"refusing to listen on {open_hosts[0]} without a token: give --token, or --insecure if you mean it"
+        )
+
+
+def _load(model: str, engine: str, dtype: str, log_level: str) -> tuple[ModelFiles, EngineThread]:
+    log_to_stderr(log_level)
     require_engine(engine)
     files = ModelStore().resolve(model)
     options: dict[str, Any] = {"dtype": require_dtype(dtype)} if dtype else {}

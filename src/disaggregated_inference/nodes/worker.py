@@ -27,7 +27,7 @@ class EngineThread:
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._works: deque[tuple[Work[Any], Future[Any]]] = deque()
         self._most_works = most_works
-        self._stopping = False
+        self._stopping = self._ended = False
         loaded: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._run, args=(load, loaded), name="engine", daemon=True)
         self._thread.start()
@@ -37,6 +37,7 @@ class EngineThread:
         """Run a work to its end; its return value is the future's. Refused when too much is waiting already."""
         future: Future[Result] = Future()
         with self._changed:
+            self._require_running()
             if len(self._works) >= self._most_works:
                 raise NodeBusy(f"{len(self._works)} requests are being worked on already")
             self._works.append((work, future))
@@ -45,11 +46,16 @@ class EngineThread:
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Run one small thing on the engine's thread and wait for it."""
+        return self.post(function).result()
+
+    def post(self, function: Callable[[], Result]) -> "Future[Result]":
+        """The same without waiting: also for the engine's thread itself."""
         future: Future[Result] = Future()
         with self._changed:
+            self._require_running()
             self._calls.append((function, future))
             self._changed.notify()
-        return future.result()
+        return future
 
     @property
     def alive(self) -> bool:
@@ -59,7 +65,12 @@ class EngineThread:
     def waiting(self) -> int:
         return len(self._works)
 
+    def _require_running(self) -> None:
+        if self._ended:
+            raise NodeBusy("this node's engine has stopped")
+
     def stop(self) -> None:
+        """Finish what is being worked on, then end."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -81,7 +92,8 @@ class EngineThread:
     def _wait(self) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._calls or self._works or self._stopping)
-            return bool(self._calls or self._works) or not self._stopping
+            self._ended = not (self._calls or self._works)  # woken for nothing else but to stop
+            return not self._ended
 
     def _advance(self, work: Work[Any], future: "Future[Any]") -> None:
         try:

@@ -8,7 +8,8 @@ sequence is a whole number of chunks, plus a part of one that can be rolled back
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
@@ -58,9 +59,17 @@ class Gather:
     """One fetch. `run` blocks until everything is committed; `stop` ends it from another thread."""
 
     def __init__(
-        self, hello: Hello, layout: KVLayout, vocabulary: int, paths: Sequence[Path], sink: Sink, streams: int = 1
+        self,
+        hello: Hello,
+        layout: KVLayout,
+        vocabulary: int,
+        tokens: int,
+        paths: Sequence[Path],
+        sink: Sink,
+        streams: int = 1,
     ) -> None:
         self._hello, self._layout, self._vocabulary, self._paths, self._sink = hello, layout, vocabulary, paths, sink
+        self._tokens = tokens
         count = min(streams, len(layout.layers))
         self._streams = [_Stream(n, range(n, len(layout.layers), count)) for n in range(count)]
         self._changed = threading.Condition()
@@ -98,8 +107,8 @@ class Gather:
     def _gathered(self, seconds: float) -> Gathered:
         receipts = [stream.receipt for stream in self._streams if stream.receipt]
         welcome, end = receipts[0].welcome, receipts[0].end
-        if self.committed != welcome.prompt_tokens or not self._got_logits:
-            raise ProtocolError(f"the transfer ended with {self.committed} of {welcome.prompt_tokens} tokens whole")
+        if self.committed != self._tokens or not self._got_logits:
+            raise ProtocolError(f"the transfer ended with {self.committed} of {self._tokens} tokens whole")
         return Gathered(
             end=end,
             epoch=welcome.epoch,
@@ -139,7 +148,7 @@ class Gather:
         connection = path.dial()
         with self._changed:
             if self._error:
-                connection.cancel()
+                connection.sock.close()
                 raise self._error
             self._connections[stream.number] = connection
         host, port = path.address
@@ -148,12 +157,21 @@ class Gather:
             self._hello, held_tokens=self._held(stream), stream=stream.number, streams=len(self._streams)
         )
 
-        def take(piece: KVSlice) -> None:
-            stream.received_bytes += piece.size_bytes
-            self._take(piece)
+        @contextmanager
+        def receiving(size: int) -> Iterator[None]:
+            with path.receiving(size):
+                yield
+            stream.received_bytes += size
 
         stream.receipt = fetch(
-            connection, hello, self._layout, self._vocabulary, take, self._choose, receiving=path.receiving
+            connection,
+            hello,
+            self._layout,
+            self._vocabulary,
+            self._tokens,
+            self._take,
+            self._choose,
+            receiving=receiving,
         )
 
     def _held(self, stream: _Stream) -> int:

@@ -15,6 +15,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     secret: str
     fetch: str  # chosen by the receiver, the same on every connection of one fetch
     fingerprint: Fingerprint
+    epoch: str = ""  # of the sender that is meant; empty: whoever answers
     held_tokens: int = 0
     codecs: tuple[str, ...] = ("raw",)
     stream: int = 0

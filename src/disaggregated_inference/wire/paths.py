@@ -63,12 +63,14 @@ class Path:
             if not self._receiving:
                 self._since = self._clock()
             self._receiving += 1
+        arrived = 0
         try:
             yield
+            arrived = size
         finally:
             with self._lock:
                 self._receiving -= 1
-                self._count(size)
+                self._count(arrived)
 
     def _count(self, size: int) -> None:
         now = self._clock()

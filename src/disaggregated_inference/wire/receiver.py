@@ -34,44 +34,25 @@ class Receipt:
 
 
 class Fetch:
-    """One connection's state: what it may still receive, and the memory it goes into."""
+    """One connection's state after the greeting: what it may still receive, and the memory it goes into."""
 
     def __init__(
         self,
         connection: Connection,
         hello: Hello,
+        welcome: Welcome,
         layout: KVLayout,
         vocabulary: int,
+        most_tokens: int,
         receiving: Receiving = _unmeasured,
     ) -> None:
         self._receiving = receiving
         self.connection, self.hello, self.layout, self.vocabulary = connection, hello, layout, vocabulary
-        self.welcome = self._greet()
+        self.welcome = _require_sane(welcome, hello, most_tokens)
         largest = codecs.payload_bytes(self.welcome.codec, layout, self.welcome.dtype, self.welcome.chunk_tokens)
         self._memory = np.empty(largest, np.uint8)
         self._got_logits = False
         self.payload_bytes = 0
-
-    def _greet(self) -> Welcome:
-        self.connection.send_message(Kind.HELLO, msgspec.json.encode(self.hello))
-        welcome = parse(self._expect(Kind.WELCOME), Welcome)
-        if welcome.codec not in self.hello.codecs:
-            raise ProtocolError(f"codec {welcome.codec!r} was not offered")
-        if not 0 < welcome.chunk_tokens <= max(welcome.prompt_tokens, 1):
-            raise ProtocolError(f"chunks of {welcome.chunk_tokens} for a prompt of {welcome.prompt_tokens} tokens")
-        return welcome
-
-    def _expect(self, kind: Kind) -> bytes:
-        frame = self.connection.receive_header()
-        if frame.kind is not kind:
-            self._refuse(frame)
-        return self.connection.receive_message(frame)
-
-    def _refuse(self, frame: Frame) -> None:
-        if frame.kind is Kind.ERROR:
-            failure = parse(self.connection.receive_message(frame), Failure)
-            raise PeerFailed(failure.code, failure.message)
-        raise ProtocolError(f"{frame.kind.name} was not expected here")
 
     def next(self) -> KVSlice | Array | End:
         """The next thing that arrives. A slice's arrays are this object's own memory, until the next call."""
@@ -85,8 +66,7 @@ class Fetch:
             return self._logits(frame)
         if frame.kind is Kind.END:
             return parse(self.connection.receive_message(frame), End)
-        self._refuse(frame)
-        raise AssertionError("refused above")
+        raise _unexpected(self.connection, frame)
 
     def _slice(self, frame: Frame) -> KVSlice:
         """Every number is checked against the handshake before a byte is read."""
@@ -116,11 +96,38 @@ class Fetch:
         return logits
 
 
+def _greet(connection: Connection, hello: Hello) -> Welcome:
+    connection.send_message(Kind.HELLO, msgspec.json.encode(hello))
+    frame = connection.receive_header()
+    if frame.kind is not Kind.WELCOME:
+        raise _unexpected(connection, frame)
+    return parse(connection.receive_message(frame), Welcome)
+
+
+def _require_sane(welcome: Welcome, hello: Hello, most_tokens: int) -> Welcome:
+    """Before memory is taken by what it says."""
+    if not 0 < welcome.prompt_tokens <= most_tokens:
+        raise ProtocolError(f"a prompt of {welcome.prompt_tokens} tokens where at most {most_tokens} were expected")
+    if welcome.codec not in hello.codecs:
+        raise ProtocolError(f"codec {welcome.codec!r} was not offered")
+    if not 0 < welcome.chunk_tokens <= welcome.prompt_tokens:
+        raise ProtocolError(f"chunks of {welcome.chunk_tokens} for a prompt of {welcome.prompt_tokens} tokens")
+    return welcome
+
+
+def _unexpected(connection: Connection, frame: Frame) -> DisaggError:
+    if frame.kind is Kind.ERROR:
+        failure = parse(connection.receive_message(frame), Failure)
+        return PeerFailed(failure.code, failure.message)
+    return ProtocolError(f"{frame.kind.name} was not expected here")
+
+
 def fetch(
     connection: Connection,
     hello: Hello,
     layout: KVLayout,
     vocabulary: int,
+    most_tokens: int,
     on_slice: Callable[[KVSlice], None],
     on_logits: Callable[[Array], None],
     renew_every_s: float = 5.0,
@@ -140,7 +147,7 @@ def fetch(
                 connection.send_message(Kind.RENEW)
 
     try:
-        state = Fetch(connection, hello, layout, vocabulary, receiving)
+        state = Fetch(connection, hello, _greet(connection, hello), layout, vocabulary, most_tokens, receiving)
         threading.Thread(target=renew, name="kv-renew", daemon=True).start()
         while not isinstance(item := state.next(), End):
             on_slice(item) if isinstance(item, KVSlice) else on_logits(item)

@@ -115,7 +115,7 @@ def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Ou
         if isinstance(item, KVSlice):
             at += 1
             if item.layer % hello.streams == hello.stream and item.stop > hello.held_tokens:
-                _send_slice(connection, item, welcome.codec)
+                send_slice(connection, item, welcome.codec)
         elif isinstance(item, End):
             connection.send_message(Kind.END, msgspec.json.encode(item))
             return item
@@ -127,7 +127,7 @@ def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Ou
             connection.send(Frame(Kind.LOGITS, len(data)), data)
 
 
-def _send_slice(connection: Connection, piece: KVSlice, codec: str) -> None:
+def send_slice(connection: Connection, piece: KVSlice, codec: str) -> None:
     piece.wait()
     arrays = [bytes_of(array) for array in codecs.encode(codec, piece)]
     size = sum(map(len, arrays))

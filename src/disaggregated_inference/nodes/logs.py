@@ -1,0 +1,39 @@
+"""Structured logs: one line of JSON per event on standard error, with the request's id wherever there is one."""
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+from disaggregated_inference.errors import BadRequest
+
+LEVELS = ("debug", "info", "warning", "error")
+_PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class JsonLines(logging.Formatter):
+    """What a call gave as `extra` becomes fields beside time, level, logger and message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{record.msecs:03.0f}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name.removeprefix("disaggregated_inference."),
+            "message": record.getMessage(),
+        }
+        line |= {key: value for key, value in vars(record).items() if key not in _PLAIN and value is not None}
+        if record.exc_info:
+            line["trace"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)
+
+
+def log_to_stderr(level: str) -> None:
+    if level not in LEVELS:
+        raise BadRequest(f"no log level {level!r}; there are {', '.join(LEVELS)}")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    logger = logging.getLogger("disaggregated_inference")
+    logger.handlers = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False

@@ -1,0 +1,104 @@
+"""Which prefill nodes this decode node has proven, and how: see canary.py."""
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import Future
+
+import msgspec
+import numpy as np
+
+from disaggregated_inference.engines import Sequence
+from disaggregated_inference.errors import PeerRefused
+from disaggregated_inference.kv.dtype import Array
+from disaggregated_inference.nodes.canary import Reading, canary_tokens, require_same
+from disaggregated_inference.nodes.context import Context
+from disaggregated_inference.nodes.worker import EngineThread
+from disaggregated_inference.wire import Gather, Hello, Paths, Sink
+
+log = logging.getLogger(__name__)
+
+_MOST_PEERS = 256
+
+
+class Proof(msgspec.Struct, frozen=True):
+    """A peer's standing; `refused` says why, where it is not trusted."""
+
+    epoch: str
+    distance: float | None = None
+    refused: str | None = None
+
+
+class Proofs:
+    """One canary per epoch of a peer, for whoever asks first; others wait for it. Verdicts are kept."""
+
+    def __init__(self, worker: EngineThread, paths: Paths) -> None:
+        self._worker, self._engine, self._paths = worker, worker.engine, paths
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, Future[Proof]] = OrderedDict()
+        self.tokens_computed = 0
+
+    def require(self, context: Context, hello: Hello) -> float:
+        """Seconds it took, 0 for a peer that is known. Raises `PeerRefused`."""
+        started = time.perf_counter()
+        with self._lock:
+            known = self._known.get(context.epoch)
+            future = known or self._known.setdefault(context.epoch, Future())
+            if len(self._known) > _MOST_PEERS:
+                self._known.popitem(last=False)
+        if known is None:
+            self._prove(context, hello, future)
+        if refused := future.result().refused:
+            raise PeerRefused(refused)
+        return 0.0 if known else time.perf_counter() - started
+
+    def seen(self) -> list[Proof]:
+        with self._lock:
+            done = [future for future in self._known.values() if future.done() and not future.exception()]
+        return [future.result() for future in done]
+
+    def _prove(self, context: Context, hello: Hello, future: "Future[Proof]") -> None:
+        try:
+            distance = self._compare(context, hello)
+        except PeerRefused as error:
+            log.error("prefill node %s is refused: %s", context.epoch, error, extra={"peer": context.epoch})
+            future.set_result(Proof(context.epoch, refused=str(error)))
+        except BaseException as error:
+            with self._lock:
+                self._known.pop(context.epoch, None)
+            future.set_exception(error)
+        else:
+            log.info("prefill node %s is proven", context.epoch, extra={"peer": context.epoch, "distance": distance})
+            future.set_result(Proof(context.epoch, distance))
+
+    def _compare(self, context: Context, hello: Hello) -> float:
+        tokens = canary_tokens(self._engine.spec.vocabulary)
+        sequences = [self._worker.call(lambda: self._engine.open(len(tokens) + 1)) for _ in ("ours", "theirs")]
+        try:
+            received = self._receive(context, hello, sequences[1], len(tokens))
+            return self._worker.call(lambda: self._recompute(tokens, received, *sequences))
+        finally:
+            for sequence in sequences:
+                self._worker.post(lambda sequence=sequence: self._engine.close(sequence))  # type: ignore[misc]
+
+    def _receive(self, context: Context, hello: Hello, target: Sequence, count: int) -> Array:
+        logits: list[Array] = []
+        sink = Sink(
+            place=lambda piece: self._worker.call(lambda: self._engine.place(target, piece)),
+            commit=lambda length: self._worker.call(lambda: self._engine.commit(target, length)),
+            logits=logits.append,
+        )
+        spec, asked = self._engine.spec, msgspec.structs.replace(hello, canary=True)
+        Gather(asked, spec.layout, spec.vocabulary, count, self._paths.ordered(context.addresses), sink).run()
+        return logits[0]
+
+    def _recompute(self, tokens: list[int], received: Array, ours: Sequence, theirs: Sequence) -> float:
+        """On the engine's thread: read the prompt here, take one step on both, compare everything."""
+        engine = self._engine
+        computed = engine.prefill(ours, tokens).numpy()[0]
+        self.tokens_computed += len(tokens)
+        stepped = engine.step([ours, theirs], [tokens[0], tokens[0]]).numpy()
+        rows = [list(engine.export(sequence)) for sequence in (ours, theirs)]
+        pairs = zip(rows, (computed, received), stepped, strict=True)
+        return require_same(*(Reading(slices, np.stack([after, later])) for slices, after, later in pairs))

@@ -1,0 +1,346 @@
+"""What can go wrong between two nodes. Each ends in a typed error or the right answer in time, leaks nothing, and the
+next request succeeds; and each first shows that the fault happened."""
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from disaggregated_inference.errors import (
+    Cancelled,
+    ContextTooLong,
+    PeerFailed,
+    PeerGone,
+    PeerRefused,
+)
+from disaggregated_inference.kv import Fingerprint
+from disaggregated_inference.nodes.context import Context
+from disaggregated_inference.nodes.decode import Answer, DecodeNode
+from disaggregated_inference.nodes.prefill import PrefillNode
+from disaggregated_inference.wire import Hello
+from disaggregated_inference.wire.frames import Connection, Kind
+from tests.conftest import LoadTiny, Pair, until
+from tests.handoff import alone, prompt_of
+from tests.line import Line
+
+PROMPT = prompt_of(300)
+ANSWER = 16
+KV_BYTES = 300 * 4 * 2 * 2 * 16 * 4  # tokens, layers, K and V, heads, dims, float32
+
+
+@pytest.fixture
+def right(tiny_engine: LoadTiny) -> list[int]:
+    return alone(tiny_engine("mlx", "llama"), PROMPT, ANSWER)
+
+
+@pytest.fixture
+def pair(nodes: Callable[..., Pair], right: list[int]) -> Iterator[Pair]:
+    """Proven beforehand, so that faults strike the transfer and not the canary; checked for leaks afterwards."""
+    prefill, decode = nodes()
+    assert ask(prefill, decode) == right
+    yield prefill, decode
+    assert ask(prefill, decode) == right, "the next request"
+    for ticket in list(prefill._attempts):
+        prefill.book.cancel(ticket)
+    assert until(lambda: nothing_held(prefill, decode)), "leaks"
+
+
+def ask(prefill: PrefillNode, decode: DecodeNode, *addresses: tuple[str, int]) -> list[int]:
+    return list(begin(prefill, decode, *addresses))
+
+
+def begin(prefill: PrefillNode, decode: DecodeNode, *addresses: tuple[str, int]) -> Answer:
+    context, _ = prefill.begin(PROMPT)
+    return decode.fetch_and_write(by_way_of(context, *addresses), ANSWER)
+
+
+def by_way_of(context: Context, *addresses: tuple[str, int]) -> Context:
+    return msgspec.structs.replace(context, addresses=addresses or context.addresses)
+
+
+def nothing_held(prefill: PrefillNode, decode: DecodeNode) -> bool:
+    threads = {thread.name for thread in threading.enumerate()}
+    rows: int = prefill.engine.arena.used_rows  # type: ignore[attr-defined]
+    return rows == 0 and not prefill._attempts and not {"decode", "kv-send", "kv-fetch-1", "kv-renew"} & threads
+
+
+class Clock:
+    """No more than two seconds."""
+
+    def __enter__(self) -> None:
+        self._started = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        assert time.monotonic() - self._started < 2
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_the_sender_dies(share: float, pair: Pair) -> None:
+    prefill, decode = pair
+    with Line(prefill.kv_addresses[0], "cut", int(KV_BYTES * share)) as line, Clock():
+        with pytest.raises(PeerGone):
+            ask(prefill, decode, line.address)
+        assert line.struck.is_set()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_cut_that_heals_is_resumed(share: float, pair: Pair, right: list[int]) -> None:
+    prefill, decode = pair
+    with Line(prefill.kv_addresses[0], "cut", int(KV_BYTES * share), heals=True) as line, Clock():
+        answer = begin(prefill, decode, line.address)
+        assert list(answer) == right
+        assert line.struck.is_set()
+    assert answer.metrics.prompt_tokens_recomputed == 0
+    if share == 0.5:
+        assert KV_BYTES <= answer.metrics.kv_bytes < 1.5 * KV_BYTES, "only what was missing came again"
+
+
+@pytest.mark.parametrize("fault", ["cut", "silent"])
+def test_one_of_two_paths_dies(fault: str, pair: Pair, right: list[int]) -> None:
+    """The first path is cut, or simply carries nothing any more: the second takes over where the chunks stand."""
+    prefill, decode = pair
+    direct = prefill.kv_addresses[0]
+    with Line(direct, fault, KV_BYTES // 2) as line, Clock():  # type: ignore[arg-type]
+        answer = begin(prefill, decode, line.address, direct)
+        assert list(answer) == right
+        assert line.struck.is_set()
+    assert answer.metrics.kv_paths == (f"127.0.0.1:{line.address[1]}", f"127.0.0.1:{direct[1]}")
+    assert answer.metrics.kv_bytes < 1.5 * KV_BYTES
+    seen = {path.port: path for path in decode.paths.seen()}
+    assert seen[line.address[1]].failures > 0
+    assert seen[direct[1]].failures == 0
+    assert (seen[direct[1]].goodput_bytes_s or 0) > 0
+
+
+def test_an_unreachable_path_is_passed_over(pair: Pair, right: list[int]) -> None:
+    prefill, decode = pair
+    with socket.create_server(("127.0.0.1", 0)) as full:
+        nobody = full.getsockname()
+    with Clock():
+        assert ask(prefill, decode, nobody, prefill.kv_addresses[0]) == right
+        answer = begin(prefill, decode, nobody, prefill.kv_addresses[0])
+        assert list(answer) == right
+    direct = prefill.kv_addresses[0]
+    assert answer.metrics.kv_paths == (f"127.0.0.1:{direct[1]}",), "a path that has just failed is not tried first"
+
+
+def test_one_flipped_bit(pair: Pair, right: list[int]) -> None:
+    prefill, decode = pair
+    with Line(prefill.kv_addresses[0], "flip", KV_BYTES // 3) as line, Clock():
+        answer = begin(prefill, decode, line.address)
+        assert list(answer) == right
+        assert line.struck.is_set()
+    assert any("damaged" in (path.last_error or "") for path in decode.paths.seen())
+
+
+def test_the_receiver_dies(nodes: Callable[..., Pair], right: list[int]) -> None:
+    """A reset at half of it, as when a machine goes down: the cache is held for its lease, then given back."""
+    prefill, decode = nodes(lease_s=0.5)
+    context, reading = prefill.begin(PROMPT)
+    reading.result(10)
+    sock = socket.create_connection(prefill.kv_addresses[0])
+    connection = Connection(sock)
+    hello = Hello(ticket=context.ticket, secret=context.secret, fetch="f", fingerprint=decode.engine.fingerprint)
+    connection.send_message(Kind.HELLO, msgspec.json.encode(hello))
+    received = 0
+    while received < KV_BYTES // 2:
+        received += len(sock.recv(1 << 14))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+    assert prefill.engine.arena.used_rows == 300  # type: ignore[attr-defined]
+    assert until(lambda: prefill.book.endings.expired == 1)
+    assert until(lambda: nothing_held(prefill, decode))
+    assert ask(prefill, decode) == right
+
+
+def test_replayed_expired_and_guessed_tickets(nodes: Callable[..., Pair], right: list[int]) -> None:
+    prefill, decode = nodes(lease_s=0.5)
+    context, reading = prefill.begin(PROMPT)
+    with pytest.raises(PeerFailed, match="no such ticket"):
+        list(decode.fetch_and_write(msgspec.structs.replace(context, secret="guess"), ANSWER))
+    assert list(decode.fetch_and_write(context, ANSWER)) == right
+    with pytest.raises(PeerFailed, match="no such ticket"):
+        list(decode.fetch_and_write(context, ANSWER))
+    late, reading = prefill.begin(PROMPT)
+    reading.result(10)
+    assert until(lambda: prefill.book.endings.expired == 1)
+    with pytest.raises(PeerFailed, match="no such ticket"):
+        list(decode.fetch_and_write(late, ANSWER))
+    assert ask(prefill, decode) == right
+    assert until(lambda: nothing_held(prefill, decode))
+
+
+def _other(fingerprint: Fingerprint, field: str) -> Any:
+    value = getattr(fingerprint, field)
+    if field == "layout":
+        return msgspec.structs.replace(value, kv_heads=value.kv_heads + 1)
+    if field == "weights":
+        return msgspec.structs.replace(value, norms="others")
+    if isinstance(value, tuple):
+        return tuple(number * 1.01 for number in value)
+    return f"{value}x" if isinstance(value, str) else value + 1
+
+
+@pytest.mark.parametrize("field", Fingerprint.__struct_fields__)
+def test_the_fingerprint_differs_in_one_field(field: str, pair: Pair) -> None:
+    prefill, decode = pair
+    own = decode.engine.fingerprint
+    decode.engine.fingerprint = msgspec.structs.replace(own, **{field: _other(own, field)})
+    assert decode.engine.fingerprint != own
+    try:
+        with pytest.raises(PeerFailed) as refusal, Clock():
+            ask(prefill, decode)
+        assert refusal.value.peer_code == "fingerprint_mismatch"
+    finally:
+        decode.engine.fingerprint = own
+
+
+def test_the_client_leaves_between_prefill_and_decode(nodes: Callable[..., Pair], right: list[int]) -> None:
+    prefill, decode = nodes(lease_s=0.3)
+    _, reading = prefill.begin(PROMPT)
+    reading.result(10)
+    assert prefill.engine.arena.used_rows == 300  # type: ignore[attr-defined]
+    assert until(lambda: nothing_held(prefill, decode))
+    assert prefill.book.endings.expired == 1
+    assert ask(prefill, decode) == right
+
+
+def test_the_prefill_node_restarts_on_the_same_address(pair: Pair, right: list[int]) -> None:
+    prefill, decode = pair
+    context, reading = prefill.begin(PROMPT)
+    reading.result(10)
+    prefill.book.cancel(context.ticket)
+    prefill.close()
+    again = PrefillNode(prefill.worker, prefill.kv_addresses, 77)
+    try:
+        assert again.kv_addresses == prefill.kv_addresses
+        with Clock(), pytest.raises(PeerFailed, match="restarted"):
+            list(decode.fetch_and_write(context, ANSWER))
+        before = decode.proofs.tokens_computed
+        assert ask(again, decode) == right
+        assert decode.proofs.tokens_computed == before + 48, "a restarted node is proven again"
+    finally:
+        again.close()
+        prefill.__init__(prefill.worker, (("127.0.0.1", 0),), 77)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("writer", ["torch", "mlx"])
+def test_abort_half_way_then_the_same_memory(writer: str, nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> None:
+    """The first client leaves at half of the transfer, the next request takes the memory it had."""
+    room = {"kv_bytes": 420 * 4 * 2 * 2 * 16 * 4} if writer == "torch" else {}
+    prefill, decode = nodes("torch", writer, writer_options=room)
+    right = alone(tiny_engine(writer, "llama"), PROMPT, ANSWER)
+    assert ask(prefill, decode) == right
+    other = prompt_of(290, seed=5)
+    with Line(prefill.kv_addresses[0], "silent", KV_BYTES // 2) as line:
+        context, _ = prefill.begin(other)
+        answer = decode.fetch_and_write(by_way_of(context, line.address), ANSWER)
+        assert line.struck.wait(5)
+        answer.cancel()
+        with Clock(), pytest.raises(Cancelled):
+            list(answer)
+        assert ask(prefill, decode) == right
+    prefill.book.cancel(context.ticket)
+    assert until(lambda: nothing_held(prefill, decode))
+
+
+def test_cancel_tells_the_sender(pair: Pair) -> None:
+    """The ticket ends at once, not with its lease."""
+    prefill, decode = pair
+    with Line(prefill.kv_addresses[0], "silent", KV_BYTES // 2) as line:
+        answer = begin(prefill, decode, line.address)
+        assert line.struck.wait(5)
+        answer.cancel()
+        with pytest.raises(Cancelled):
+            list(answer)
+        assert until(lambda: prefill.book.endings.cancelled == 1)
+
+
+@pytest.mark.parametrize("length", [4095, 4096, 4097])
+def test_prompts_around_the_window(length: int, nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> None:
+    prefill, decode = nodes("torch", "torch", chunk_tokens=1000)
+    prompt = prompt_of(length)
+    if length > 4096:
+        with pytest.raises(ContextTooLong, match="4097 tokens do not fit the context window of 4096"):
+            prefill.begin(prompt)
+        return
+    context, _ = prefill.begin(prompt)
+    if length == 4096:
+        with pytest.raises(ContextTooLong, match="4097"):
+            decode.fetch_and_write(context, 1)
+        prefill.book.cancel(context.ticket)
+    else:
+        assert list(decode.fetch_and_write(context, 1)) == alone(tiny_engine("torch", "llama"), prompt, 1)
+    assert until(lambda: nothing_held(prefill, decode))
+
+
+def test_a_ticket_that_ends_stops_its_sender(pair: Pair) -> None:
+    """Everything is computed and half of it sent when the ticket is cancelled: the rest must not follow, because its
+    rows may belong to someone else by then."""
+    prefill, decode = pair
+    context, reading = prefill.begin(PROMPT)
+    reading.result(10)
+    with Line(prefill.kv_addresses[0], "silent", KV_BYTES // 2, heals=True) as line:
+        answer = decode.fetch_and_write(by_way_of(context, line.address, prefill.kv_addresses[0]), ANSWER)
+        assert line.struck.wait(5)
+        prefill.book.cancel(context.ticket)
+        with pytest.raises(PeerFailed, match="no such ticket"):
+            list(answer)
+
+
+class TestCanary:
+    def test_a_peer_that_computes_something_else_is_refused(self, nodes: Callable[..., Pair], right: list[int]) -> None:
+        """Same files, same fingerprint, and two KV heads that changed places on their way out."""
+        prefill, decode = nodes()
+        honest = prefill.engine._prefill
+
+        def swapped(sequence, tokens, emit):  # type: ignore[no-untyped-def]
+            def twisted(piece):  # type: ignore[no-untyped-def]
+                rows = piece.keys[:, ::-1].copy() if piece.layer == 2 else piece.keys
+                emit(replace(piece, keys=rows))
+
+            return honest(sequence, tokens, twisted)
+
+        prefill.engine._prefill = swapped  # type: ignore[method-assign]
+        for _ in range(2):
+            with pytest.raises(PeerRefused, match="the keys of layer 2 differ by"):
+                ask(prefill, decode)
+        assert decode.proofs.tokens_computed == 48, "the verdict is kept"
+        assert decode.proofs.seen()[0].refused
+        prefill.engine._prefill = honest  # type: ignore[method-assign]
+        with pytest.raises(PeerRefused):
+            ask(prefill, decode)
+        prefill.epoch = "after a restart"
+        assert ask(prefill, decode) == right
+
+    def test_once_for_many_at_the_same_time(self, nodes: Callable[..., Pair], right: list[int]) -> None:
+        prefill, decode = nodes()
+        answers = [begin(prefill, decode) for _ in range(6)]
+        assert [list(answer) for answer in answers] == [right] * 6
+        assert decode.proofs.tokens_computed == 48
+        assert sum(answer.metrics.canary_time > 0 for answer in answers) == 1
+
+    def test_a_broken_connection_is_no_verdict(self, nodes: Callable[..., Pair], right: list[int]) -> None:
+        prefill, decode = nodes()
+        with Line(prefill.kv_addresses[0], "cut", 5000) as line:
+            with pytest.raises(PeerGone):
+                ask(prefill, decode, line.address)
+            assert line.struck.is_set()
+        assert decode.proofs.tokens_computed == 0
+        assert ask(prefill, decode) == right
+
+    @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "gpt_oss"])
+    @pytest.mark.parametrize("engines", [("torch", "mlx"), ("mlx", "torch")])
+    def test_honest_peers_are_close(
+        self, engines: tuple[str, str], architecture: str, nodes: Callable[..., Pair]
+    ) -> None:
+        prefill, decode = nodes(*engines, architecture)
+        context, _ = prefill.begin(PROMPT)
+        list(decode.fetch_and_write(context, 2))
+        assert (decode.proofs.seen()[0].distance or 1) < 0.001
