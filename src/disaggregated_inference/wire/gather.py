@@ -22,6 +22,8 @@ from disaggregated_inference.wire.messages import End, Hello
 from disaggregated_inference.wire.paths import Path
 from disaggregated_inference.wire.receiver import Receipt, fetch
 
+_PATIENCE_S = 0.3
+
 
 @dataclass(frozen=True, slots=True)
 class Sink:
@@ -126,10 +128,10 @@ class Gather:
             self.stop(error)
 
     def _persist(self, stream: _Stream) -> None:
-        """Connection after connection, until the stream's END. Every path may fail once (an only one twice) without
-        bringing anything; whatever comes makes up for the failures before it."""
-        failures = 0
-        while failures < max(2, len(self._paths)):
+        """Connection after connection, until the stream's END. Given up when every path has failed, and a moment has
+        passed, since something last came."""
+        failures, since = 0, time.monotonic()
+        while True:
             path = self._paths[(failures + stream.resumed) % len(self._paths)]
             before = self._held(stream)
             try:
@@ -138,11 +140,15 @@ class Gather:
                 if self._error:
                     raise
                 path.failed(error)
-                last = error
-            progress = self._held(stream) > before
-            stream.resumed += progress
-            failures = 0 if progress else failures + 1
-        raise last
+                if self._held(stream) > before:
+                    stream.resumed += 1
+                    failures, since = 0, time.monotonic()
+                else:
+                    failures += 1
+                if failures >= len(self._paths):
+                    if time.monotonic() - since > _PATIENCE_S:
+                        raise
+                    time.sleep(_PATIENCE_S / 5)
 
     def _connect(self, stream: _Stream, path: Path) -> None:
         connection = path.dial()

@@ -14,7 +14,7 @@ from disaggregated_inference.wire.frames import Connection
 Address = tuple[str, int]
 
 _DIAL_S = 1.0
-SILENCE_S = 1.5  # a sender with nothing to say says so three times as often
+SILENCE_S = 1.2  # a sender with nothing to say says so three times as often
 _AVOID_S = 10.0
 _RECENT_S = 2.0
 _MOST_PATHS = 256

@@ -13,7 +13,7 @@ from disaggregated_inference.wire.frames import Connection, Frame, Kind, bytes_o
 from disaggregated_inference.wire.messages import End, Failure, Hello, Welcome, parse
 
 _MOST_STREAMS = 64
-_PULSE_S = 0.4  # how often a sender that waits for its engine says that it is there
+_PULSE_S = 0.35  # how often a sender that waits for its engine says that it is there
 
 
 class Outbox:
