@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test check bench fuzz format clean
 
 demo: $(READY)
 	$(BIN)/disagg demo
@@ -21,6 +21,12 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/disagg bench engine
+	$(BIN)/disagg bench wire
+	$(BIN)/disagg bench handoff
+
+# Frames, handshakes, tapes and contexts of any shape, for some minutes.
+fuzz: $(READY)
+	DISAGG_FUZZ_EXAMPLES=$${DISAGG_FUZZ_EXAMPLES:-5000} $(BIN)/python -m pytest tests/test_fuzz.py
 
 format: $(READY)
 	$(BIN)/ruff format .

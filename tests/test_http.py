@@ -3,19 +3,22 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from disaggregated_inference.models import ModelFiles
+from disaggregated_inference.nodes.context import Context
 from tests.conftest import LoadTiny
 from tests.handoff import alone, prompt_of
 
@@ -25,7 +28,8 @@ class Node:
 
     def __init__(self, *arguments: str, **environment: str) -> None:
         command = [sys.executable, "-m", "disaggregated_inference", "serve", *arguments, "--port", "0"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | environment)
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in stop
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, env=os.environ | environment)
         assert self.process.stdout
         self.ready = json.loads(self.process.stdout.readline())
         self.url = f"http://127.0.0.1:{self.ready['port']}"
@@ -46,12 +50,17 @@ class Node:
         with urllib.request.urlopen(request, timeout=60) as response:
             return [json.loads(line[6:]) for line in response if line.startswith(b"data: ")]
 
+    def logged(self) -> list[dict[str, Any]]:
+        self.log.seek(0)
+        return [json.loads(line) for line in self.log if line.startswith("{")]
+
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(timeout=15)
         finally:
             self.process.kill()
+            self.log.close()
             if self.process.stdout:
                 self.process.stdout.close()
 
@@ -65,10 +74,8 @@ def folder(tiny_folder: Any) -> Path:
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> Iterator[tuple[Node, Node]]:
     shared = ("--model", str(folder), "--dtype", "float32")
-    prefill = Node(
-        "prefill", *shared, "--engine", "torch", "--chunk", "77", "--lease", "2", ONEDNN_MAX_CPU_ISA="AVX512_CORE"
-    )
-    decode = Node("decode", *shared, "--engine", "mlx")
+    prefill = Node("prefill", *shared, "--engine", "torch", "--chunk", "77", "--lease", "2", "--log-level", "info")
+    decode = Node("decode", *shared, "--engine", "mlx", "--log-level", "info")
     yield prefill, decode
     assert prefill.stop() == 0
     assert decode.stop() == 0
@@ -129,6 +136,103 @@ def test_a_context_is_good_once_and_not_for_ever(pair: tuple[Node, Node]) -> Non
     time.sleep(3.2)
     assert decode.ask("/decode", {"context": late, "max_new_tokens": 2})[0] == 502
     assert prefill.ask("/status")[1]["tickets"] == 0
+
+
+def test_a_cache_inside_the_request(pair: tuple[Node, Node], expected: list[int]) -> None:
+    """Nothing but HTTP: the cache as base64, for small experiments."""
+    prefill, decode = pair
+    read = prefill.ask("/prefill", {"tokens": prompt_of(300), "inline": True})[1]
+    assert read["input_ids"] == prompt_of(300)
+    status, answer = decode.ask("/decode", {"kv_cache": read["kv_cache"], "max_new_tokens": 16})
+    assert (status, answer["tokens"]) == (200, expected)
+    assert answer["metrics"]["prompt_tokens_recomputed"] == 0
+    assert decode.ask("/decode", {"context": read["context"], "max_new_tokens": 16})[1]["tokens"] == expected
+    for kv_cache, says in (
+        ("!", "not base64"),
+        ("", "closed the connection"),
+        (read["kv_cache"][:4000], "closed the connection"),
+        (read["kv_cache"][:40000] + "AAAA" + read["kv_cache"][40004:], "damaged"),
+    ):
+        status, answer = decode.ask("/decode", {"kv_cache": kv_cache, "max_new_tokens": 2})
+        assert (status, says in answer["error"]["message"]) == (400, True), answer
+    both = {"kv_cache": read["kv_cache"], "context": read["context"]}
+    assert decode.ask("/decode", both)[0] == 400
+    assert prefill.ask("/prefill", {"tokens": [5], "inline": True, "wait": False})[0] == 400
+
+
+def test_requests_have_ids(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    context = prefill.ask("/prefill", {"tokens": prompt_of(50)})[1]["context"]
+    body = json.dumps({"context": context, "max_new_tokens": 2}).encode()
+    request = urllib.request.Request(decode.url + "/decode", body, {"X-Request-Id": "my-request:7"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert response.headers["X-Request-Id"] == "my-request:7"
+    request = urllib.request.Request(decode.url + "/health", headers={"X-Request-Id": "no good" * 50})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert len(response.headers["X-Request-Id"]) == 16
+    lines = [line for line in decode.logged() if line.get("request_id") == "my-request:7"]
+    assert [line["message"] for line in lines] == ["answer done"]
+    assert lines[0]["prompt_tokens"] == 50
+    assert any(line["message"] == "prefill done" and line["ticket"] for line in prefill.logged())
+
+
+def test_the_status_names_paths_and_peers(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    context = prefill.ask("/prefill", {"tokens": prompt_of(50)})[1]["context"]
+    assert decode.ask("/decode", {"context": context, "max_new_tokens": 2})[0] == 200
+    status = decode.ask("/status")[1]
+    assert status["peers"][0]["epoch"] == prefill.ask("/health")[1]["epoch"]
+    assert status["paths"][0]["goodput_bytes_s"] > 0
+    assert [f"{path['host']}:{path['port']}" for path in status["paths"]] == prefill.ask("/status")[1]["kv_addresses"]
+
+
+def test_leaving_without_a_stream_cancels_too(pair: tuple[Node, Node]) -> None:
+    """Both legs: an answer that nobody waits for is not written, a prompt that nobody waits for is not read."""
+    prefill, decode = pair
+    for node, path, counter in (
+        (decode, "/generate", "tokens_written"),
+        (prefill, "/prefill", "prompt_tokens_computed"),
+    ):
+        before = node.ask("/status")[1][counter]
+        asked = json.dumps({"tokens": prompt_of(4000 if node is prefill else 20), "max_new_tokens": 3000}).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(asked)}\r\n\r\n".encode()
+        with socket.create_connection(("127.0.0.1", node.ready["port"])) as sock:
+            sock.sendall(head + asked)
+            assert wait_for(lambda: node.ask("/status")[1][counter] > before)  # noqa: B023  it has begun
+        assert wait_for(lambda: node.ask("/status")[1]["waiting"] == 0, 1.0)  # noqa: B023
+        assert node.ask("/status")[1][counter] - before < 3000
+    assert wait_for(lambda: prefill.ask("/status")[1]["tickets"] == 0, 1.0)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (done := condition()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return done
+
+
+def test_every_interface_is_handed_out_as_the_one_that_was_used(folder: Path, pair: tuple[Node, Node]) -> None:
+    everywhere = Node("prefill", "--model", str(folder), "--dtype", "float32", "--host", "0.0.0.0", "--insecure")
+    context = everywhere.ask("/prefill", {"tokens": [5, 6, 7]})[1]["context"]
+    assert pair[1].ask("/decode", {"context": context, "max_new_tokens": 2})[0] == 200
+    assert Context.decode(context).addresses == (("127.0.0.1", everywhere.ready["kv_port"]),)
+    assert everywhere.stop() == 0
+
+
+def test_several_kv_addresses_in_order(folder: Path, pair: tuple[Node, Node]) -> None:
+    addresses = ("--kv-address", "127.0.0.2", "--kv-address", "127.0.0.1:0", "--kv-address", "[::1]:0")
+    node = Node("prefill", "--model", str(folder), "--dtype", "float32", *addresses)
+    context = node.ask("/prefill", {"tokens": [5, 6, 7]})[1]["context"]
+    assert [host for host, _ in Context.decode(context).addresses] == ["127.0.0.2", "127.0.0.1", "::1"]
+    status, answer = pair[1].ask("/decode", {"context": context, "max_new_tokens": 2})
+    assert (status, answer["metrics"]["kv_paths"]) == (200, [node.ready["kv_addresses"][0]])
+    assert node.stop() == 0
+
+
+@pytest.mark.parametrize(("path", "method", "status"), [("/nowhere", "GET", 404), ("/prefill", "GET", 405)])
+def test_wrong_paths_answer_in_json(path: str, method: str, status: int, pair: tuple[Node, Node]) -> None:
+    got, answer = pair[0].ask(path, method=method)
+    assert (got, path in answer["error"]["message"]) == (status, True)
 
 
 def test_cancel_by_request(pair: tuple[Node, Node]) -> None:

@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from disaggregated_inference.engines import Sequence, chunks
-from disaggregated_inference.errors import Cancelled, NodeBusy
+from disaggregated_inference.errors import BadRequest, Cancelled, NodeBusy, ProtocolError, WireError
 from disaggregated_inference.kv import KVSlice
 from disaggregated_inference.kv.dtype import Array
 from disaggregated_inference.nodes.context import Context
@@ -102,7 +103,8 @@ class DecodeNode:
     def play_and_write(self, content: bytes, max_tokens: int, request_id: str = "") -> Answer:
         """From a cache that came whole, in the request itself."""
         spec = self.engine.spec
-        tape = Playback(content, self.engine.fingerprint, spec.layout, spec.vocabulary, spec.context_window)
+        with _said_of_the_request():
+            tape = Playback(content, self.engine.fingerprint, spec.layout, spec.vocabulary, spec.context_window)
         answer = Answer(DecodeMetrics(prompt_tokens=tape.welcome.prompt_tokens, kv_bytes=len(content)), request_id)
         sequence = self.worker.call(lambda: self.engine.open(tape.welcome.prompt_tokens + max_tokens))
         self._in_thread(lambda: self._play(tape, sequence, answer), sequence, answer, max_tokens)
@@ -163,9 +165,10 @@ class DecodeNode:
 
     def _play(self, tape: Playback, sequence: Sequence, answer: Answer) -> int:
         first: list[int] = []
-        end = tape.play(self._sink(sequence, answer, first, time.perf_counter()))
-        if sequence.length != end.prompt_tokens or not first:
-            raise Cancelled("the inline cache ends before its prompt does")
+        with _said_of_the_request():
+            tape.play(self._sink(sequence, answer, first, time.perf_counter()))
+            if sequence.length != tape.welcome.prompt_tokens or not first:
+                raise ProtocolError("it ends before its prompt does")
         return first[0]
 
     def _sink(self, sequence: Sequence, answer: Answer, first: list[int], started: float) -> Sink:
@@ -232,3 +235,12 @@ class DecodeNode:
             self.worker.post(end)
         except NodeBusy as error:  # the engine has stopped: nothing to give back, but someone may be waiting
             answer.end(error)
+
+
+@contextmanager
+def _said_of_the_request() -> Iterator[None]:
+    """What would be another node's fault on the wire is the caller's in a request."""
+    try:
+        yield
+    except WireError as error:
+        raise BadRequest(f"kv_cache: {error}") from error

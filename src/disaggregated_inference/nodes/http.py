@@ -28,6 +28,7 @@ from disaggregated_inference.nodes.requests import (
     PrefillRequest,
     body_of,
 )
+from disaggregated_inference.wire.paths import spoken
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def prefill_app(node: PrefillNode, model: ModelFiles, token: str | None) -> Star
 
     async def status(request: Request) -> Response:
         held = {"tickets": len(node.book), "endings": msgspec.to_builtins(node.book.endings)}
-        held["kv_addresses"] = [f"{host}:{port}" for host, port in node.kv_addresses]
+        held["kv_addresses"] = [spoken(address) for address in node.kv_addresses]
         return JSONResponse(_about(node, model, "prefill") | held)
 
     routes = [

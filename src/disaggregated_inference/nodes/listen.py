@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from disaggregated_inference.errors import BadRequest
-from disaggregated_inference.wire.paths import Address
+from disaggregated_inference.wire.paths import Address, spoken
 
 _WILDCARDS = ("0.0.0.0", "::", "")
 
@@ -67,9 +67,7 @@ def _listen(address: Address) -> socket.socket:
     try:
         sock = socket.create_server(address, family=family)
     except OSError as error:
-        raise OSError(
-            error.errno, f"cannot listen for KV connections on {address[0]}:{address[1]}: {error.strerror}"
-        ) from None
+        raise OSError(error.errno, f"cannot listen for KV connections on {spoken(address)}: {error.strerror}") from None
     sock.settimeout(0.5)  # how long closing may go unnoticed where a shutdown does not wake an accept
     return sock
 

@@ -17,6 +17,7 @@ from disaggregated_inference.nodes.logs import log_to_stderr
 from disaggregated_inference.nodes.prefill import PrefillNode
 from disaggregated_inference.nodes.worker import EngineThread
 from disaggregated_inference.wire.codecs import CODECS
+from disaggregated_inference.wire.paths import spoken
 
 
 def run_prefill(
@@ -38,7 +39,7 @@ def run_prefill(
     files, worker = _load(model, engine, dtype, log_level)
     try:
         node = PrefillNode(worker, addresses, chunk, lease_s)
-        listening = [f"{name}:{number}" for name, number in node.kv_addresses]
+        listening = [spoken(address) for address in node.kv_addresses]
         say = partial(
             _ready,
             role="prefill",

@@ -19,7 +19,7 @@ from disaggregated_inference.kv import KVLayout, KVSlice
 from disaggregated_inference.kv.dtype import Array
 from disaggregated_inference.wire.frames import Connection
 from disaggregated_inference.wire.messages import End, Hello
-from disaggregated_inference.wire.paths import Path
+from disaggregated_inference.wire.paths import Path, spoken
 from disaggregated_inference.wire.receiver import Receipt, fetch
 
 _PATIENCE_S = 0.3
@@ -157,8 +157,7 @@ class Gather:
                 connection.sock.close()
                 raise self._error
             self._connections[stream.number] = connection
-        host, port = path.address
-        stream.used.append(f"{host}:{port}")
+        stream.used.append(spoken(path.address))
         hello = msgspec.structs.replace(
             self._hello, held_tokens=self._held(stream), stream=stream.number, streams=len(self._streams)
         )

@@ -20,6 +20,11 @@ _RECENT_S = 2.0
 _MOST_PATHS = 256
 
 
+def spoken(address: Address) -> str:
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class PathSeen(msgspec.Struct, frozen=True):
     """A path as status pages show it. Goodput is that of recent slices while they were arriving, not of waiting."""
 
@@ -49,8 +54,7 @@ class Path:
         try:
             sock = socket.create_connection(self.address, timeout=_DIAL_S)
         except OSError as error:
-            host, port = self.address
-            raise PeerGone(f"{host}:{port} does not answer: {error}") from error
+            raise PeerGone(f"{spoken(self.address)} does not answer: {error}") from error
         sock.settimeout(SILENCE_S)
         with self._lock:
             self._connections += 1
