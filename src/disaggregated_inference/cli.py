@@ -163,17 +163,20 @@ def bench_wire(
 
 @bench_app.command("handoff")
 def bench_handoff(
-    shape: Annotated[str, typer.Option(help="Random weights of this shape, prefill only (torch).")] = "",
+    model: Model = "smollm2",
+    prefill: Annotated[str, typer.Option(help="Engine that reads the prompts.")] = "torch",
+    decode: Annotated[str, typer.Option(help="Engine that writes, and writes alone to compare.")] = "mlx",
+    shape: Annotated[str, typer.Option(help="A prefill node alone, random weights of this shape (torch).")] = "",
     device: Annotated[str, typer.Option(help="torch device for --shape.")] = "cuda",
-    chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens prefilled at a time, with --shape.")] = 8192,
+    chunk: Annotated[int, typer.Option(min=0, help="Prompt tokens at a time; 0: 256, with --shape 8192.")] = 0,
     streams: Annotated[int, typer.Option(min=1, max=64, help="KV connections.")] = 4,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs, the best of which counts.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs, the best of which counts.")] = 3,
     output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("bench-results"),
 ) -> None:
     """Two nodes against one engine alone; with --shape, what streaming costs a prefill node."""
     from disaggregated_inference.bench.handoff import run
 
-    run(shape, device, chunk, streams, repeats, output)
+    run(shape, device, model, prefill, decode, chunk, streams, repeats, output)
 
 
 @serve_app.command("prefill")

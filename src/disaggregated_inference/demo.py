@@ -1,13 +1,9 @@
 """`disagg demo`: two node processes on this machine, one prompt, one answer, and the proof."""
 
 import json
-import subprocess
-import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any
 
 import msgspec
 from rich.console import Console
@@ -16,6 +12,7 @@ from rich.table import Table
 from disaggregated_inference.engines import require_engine
 from disaggregated_inference.errors import ContextTooLong, DisaggError
 from disaggregated_inference.models import ModelFiles, ModelStore
+from disaggregated_inference.nodes.local import LocalNode, Written, hand_over
 from disaggregated_inference.progress import steps
 
 
@@ -29,6 +26,7 @@ class Result(msgspec.Struct, kw_only=True):
     tokenize: float
     queue: float
     prefill: float
+    canary: float
     transfer_hidden: float
     transfer_exposed: float
     inject: float
@@ -66,13 +64,17 @@ def run_demo(
     if len(tokens) + max_tokens > model.spec.context_window:
         raise ContextTooLong(len(tokens) + max_tokens, model.spec.context_window)
     with _nodes(model, prefill, decode, chunk, console) as (reader, writer):
+        canary = _prove(reader, writer, tokens, console)
         console.print(f"\n[bold]{prefill}[/] reads {len(tokens)} tokens, [bold]{decode}[/] writes:\n")
-        written, metrics, first = _ask(reader, writer, tokens, max_tokens, console)
-        result = _result(model, prefill, decode, written, metrics, tokenizing, first)
+        written, texts = hand_over(reader, writer, tokens, max_tokens)
+        for text in texts:
+            console.print(text, end="", markup=False, soft_wrap=True)
+        console.print("\n")
+        result = _result(model, prefill, decode, written, tokenizing, canary)
         if check:
             with _status(console, f"the same prompt on {decode} alone, to compare"):
-                alone = _post(writer, "/generate", {"tokens": tokens, "max_new_tokens": max_tokens})
-                result.equal_to_decode_engine_alone = json.load(alone)["tokens"] == written
+                alone = writer.ask("/generate", {"tokens": tokens, "max_new_tokens": max_tokens})
+                result.equal_to_decode_engine_alone = alone["tokens"] == written.tokens
     if as_json:
         print(json.dumps(msgspec.to_builtins(result), indent=2))
     else:
@@ -81,38 +83,41 @@ def run_demo(
 
 
 @contextmanager
-def _nodes(model: ModelFiles, prefill: str, decode: str, chunk: int, console: Console) -> Iterator[tuple[str, str]]:
-    """Both nodes as processes of their own; yields their addresses."""
+def _nodes(
+    model: ModelFiles, prefill: str, decode: str, chunk: int, console: Console
+) -> Iterator[tuple[LocalNode, LocalNode]]:
+    """Both nodes as processes of their own."""
     shared = ("--model", str(model.path), "--dtype", "float32")  # exact: other dtypes round differently in each engine
-    both = [
-        _start("prefill", "--engine", prefill, "--chunk", str(chunk), *shared),
-        _start("decode", "--engine", decode, *shared),
-    ]
+    reader = LocalNode("prefill", prefill, "--chunk", str(chunk), *shared)
+    writer = LocalNode("decode", decode, *shared)
     try:
-        yield _ready(both[0], "prefill node", prefill, console), _ready(both[1], "decode node", decode, console)
+        for node in (reader, writer):
+            _await(node, console)
+        yield reader, writer
     finally:
-        for process in both:
-            process.terminate()
-        for process in both:
-            process.communicate()
+        reader.stop()
+        writer.stop()
 
 
-def _start(*arguments: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "disaggregated_inference", "serve", *arguments, "--port", "0"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def _prove(reader: LocalNode, writer: LocalNode, tokens: list[int], console: Console) -> float:
+    """The first contact, which the decode node uses to check the prefill node. Returns its seconds."""
+    first, texts = hand_over(reader, writer, tokens[:1], 1)
+    with _status(console, "decode node: proving the prefill node with a canary prompt"):
+        for _ in texts:
+            pass
+    seconds: float = first.metrics["canary_time"]
+    console.print(
+        f"decode node: has computed a canary prompt of {reader.engine} again, all equal ({seconds:.1f} s, once)"
+    )
+    return seconds
 
 
-def _ready(process: "subprocess.Popen[str]", what: str, engine: str, console: Console) -> str:
+def _await(node: LocalNode, console: Console) -> None:
     started = time.perf_counter()
-    with _status(console, f"{what}: loading the model into {engine}"):
-        assert process.stdout
-        line = process.stdout.readline()
-    if not line:
-        _, reason = process.communicate()
-        raise DisaggError(f"the {what} did not start:\n{reason[-2000:].strip()}")
-    ready = json.loads(line)
-    console.print(f"{what}: {engine} on port {ready['port']}, ready after {time.perf_counter() - started:.1f} s")
-    return f"http://127.0.0.1:{ready['port']}"
+    with _status(console, f"{node.role} node: loading the model into {node.engine}"):
+        port = node.ready()
+    seconds = time.perf_counter() - started
+    console.print(f"{node.role} node: {node.engine} on port {port}, ready after {seconds:.1f} s")
 
 
 @contextmanager
@@ -125,64 +130,24 @@ def _status(console: Console, text: str) -> Iterator[None]:
         yield
 
 
-def _post(node: str, path: str, body: dict[str, Any]) -> IO[bytes]:
-    response: IO[bytes] = urllib.request.urlopen(node + path, json.dumps(body).encode(), timeout=300)
-    return response
-
-
-def _ask(
-    reader: str, writer: str, tokens: list[int], max_tokens: int, console: Console
-) -> tuple[list[int], dict[str, Any], float]:
-    """Both legs at once: the fetch begins while the prompt is still being read. Shows the answer as it comes."""
-    started = time.perf_counter()
-    with _post(reader, "/prefill", {"tokens": tokens, "wait": False}) as response:
-        context = json.load(response)["context"]
-    asked = {"context": context, "max_new_tokens": max_tokens, "stream": True}
-    written: list[int] = []
-    first = 0.0
-    with _post(writer, "/decode", asked) as response:
-        for event in _events(response):
-            if "error" in event:
-                raise DisaggError(event["error"]["message"])
-            if "token" not in event:
-                break
-            first = first or time.perf_counter() - started
-            written.append(event["token"])
-            console.print(event["text"], end="", markup=False, soft_wrap=True)
-    console.print("\n")
-    return written, event["metrics"], first
-
-
-def _events(response: IO[bytes]) -> Iterator[dict[str, Any]]:
-    for line in response:
-        if line.startswith(b"data: "):
-            yield json.loads(line[6:])
-
-
-def _result(
-    model: ModelFiles,
-    prefill: str,
-    decode: str,
-    written: list[int],
-    metrics: dict[str, Any],
-    tokenizing: float,
-    first: float,
-) -> Result:
+def _result(model: ModelFiles, prefill: str, decode: str, written: Written, tokenizing: float, canary: float) -> Result:
+    metrics = written.metrics
     return Result(
         model=model.name,
         prefill_engine=prefill,
         decode_engine=decode,
-        answer=model.tokenizer.decode(written),
+        answer=model.tokenizer.decode(written.tokens),
         tokenize=tokenizing,
         queue=metrics["queue_time"],
         prefill=metrics["prefill_time"],
+        canary=canary,
         transfer_hidden=metrics["fetch_time"] - metrics["exposed_transfer_time"],
         transfer_exposed=metrics["exposed_transfer_time"],
         inject=metrics["inject_time"],
-        first_token=first,
+        first_token=written.first_token_s,
         decode=metrics["decode_time"],
         prompt_tokens=metrics["prompt_tokens"],
-        completion_tokens=len(written),
+        completion_tokens=len(written.tokens),
         kv_bytes=metrics["kv_bytes"],
         prompt_tokens_recomputed=metrics["prompt_tokens_recomputed"],
     )

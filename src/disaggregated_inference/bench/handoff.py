@@ -1,20 +1,133 @@
-"""`disagg bench handoff`: two nodes that share an answer, against one engine alone, in the same run."""
+"""`disagg bench handoff`: two nodes that share an answer, against the decode engine alone, in the same run."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
-from disaggregated_inference.bench.report import Report
+from disaggregated_inference.bench.report import Report, Row
 from disaggregated_inference.bench.streaming import bench_streaming
+from disaggregated_inference.engines import require_engine
+from disaggregated_inference.models import ModelFiles, ModelStore
+from disaggregated_inference.nodes.local import LocalNode, Written, hand_over, write_alone
+from disaggregated_inference.progress import steps
+
+_PROMPTS = (128, 512, 2000)
+_ANSWER = 32
+_TEXT = (
+    "The cache of a prompt is computed once, moves to another machine while it is being computed, and is used there. "
+)
+
+Progress = Callable[[str], None]
 
 
-def run(shape: str, device: str, chunk: int, streams: int, repeats: int, output: Path) -> Report:
+def run(
+    shape: str,
+    device: str,
+    model_name: str,
+    prefill: str,
+    decode: str,
+    chunk: int,
+    streams: int,
+    repeats: int,
+    output: Path,
+) -> Report:
     console = Console()
 
     def progress(text: str) -> None:
         console.print(text, style="dim", highlight=False)
 
-    report = bench_streaming(shape, device, chunk, streams, repeats, progress)
+    if shape:
+        report = bench_streaming(shape, device, chunk or 8192, streams, repeats, progress)
+    else:
+        report = bench_pair(model_name, prefill, decode, chunk or 256, streams, repeats, progress)
+    path = output / f"handoff{f'-{shape}' if shape else ''}.json"
     report.show(console)
-    report.save(output / f"handoff-{shape}.json")
+    report.save(path)
+    console.print(f"saved {path}", style="dim", highlight=False)
     return report
+
+
+def bench_pair(
+    model_name: str, prefill: str, decode: str, chunk: int, streams: int, repeats: int, progress: Progress
+) -> Report:
+    for name in (prefill, decode):
+        require_engine(name)
+    with steps() as fetching:
+        model = ModelStore().resolve(model_name, fetching)
+    report = Report(f"{prefill} reads, {decode} writes {_ANSWER} tokens, {model.name}, float32, chunks of {chunk}")
+    with _nodes(model, prefill, decode, chunk, streams, progress) as (reader, writer, lossy):
+        for length in _PROMPTS:
+            tokens = _prompt(model, length)
+            progress(f"prompt of {length} tokens")
+            _rows(report, reader, writer, tokens, repeats)
+        progress("int8 on the wire")
+        _drift_rows(report, reader, writer, lossy, _prompt(model, 512))
+    return report
+
+
+@contextmanager
+def _nodes(
+    model: ModelFiles, prefill: str, decode: str, chunk: int, streams: int, progress: Progress
+) -> Iterator[tuple[LocalNode, LocalNode, LocalNode]]:
+    """Float32: then tokens can be compared, and neither engine has a dtype that suits it better."""
+    shared = ("--model", str(model.path), "--dtype", "float32")
+    fetching = (*shared, "--kv-streams", str(streams))
+    nodes = (
+        LocalNode("prefill", prefill, "--chunk", str(chunk), *shared),
+        LocalNode("decode", decode, *fetching),
+        LocalNode("decode", decode, *fetching, "--kv-codec", "int8"),
+    )
+    progress(f"starting {prefill} and {decode} nodes")
+    try:
+        for node in nodes:
+            node.ready()
+        yield nodes
+    finally:
+        for node in nodes:
+            node.stop()
+
+
+def _prompt(model: ModelFiles, length: int) -> list[int]:
+    tokens = model.tokenizer.encode(_TEXT)
+    return (tokens * (length // len(tokens) + 1))[:length]
+
+
+def _finished(answer: tuple[Written, Iterator[str]]) -> Written:
+    for _ in answer[1]:
+        pass
+    return answer[0]
+
+
+def _rows(report: Report, reader: LocalNode, writer: LocalNode, tokens: list[int], repeats: int) -> None:
+    """In turn, the best of each; the first round is the warm-up, and the canary's."""
+    ours: list[Written] = []
+    alone: list[Written] = []
+    for turn in range(repeats + 1):
+        runs = (
+            _finished(hand_over(reader, writer, tokens, _ANSWER)),
+            _finished(write_alone(writer, tokens, _ANSWER)),
+        )
+        assert runs[0].tokens == runs[1].tokens, "the hand-off changed the answer"
+        if turn:
+            ours.append(runs[0])
+            alone.append(runs[1])
+    against, name = f"{writer.engine} alone", f"prompt {len(tokens)}"
+    first, bare_first = (min(run.first_token_s for run in runs) for runs in (ours, alone))
+    total, bare_total = (min(run.total_s for run in runs) for runs in (ours, alone))
+    report.add(Row(f"{name}, first token", first, "s", bare_first, against))
+    report.add(Row(f"{name}, whole answer", total, "s", bare_total, against))
+    exposed = min(run.metrics["exposed_transfer_time"] for run in ours)
+    report.add(Row(f"{name}, exposed transfer", exposed * 1e3, "ms"))
+    overhead = min(run.first_token_s - run.metrics["prefill_time"] for run in ours)
+    report.add(Row(f"{name}, first token less the prefill itself", overhead * 1e3, "ms"))
+
+
+def _drift_rows(report: Report, reader: LocalNode, writer: LocalNode, lossy: LocalNode, tokens: list[int]) -> None:
+    exact, rounded = (_finished(hand_over(reader, node, tokens, _ANSWER)) for node in (writer, lossy))
+    pairs = zip(exact.tokens, rounded.tokens, strict=False)
+    same = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(exact.tokens), len(rounded.tokens)))
+    sizes = (rounded.metrics["kv_bytes"], exact.metrics["kv_bytes"])
+    report.add(Row("int8, prompt 512: bytes on the wire", sizes[0] / 1e6, "MB", sizes[1] / 1e6, "raw"))
+    report.add(Row("int8, prompt 512: tokens until the first that differs", same, "", len(exact.tokens), "raw"))

@@ -1,7 +1,10 @@
 """`disagg bench wire`: the real sender and receiver, checksums included, against bare sockets in the same run."""
 
+import json
 import multiprocessing
+import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -100,6 +103,24 @@ def _race(send: Callable[..., None], receive: Callable[[socket.socket, int], Non
     return Run(seconds, used)
 
 
+def _iperf3_bytes_s() -> float:
+    """One connection on loopback, what the system can do without Python."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    server = subprocess.Popen(["iperf3", "-s", "-1", "-p", port], stdout=subprocess.DEVNULL)
+    try:
+        command = ["iperf3", "-c", "127.0.0.1", "-p", port, "-t", "5", "-J"]
+        for _ in range(20):
+            result = subprocess.run(command, capture_output=True)
+            if result.returncode == 0:
+                break
+            time.sleep(0.1)  # the server is not there yet
+        return float(json.loads(result.stdout)["end"]["sum_received"]["bits_per_second"]) / 8
+    finally:
+        server.terminate()
+        server.wait()
+
+
 def run(megabytes: int, repeats: int, output: Path) -> Report:
     console = Console()
     count = max(1, round(megabytes * 1e6 / LAYOUT.row_bytes("bfloat16") / TOKENS))
@@ -114,6 +135,9 @@ def run(megabytes: int, repeats: int, output: Path) -> Report:
     report.add(Row("goodput, framed and checksummed", goodput, "GB/s", bare, "bare sockets", 0.8))
     cost, bare_cost = (min(r.cpu_seconds for r in runs) / size * 1e9 for runs in (ours, raw))
     report.add(Row("CPU, both sides", cost, "s/GB", bare_cost, "bare sockets"))
+    if shutil.which("iperf3"):
+        console.print("wire: iperf3, 5 s", style="dim", highlight=False)
+        report.add(Row("goodput, framed and checksummed", goodput, "GB/s", _iperf3_bytes_s() / 1e9, "iperf3"))
     report.show(console)
     report.save(output / "wire.json")
     console.print(f"saved {output / 'wire.json'}", style="dim", highlight=False)
