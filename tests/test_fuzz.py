@@ -22,7 +22,7 @@ from disaggregated_inference.kv import Fingerprint, KVLayout, KVSlice, LayerPlan
 from disaggregated_inference.kv.fingerprint import Weights
 from disaggregated_inference.nodes.context import Context
 from disaggregated_inference.wire import End, Hello, Outbox, Sink, Welcome, fetch, serve
-from disaggregated_inference.wire.frames import HEADER, Connection, Frame, Kind, encode_header
+from disaggregated_inference.wire.frames import CHECKSUM, HEADER, Connection, Frame, Kind, encode
 from disaggregated_inference.wire.tape import Playback, record
 from tests.test_wire import message, tcp_pair
 
@@ -66,8 +66,9 @@ def _frames(tape: bytes) -> list[bytes]:
     frames, at = [], 0
     while at < len(tape):
         size = struct.unpack_from("<Q", tape, at + 24)[0]
-        frames.append(tape[at : at + HEADER.size + size])
-        at += HEADER.size + size
+        stop = at + HEADER.size + size + CHECKSUM.size
+        frames.append(tape[at:stop])
+        at = stop
     return frames
 
 
@@ -98,9 +99,9 @@ def mangled(draw: st.DrawFn) -> bytes:
 
 
 def _touched(frame: bytes, how: str, draw: st.DrawFn) -> bytes:
-    head, payload = bytearray(frame[: HEADER.size]), bytearray(frame[HEADER.size :])
+    head, payload = bytearray(frame[: HEADER.size]), bytearray(frame[HEADER.size : -CHECKSUM.size])
     if how == "flip":
-        both = head + payload
+        both = bytearray(frame)
         both[draw(st.integers(0, len(both) - 1))] ^= 1 << draw(st.integers(0, 7))
         return bytes(both)
     kind, codec, layer, tokens, start, size = struct.unpack_from("<BHIIQQ", head, 5)
@@ -113,7 +114,7 @@ def _touched(frame: bytes, how: str, draw: st.DrawFn) -> bytes:
         width = {"codec": 16, "layer": 32, "tokens": 32}.get(name, 64)
         values[name] = draw(st.sampled_from(_HUGE)) % (1 << width)
     made = Frame(Kind(kind) if kind in list(Kind) else Kind.HELLO, **values)
-    return encode_header(made, [bytes(payload)]) + bytes(payload)  # the checksum is right: only the numbers lie
+    return encode(made, bytes(payload))  # the checksum is right: only the numbers lie
 
 
 class _Taken:
@@ -199,11 +200,11 @@ def test_the_sender(noise: bytes, how: str, kind: int) -> None:
     def refuse(hello: Hello) -> tuple[Welcome, Outbox]:
         raise TicketRefused("nobody knows you")
 
-    framed = bytearray(encode_header(Frame(Kind.HELLO, len(noise)), [noise]))
+    framed = bytearray(encode(Frame(Kind.HELLO, len(noise)), noise))
     framed[5] = kind
-    prefix = {"noise": b"", "valid hello, noise": message(Kind.HELLO), "framed noise": bytes(framed)}[how]
+    sent = {"noise": noise, "valid hello, noise": message(Kind.HELLO) + noise, "framed noise": bytes(framed)}[how]
     with tcp_pair() as (near, far):
-        near.sendall(prefix + noise)
+        near.sendall(sent)
         near.shutdown(socket.SHUT_WR)
         with pytest.raises(WireError):
             serve(Connection(far), refuse)
@@ -223,7 +224,7 @@ def test_the_handshake(content: object) -> None:
 
 
 def message_of(payload: bytes) -> bytes:
-    return encode_header(Frame(Kind.HELLO, len(payload)), [payload]) + payload
+    return encode(Frame(Kind.HELLO, len(payload)), payload)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

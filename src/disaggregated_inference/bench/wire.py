@@ -107,7 +107,7 @@ def _iperf3_bytes_s() -> float:
     """One connection on loopback, what the system can do without Python."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    server = subprocess.Popen(["iperf3", "-s", "-1", "-p", port], stdout=subprocess.DEVNULL)
+    server = subprocess.Popen(["iperf3", "-s", "-1", "-p", port], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         command = ["iperf3", "-c", "127.0.0.1", "-p", port, "-t", "5", "-J"]
         for _ in range(20):
