@@ -166,8 +166,9 @@ class PrefillNode:
         try:
             serve(Connection(sock), admit, lambda: self.book.renew(served[0][0].ticket))
             self._stream_done(*served[0])
-        except Cancelled:
+        except Cancelled as error:
             self.book.cancel(served[0][0].ticket)
+            log.info("a fetch was cancelled: %s", error, extra={"ticket": served[0][0].ticket})
         except DisaggError as error:
             ticket = served[0][0].ticket if served else None
             log.warning("a fetch ended early: %s", error, extra={"ticket": ticket, "code": error.code})

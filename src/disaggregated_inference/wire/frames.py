@@ -165,11 +165,12 @@ class Connection:
                 pass
         self.sock.close()
 
-    def cancel(self) -> None:
-        """From any thread of the receiver: tell the sender, and wake whoever waits for it here."""
+    def cancel(self, reason: bytes = b"") -> None:
+        """From any thread of the receiver: tell the sender (with a reason: in an ERROR), and wake whoever waits for it
+        here."""
         with suppress(PeerGone, OSError):
             self.cancelled = True
-            self.send_message(Kind.CANCEL)
+            self.send_message(Kind.ERROR if reason else Kind.CANCEL, reason)
             self.sock.shutdown(socket.SHUT_RD)
 
     def _fill(self, target: memoryview) -> None:

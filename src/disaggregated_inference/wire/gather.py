@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from disaggregated_inference.errors import ChecksumMismatch, PeerGone, ProtocolError
+from disaggregated_inference.errors import Cancelled, ChecksumMismatch, PeerGone, ProtocolError
 from disaggregated_inference.kv import KVLayout, KVSlice
 from disaggregated_inference.kv.dtype import Array
 from disaggregated_inference.wire.frames import Connection
-from disaggregated_inference.wire.messages import End, Hello
+from disaggregated_inference.wire.messages import End, Hello, failure_of
 from disaggregated_inference.wire.paths import Path, spoken
 from disaggregated_inference.wire.receiver import Receipt, fetch
 
@@ -103,8 +103,9 @@ class Gather:
             self._error = self._error or error
             self._changed.notify_all()
             connections = list(self._connections.values())
+        reason = b"" if isinstance(error, Cancelled) else failure_of(error)
         for connection in connections:
-            connection.cancel()
+            connection.cancel(reason)
 
     def _gathered(self, seconds: float) -> Gathered:
         receipts = [stream.receipt for stream in self._streams if stream.receipt]

@@ -4,7 +4,7 @@ from typing import TypeVar
 
 import msgspec
 
-from disaggregated_inference.errors import ProtocolError
+from disaggregated_inference.errors import DisaggError, ProtocolError
 from disaggregated_inference.kv import Fingerprint, KVDType
 
 
@@ -46,6 +46,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     code: str
     message: str
+
+
+def failure_of(error: BaseException) -> bytes:
+    code = error.code if isinstance(error, DisaggError) else "internal_error"
+    return msgspec.json.encode(Failure(code=code, message=str(error)[:1000]))
 
 
 Message = TypeVar("Message", bound=msgspec.Struct)

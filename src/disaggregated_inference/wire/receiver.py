@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from disaggregated_inference.errors import ChecksumMismatch, DisaggError, PeerFailed, PeerGone, ProtocolError
+from disaggregated_inference.errors import Cancelled, ChecksumMismatch, DisaggError, PeerFailed, PeerGone, ProtocolError
 from disaggregated_inference.kv import KVLayout, KVSlice
 from disaggregated_inference.kv.dtype import Array
 from disaggregated_inference.wire import codecs
 from disaggregated_inference.wire.frames import Connection, Frame, Kind, bytes_of
-from disaggregated_inference.wire.messages import End, Failure, Hello, Welcome, parse
+from disaggregated_inference.wire.messages import End, Failure, Hello, Welcome, failure_of, parse
 
 Receiving = Callable[[int], AbstractContextManager[None]]
 
@@ -157,8 +157,8 @@ def fetch(
         if not connection.cancelled:
             connection.sock.close()  # nothing more can be said here; another connection may resume
         raise
-    except BaseException:
-        connection.cancel()
+    except BaseException as error:
+        connection.cancel(b"" if isinstance(error, Cancelled) else failure_of(error))
         raise
     finally:
         finished.set()

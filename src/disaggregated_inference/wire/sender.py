@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
@@ -10,7 +11,7 @@ from disaggregated_inference.kv import KVSlice
 from disaggregated_inference.kv.dtype import Array
 from disaggregated_inference.wire import codecs
 from disaggregated_inference.wire.frames import Connection, Frame, Kind, bytes_of
-from disaggregated_inference.wire.messages import End, Failure, Hello, Welcome, parse
+from disaggregated_inference.wire.messages import End, Failure, Hello, Welcome, failure_of, parse
 
 _MOST_STREAMS = 64
 _PULSE_S = 0.35  # how often a sender that waits for its engine says that it is there
@@ -137,11 +138,8 @@ def send_slice(connection: Connection, piece: KVSlice, codec: str) -> None:
 
 def _tell(connection: Connection, error: DisaggError) -> None:
     """The reason, if the other side still listens."""
-    failure = Failure(code=error.code, message=str(error)[:1000])
-    try:
-        connection.send_message(Kind.ERROR, msgspec.json.encode(failure))
-    except DisaggError:
-        return
+    with suppress(DisaggError):
+        connection.send_message(Kind.ERROR, failure_of(error))
 
 
 class _Peer:
@@ -169,6 +167,9 @@ class _Peer:
 
     def _next(self) -> Kind:
         frame = self._connection.receive_header()
+        if frame.kind is Kind.ERROR:
+            failure = parse(self._connection.receive_message(frame), Failure)
+            raise Cancelled(f"the receiver gave up: {failure.message} ({failure.code})")
         self._connection.receive_message(frame, limit=0)
         if frame.kind is Kind.CANCEL:
             raise Cancelled("the receiver no longer wants this cache")
