@@ -33,6 +33,7 @@ Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Token = Annotated[str, typer.Option(envvar="DISAGG_TOKEN", help="Bearer token that callers must send.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without a token.")]
 DType = Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: what suits engine and machine.")]
+Chunk = Annotated[int, typer.Option(min=0, help="Prompt tokens read at a time; 0: what suits engine and machine.")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error; lines of JSON on standard error.")]
 
 
@@ -193,7 +194,7 @@ def serve_prefill(
     token: Token = "",
     insecure: Insecure = False,
     dtype: DType = "",
-    chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens prefilled at a time.")] = 2048,
+    chunk: Chunk = 0,
     lease: Annotated[float, typer.Option(min=1, help="Seconds a cache is held for someone who does not come.")] = 30.0,
     log_level: LogLevel = "warning",
 ) -> None:
@@ -213,7 +214,7 @@ def serve_decode(
     token: Token = "",
     insecure: Insecure = False,
     dtype: DType = "",
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens at a time of prompts it reads itself.")] = 512,
+    chunk: Chunk = 0,
     kv_streams: Annotated[int, typer.Option(min=1, max=64, help="Connections per transfer.")] = 2,
     kv_codec: Annotated[str, typer.Option(help="raw, or int8 for links slower than the prefill.")] = "raw",
     log_level: LogLevel = "warning",

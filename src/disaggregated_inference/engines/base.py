@@ -73,6 +73,7 @@ class Engine(ABC):
     name: str
     max_batch = 256
     warm_lengths: tuple[int, ...] = (64,)  # chunks worth reading once before the first request
+    chunk_tokens = 512  # at a time: enough to keep the device busy, not so much that others wait for seconds
 
     def __init__(self, spec: ModelSpec, fingerprint: Fingerprint, dtype: KVDType) -> None:
         self.spec = spec

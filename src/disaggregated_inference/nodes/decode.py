@@ -85,10 +85,10 @@ class Answer:
 
 class DecodeNode:
     def __init__(
-        self, worker: EngineThread, chunk_tokens: int = 512, streams: int = 2, codecs: tuple[str, ...] = ("raw",)
+        self, worker: EngineThread, chunk_tokens: int = 0, streams: int = 2, codecs: tuple[str, ...] = ("raw",)
     ) -> None:
         self.worker, self.engine = worker, worker.engine
-        self.chunk_tokens, self.streams, self.codecs = chunk_tokens, streams, codecs
+        self.chunk_tokens, self.streams, self.codecs = chunk_tokens or self.engine.chunk_tokens, streams, codecs
         self.epoch = secrets.token_hex(8)
         self.paths = Paths()
         self.proofs = Proofs(worker, self.paths)

@@ -55,12 +55,12 @@ class PrefillNode:
         self,
         worker: EngineThread,
         kv_addresses: Items[Address] = (("127.0.0.1", 0),),
-        chunk_tokens: int = 2048,
+        chunk_tokens: int = 0,
         lease_s: float = 30.0,
     ) -> None:
         self.worker, self.engine = worker, worker.engine
         self.epoch = secrets.token_hex(8)
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens or self.engine.chunk_tokens
         self.book = TicketBook(lease_s=lease_s)
         self._attempts: dict[str, Attempt] = {}
         self._listener = Listener(kv_addresses, self._serve, _MOST_CONNECTIONS)

@@ -74,6 +74,8 @@ class MlxEngine(Engine):
         super().__init__(spec, fingerprint, activation_dtype(model))
         self.model = model
         self._batch = Batch()
+        if mx.default_device() == mx.gpu:
+            self.chunk_tokens = 2048
 
     def leave_thread(self) -> None:
         """A thread that ends with streams of its own makes the whole process abort at exit, one time in five."""

@@ -81,6 +81,8 @@ class TorchEngine(Engine):
         self._host = HostCopies(self.arena)
         self._places = Places(self.arena, sequences)
         self.max_batch = sequences
+        if self.device.type == "cuda":
+            self.chunk_tokens = 8192
         flash = has_flash(self.device, model.dtype)
         if flash:
             fused.install(self.model)
