@@ -51,6 +51,9 @@ class DecodeMetrics(msgspec.Struct):
     finish_reason: str = "length"
 
 
+Item = int | BaseException | None
+
+
 class Answer:
     """One request's answer while it is being written: iterate for tokens, then `metrics` is complete."""
 
@@ -58,13 +61,21 @@ class Answer:
         self.metrics, self.request_id = metrics, request_id
         self.cancelled = False
         self._stop: Callable[[], None] = lambda: None
-        self._tokens: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._deliver: Callable[[Item], None] = self._items.put
+        self._lock = threading.Lock()
 
-    def put(self, token: int) -> None:
-        self._tokens.put(token)
+    def put(self, item: Item) -> None:
+        """The next token, or the end: None, or the error there was."""
+        with self._lock:
+            self._deliver(item)
 
-    def end(self, error: BaseException | None) -> None:
-        self._tokens.put(error)
+    def listen(self, deliver: Callable[[Item], None]) -> None:
+        """From now on every item goes to `deliver`, on whatever thread it comes from; those that wait go first."""
+        with self._lock:
+            while not self._items.empty():
+                deliver(self._items.get())
+            self._deliver = deliver
 
     def cancel(self) -> None:
         """Nobody wants it any more: a transfer stops at once, writing at the next token."""
@@ -77,7 +88,7 @@ class Answer:
             stop()
 
     def __iter__(self) -> Iterator[int]:
-        while (item := self._tokens.get()) is not None:
+        while (item := self._items.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item
@@ -229,12 +240,12 @@ class DecodeNode:
         def end() -> None:
             answer.metrics.prompt_tokens_recomputed = sequence.computed
             self.engine.close(sequence)
-            answer.end(done.exception())
+            answer.put(done.exception())
 
         try:
             self.worker.post(end)
         except NodeBusy as error:  # the engine has stopped: nothing to give back, but someone may be waiting
-            answer.end(error)
+            answer.put(error)
 
 
 @contextmanager

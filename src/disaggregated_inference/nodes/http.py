@@ -5,7 +5,7 @@ import base64
 import json
 import logging
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,7 +18,7 @@ from starlette.routing import Route
 from disaggregated_inference.errors import Cancelled, DisaggError
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.nodes.context import Context
-from disaggregated_inference.nodes.decode import Answer, DecodeNode
+from disaggregated_inference.nodes.decode import Answer, DecodeNode, Item
 from disaggregated_inference.nodes.guards import Bearer, RequestId, request_id
 from disaggregated_inference.nodes.prefill import PrefillNode
 from disaggregated_inference.nodes.requests import (
@@ -186,7 +186,7 @@ async def _unless_gone(request: Request, result: Awaitable[Result], cancel: Call
 async def _respond(request: Request, answer: Answer, model: ModelFiles, stream: bool) -> Response:
     if stream:
         return StreamingResponse(_events(answer, model), media_type="text/event-stream")
-    tokens = await _unless_gone(request, asyncio.to_thread(list, answer), answer.cancel)
+    tokens = await _unless_gone(request, _all(answer), answer.cancel)
     text = await asyncio.to_thread(model.tokenizer.decode, tokens)
     metrics = _logged(answer)
     return JSONResponse({"generated_text": text, "tokens": tokens, "metrics": metrics})
@@ -196,7 +196,7 @@ async def _events(answer: Answer, model: ModelFiles) -> AsyncIterator[str]:
     """One event per token; the last one carries the metrics, or the error."""
     text = model.tokenizer.stream()
     try:
-        async for token in _in_thread(answer):
+        async for token in _tokens(answer):
             yield _event({"token": token, "text": text.push(token)})
         yield _event({"done": True, "metrics": _logged(answer)})
     except Exception as error:
@@ -217,12 +217,23 @@ def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
-async def _in_thread(items: Iterator[int] | Answer) -> AsyncIterator[int]:
-    """Iterate something that blocks, without blocking the event loop."""
-    iterator, end = iter(items), object()
-    while (item := await asyncio.to_thread(next, iterator, end)) is not end:
-        assert isinstance(item, int)
+async def _tokens(answer: Answer) -> AsyncIterator[int]:
+    """As they come from the engine's thread; no thread waits for them here."""
+    loop = asyncio.get_running_loop()
+    items: asyncio.Queue[Item] = asyncio.Queue()
+
+    def deliver(item: Item) -> None:
+        loop.call_soon_threadsafe(items.put_nowait, item)
+
+    answer.listen(deliver)
+    while (item := await items.get()) is not None:
+        if isinstance(item, BaseException):
+            raise item
         yield item
+
+
+async def _all(answer: Answer) -> list[int]:
+    return [token async for token in _tokens(answer)]
 
 
 Ready = Callable[[int], None]
