@@ -6,6 +6,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -294,6 +295,23 @@ def test_a_ticket_that_ends_stops_its_sender(pair: Pair) -> None:
             list(answer)
 
 
+def test_a_stranger_who_drips(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then must not hold a place: all of HELLO within a few seconds."""
+    prefill, _ = pair
+    monkeypatch.setattr("disaggregated_inference.wire.sender._HELLO_S", 0.5)
+    with socket.create_connection(prefill.kv_addresses[0]) as sock:
+        sock.settimeout(2)
+        started = time.monotonic()
+        with suppress(OSError):
+            for byte in b"DKVC" + bytes(28):
+                sock.sendall(bytes([byte]))
+                time.sleep(0.1)
+        with suppress(OSError):
+            assert b"peer_gone" in sock.recv(4096)
+        assert time.monotonic() - started < 5
+    assert until(lambda: "kv-send" not in {thread.name for thread in threading.enumerate()}, 3)
+
+
 class TestCanary:
     def test_a_peer_that_computes_something_else_is_refused(self, nodes: Callable[..., Pair], right: list[int]) -> None:
         """Same files, same fingerprint, and two KV heads that changed places on their way out."""
@@ -334,6 +352,16 @@ class TestCanary:
             assert line.struck.is_set()
         assert decode.proofs.tokens_computed == 0
         assert ask(prefill, decode) == right
+
+    def test_one_request_s_trouble_is_not_another_s(self, nodes: Callable[..., Pair], right: list[int]) -> None:
+        """The first has an address where nobody answers; the second waits for its canary, then makes its own."""
+        prefill, decode = nodes()
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            lost = begin(prefill, decode, silent.getsockname())
+            time.sleep(0.2)
+            assert ask(prefill, decode) == right
+            with pytest.raises(PeerGone):
+                list(lost)
 
     @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "gpt_oss"])
     @pytest.mark.parametrize("engines", [("torch", "mlx"), ("mlx", "torch")])

@@ -1,5 +1,6 @@
 """Nodes as people run them: `disagg serve`, two processes, curl's view of them. The embedded model, real engines."""
 
+import base64
 import json
 import os
 import signal
@@ -15,12 +16,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.nodes.context import Context
 from tests.conftest import LoadTiny
 from tests.handoff import alone, prompt_of
+
+
+def _context(**changes: Any) -> str:
+    plain = Context(ticket="t", secret="s", epoch="e", tokens=3, addresses=(("127.0.0.1", 9),))
+    return msgspec.structs.replace(plain, **changes).encode()
 
 
 class Node:
@@ -149,8 +156,9 @@ def test_a_cache_inside_the_request(pair: tuple[Node, Node], expected: list[int]
     assert decode.ask("/decode", {"context": read["context"], "max_new_tokens": 16})[1]["tokens"] == expected
     for kv_cache, says in (
         ("!", "not base64"),
-        ("", "closed the connection"),
-        (read["kv_cache"][:4000], "closed the connection"),
+        ("", "cut short"),
+        (read["kv_cache"][:4000], "cut short"),
+        (base64.b64encode(base64.b64decode(read["kv_cache"]) + b"more").decode(), "follows its end"),
         (read["kv_cache"][:40000] + "AAAA" + read["kv_cache"][40004:], "damaged"),
     ):
         status, answer = decode.ask("/decode", {"kv_cache": kv_cache, "max_new_tokens": 2})
@@ -204,6 +212,60 @@ def test_leaving_without_a_stream_cancels_too(pair: tuple[Node, Node]) -> None:
     assert wait_for(lambda: prefill.ask("/status")[1]["tickets"] == 0, 1.0)
 
 
+def test_many_clients_who_leave(pair: tuple[Node, Node]) -> None:
+    _, decode = pair
+    asked = json.dumps({"tokens": prompt_of(20), "max_new_tokens": 3000}).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(asked)}\r\n\r\n".encode()
+    clients = [socket.create_connection(("127.0.0.1", decode.ready["port"])) for _ in range(16)]
+    for sock in clients:
+        sock.sendall(head + asked)
+    assert wait_for(lambda: decode.ask("/status")[1]["waiting"] == 16)
+    for sock in clients:
+        sock.close()
+    assert wait_for(lambda: decode.ask("/status")[1]["waiting"] == 0, 2.0)
+
+
+def test_streamed_and_whole_texts_are_the_same(pair: tuple[Node, Node]) -> None:
+    """The tiny model writes bytes at random, and half of all answers end in the middle of a character."""
+    _, decode = pair
+    for length in range(20, 26):
+        asked = {"tokens": prompt_of(length), "max_new_tokens": 12}
+        whole = decode.ask("/generate", asked)[1]["generated_text"]
+        events = decode.stream("/generate", asked | {"stream": True})
+        assert "".join(event.get("text", "") for event in events) == whole
+
+
+def test_a_stop_in_the_middle_of_an_answer(folder: Path) -> None:
+    """Ten seconds for what is being written; then a typed answer, and exit code 0."""
+    node = Node("decode", "--model", str(folder), "--dtype", "float32", "--engine", "torch")
+    answers: list[tuple[int, Any]] = []
+    asked = {"tokens": [5, 6], "max_new_tokens": 4000}
+
+    def ask() -> None:
+        answers.append(node.ask("/generate", asked))
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert wait_for(lambda: node.ask("/status")[1]["waiting"] == 3)
+    started = time.monotonic()
+    assert node.stop() == 0
+    assert time.monotonic() - started < 14
+    for thread in threads:
+        thread.join()
+    assert {status for status, _ in answers} <= {200, 503}, answers
+
+
+def test_a_port_that_is_taken_shows_at_once(pair: tuple[Node, Node]) -> None:
+    port = str(pair[0].ready["port"])
+    command = [sys.executable, "-m", "disaggregated_inference", "serve", "decode", "--port", port]
+    started = time.monotonic()
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 1
+    assert f"error: [Errno 98] cannot listen on 127.0.0.1:{port}" in run.stderr
+    assert time.monotonic() - started < 5
+
+
 def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
     deadline = time.monotonic() + seconds
     while not (done := condition()) and time.monotonic() < deadline:
@@ -240,7 +302,8 @@ def test_cancel_by_request(pair: tuple[Node, Node]) -> None:
     read = prefill.ask("/prefill", {"tokens": prompt_of(50), "ticket": "mine"})[1]
     assert prefill.ask("/prefill", {"tokens": [5], "ticket": "mine"})[0] == 403
     assert prefill.ask("/prefill/mine", method="DELETE") == (200, {"cancelled": True})
-    assert prefill.ask("/prefill/mine", method="DELETE")[0] == 404
+    status, answer = prefill.ask("/prefill/mine", method="DELETE")
+    assert (status, answer["error"]["code"]) == (404, "ticket_not_found")
     assert decode.ask("/decode", {"context": read["context"], "max_new_tokens": 2})[0] == 502
 
 
@@ -251,7 +314,16 @@ def test_cancel_by_request(pair: tuple[Node, Node]) -> None:
         ("/prefill", {"tokens": "x"}, 400, "Expected `array"),
         ("/prefill", {}, 400, "exactly one of"),
         ("/prefill", {"prompt": "a", "tokens": [1]}, 400, "exactly one of"),
-        ("/prefill", {"tokens": []}, 400, "0 tokens"),
+        ("/prefill", {"tokens": []}, 400, "empty"),
+        ("/prefill", {"prompt": ""}, 400, "empty"),
+        ("/prefill", {"tokens": [512], "wait": False}, 400, "not in the vocabulary of 512"),
+        ("/prefill", {"prompt": "hello " * 2_000_000}, 400, "do not fit the context window of 4096"),
+        ("/prefill", {"messages": [{"role": "user", "content": 5}]}, 400, "a role and a content"),
+        ("/prefill", {"messages": [{"content": "x"}]}, 400, "a role and a content"),
+        ("/prefill", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text alone"),
+        ("/prefill", {"tokens": [5], "ticket": "a/b"}, 400, "a ticket id"),
+        ("/prefill", b'{"prompt": "\xff"}', 400, "cannot be read"),
+        ("/prefill", b'{"x": ' + b"[" * 100_000, 400, "cannot be read"),
         ("/prefill", {"tokens": [5] * 4097}, 400, "4097 tokens do not fit the context window of 4096"),
         ("/prefill", {"tokens": [512]}, 400, "not in the vocabulary of 512"),
     ],
@@ -270,6 +342,11 @@ def test_bad_requests_to_prefill(path: str, body: Any, status: int, says: str, p
         ({"tokens": [5], "temperature": 0.7}, 400, "greedily"),
         ({"tokens": [5], "max_new_tokens": 9000}, 400, "context window of 4096"),
         ({"tokens": [-1], "max_new_tokens": 2}, 400, "vocabulary"),
+        ({"tokens": [], "max_new_tokens": 2}, 400, "empty"),
+        ({"kv_cache": "é"}, 400, "not base64"),
+        ({"context": _context(addresses=(("x" * 300, 1),))}, 403, "not one that"),
+        ({"context": _context(addresses=(("127.0.0.1", 99999),))}, 403, "not one that"),
+        ({"context": _context(addresses=(("a..b", 9),))}, 503, "does not answer"),
     ],
 )
 def test_bad_requests_to_decode(body: Any, status: int, says: str, pair: tuple[Node, Node]) -> None:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from disaggregated_inference.engines import load_engine
 from disaggregated_inference.errors import (
     EngineUnavailable,
+    MessagesRefused,
     ModelDamaged,
     ModelError,
     ModelNotFound,
@@ -218,7 +219,7 @@ class TestDamage:
 
     def test_a_template_that_refuses(self, copy: Path) -> None:
         (copy / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
-        with pytest.raises(ModelUnsupported, match="roles must alternate"):
+        with pytest.raises(MessagesRefused, match="roles must alternate"):
             ModelFiles("x", copy).tokenizer.render_chat([])
 
     def test_an_engine_refuses_a_gguf(self, smollm2_gguf: Path) -> None:

@@ -1,21 +1,26 @@
 """A prefill node and a decode node, each with its engine on its own thread, over real sockets."""
 
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from disaggregated_inference.errors import (
+    BadRequest,
     ContextTooLong,
     KVMemoryFull,
     NodeBusy,
     PeerFailed,
     PeerGone,
     TicketRefused,
+    TokensRefused,
 )
 from disaggregated_inference.nodes.context import Context
+from disaggregated_inference.nodes.listen import Listener
 from disaggregated_inference.nodes.worker import EngineThread, Work
 from tests.conftest import LoadTiny, Pair, until
 from tests.handoff import alone, prompt_of
@@ -101,8 +106,11 @@ def test_no_room_is_said_before_anything_moves(nodes: Callable[..., Pair]) -> No
         decode.fetch_and_write(context, 1000)
     with pytest.raises(ContextTooLong):
         prefill.begin(prompt_of(4097))
-    with pytest.raises(ContextTooLong):
+    with pytest.raises(BadRequest, match="empty"):
         prefill.begin([])
+    with pytest.raises(TokensRefused):
+        prefill.begin([512])
+    assert len(prefill.book) == 1, "nothing is kept of what was refused"
     with pytest.raises(TicketRefused, match="not one that a prefill node gave out"):
         Context.decode("nonsense")
 
@@ -163,3 +171,54 @@ def test_a_model_that_does_not_load() -> None:
 
     with pytest.raises(KVMemoryFull):
         EngineThread(load)  # type: ignore[arg-type]
+
+
+def test_a_lease_does_not_run_while_the_prompt_is_read(nodes: Callable[..., Pair]) -> None:
+    """More prompts at once than can be read within a lease: all are read, and each is held from its own end on."""
+    prefill, _ = nodes(lease_s=0.3, chunk_tokens=20)
+    started = time.monotonic()
+    readings = [prefill.begin(prompt_of(400))[1] for _ in range(20)]
+    assert [reading.result(30).prompt_tokens for reading in readings] == [400] * 20
+    assert time.monotonic() - started > 0.3, "the test is too fast to show anything"
+    assert until(lambda: prefill.book.endings.expired == 20)
+    assert until(lambda: prefill.engine.arena.used_rows == 0)  # type: ignore[attr-defined]
+
+
+def test_a_listener_survives_running_out_of_descriptors() -> None:
+    taken: list[socket.socket] = []
+    listener = Listener([("127.0.0.1", 0)], lambda sock: taken.append(sock), 8)
+    refusals = [OSError(24, "Too many open files"), OSError(24, "Too many open files")]
+    near, far = socket.socketpair()
+
+    class Exhausted:
+        def accept(self) -> tuple[socket.socket, None]:
+            if refusals:
+                raise refusals.pop()
+            listener._closing.set()
+            return far, None
+
+    listener._accept(Exhausted())  # type: ignore[arg-type]
+    assert until(lambda: taken == [far])
+    listener.close()
+    near.close()
+    far.close()
+
+
+def test_few_works_take_turns(tiny_engine: LoadTiny) -> None:
+    worker = EngineThread(lambda: tiny_engine("torch", "llama"), in_turn=2)
+    begun: list[int] = []
+
+    def work(number: int) -> Work[int]:
+        begun.append(number)
+        for _ in range(3):
+            yield
+        return len(begun)
+
+    futures = [worker.start(work(number)) for number in range(6)]
+    assert worker.waiting > 0
+    results = [future.result(5) for future in futures]
+    assert results[0] == 2, "the first was done when only two had begun"
+    assert worker.waiting == 0
+    worker.stop()
+    with pytest.raises(NodeBusy, match="stopped"):
+        worker.call(lambda: 1)

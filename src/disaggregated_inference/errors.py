@@ -22,8 +22,10 @@ DisaggError
 │   ├── PeerFailed             502  the other side told us why it stopped
 │   ├── PeerRefused            409  the canary shows that the other side computes something else
 │   ├── TicketRefused          403  unknown, spent or expired ticket, or a wrong secret
+│   ├── TicketNotFound         404  a ticket to cancel that is not there
 │   └── Cancelled              499  the other side no longer wants it
 ├── BadRequest                 400  a request that cannot be understood, or asks for what is not there
+│   ├── MessagesRefused        400  chat messages that the model's template cannot render
 │   └── BodyTooLarge           413  a request body beyond the limit
 ├── NodeBusy                   503  the queue is full
 └── ContextTooLong             400  prompt plus answer exceed the context window
@@ -135,12 +137,20 @@ class TicketRefused(WireError):
     status = 403
 
 
+class TicketNotFound(WireError):
+    status = 404
+
+
 class Cancelled(WireError):
     status = 499
 
 
 class BadRequest(DisaggError):
     status = 400
+
+
+class MessagesRefused(BadRequest):
+    pass
 
 
 class BodyTooLarge(BadRequest):

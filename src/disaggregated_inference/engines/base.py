@@ -103,7 +103,7 @@ class Engine(ABC):
         if not len(tokens):
             raise TokensRefused("a chunk needs at least one token")
         self._require_room(sequence, len(tokens))
-        self._require_vocabulary(tokens)
+        self.require_vocabulary(tokens)
         with _whole_or_broken(sequence):
             sequence.computed += len(tokens)
             logits = self._prefill(sequence, tokens, emit)
@@ -199,7 +199,7 @@ class Engine(ABC):
         if sequence.length + count > sequence.capacity:
             raise KVMemoryFull(f"{sequence.length + count} tokens in a sequence opened for {sequence.capacity}")
 
-    def _require_vocabulary(self, tokens: Items[int]) -> None:
+    def require_vocabulary(self, tokens: Items[int]) -> None:
         """An id past the end crashes MLX and stops CUDA for good: it must not get there."""
         low, high = min(tokens), max(tokens)
         if low < 0 or high >= self.spec.vocabulary:
@@ -217,7 +217,7 @@ class Engine(ABC):
         for sequence in sequences:
             self._require_room(sequence, 1)
         if isinstance(tokens, Items):
-            self._require_vocabulary(tokens)
+            self.require_vocabulary(tokens)
 
     def _require_next(self, sequence: Sequence, piece: KVSlice) -> None:
         """The slice must join on: at the layer's last row, or where a sliding layer's window begins."""

@@ -6,6 +6,7 @@ expired, its memory is given back exactly once, and a counter says which it was.
 """
 
 import hmac
+import math
 import secrets
 import threading
 import time
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from disaggregated_inference.errors import TicketRefused
+from disaggregated_inference.errors import NodeBusy, TicketRefused
 from disaggregated_inference.kv.fingerprint import Fingerprint, require_same_model
 
 Release = Callable[[], None]
@@ -57,13 +58,13 @@ class TicketBook:
             secret=secrets.token_urlsafe(32),
             fingerprint=fingerprint,
             release=release,
-            expires_at=self.clock() + self.lease_s,
+            expires_at=math.inf,  # what is still being computed cannot be fetched late
         )
         with self._lock:
             if ticket.id in self._live:
                 raise TicketRefused(f"ticket {ticket.id} exists already; every attempt needs a new one")
             if len(self._live) >= self.most:
-                raise TicketRefused(f"{self.most} tickets are waiting to be fetched already")
+                raise NodeBusy(f"{self.most} tickets are waiting to be fetched already")
             self._live[ticket.id] = ticket
         return ticket
 
@@ -73,7 +74,7 @@ class TicketBook:
         with self._lock:
             ticket = self._checked(id, secret, fetch, fingerprint)
             ticket.fetch = fetch
-            ticket.expires_at = self.clock() + self.lease_s
+            self._prolong(ticket)
             return ticket
 
     def check(self, id: str, secret: str, fetch: str, fingerprint: Fingerprint) -> None:
@@ -94,7 +95,17 @@ class TicketBook:
         """The waiting side is alive. Renewing what is gone is no error: its connection will hear soon enough."""
         with self._lock:
             if ticket := self._live.get(id):
+                self._prolong(ticket)
+
+    def hold(self, id: str) -> None:
+        """The cache is complete, or never will be: from now on the lease runs."""
+        with self._lock:
+            if ticket := self._live.get(id):
                 ticket.expires_at = self.clock() + self.lease_s
+
+    def _prolong(self, ticket: Ticket) -> None:
+        if ticket.expires_at != math.inf:
+            ticket.expires_at = self.clock() + self.lease_s
 
     def fetched(self, id: str) -> bool:
         return self._end(id, "fetched")

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from disaggregated_inference.errors import ModelDamaged, ModelUnsupported
+from disaggregated_inference.errors import MessagesRefused, ModelDamaged, ModelUnsupported
 
 Message = dict[str, Any]
 
@@ -41,7 +41,13 @@ class ModelTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Special tokens written out in the text are recognised, none are added."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        # As a batch, because that lets other threads run meanwhile: a long text takes seconds.
+        return list(self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """No token stands for more text than this."""
+        return 4 * max(map(len, self._tokenizer.get_vocab()))
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         return self.encode(self.render_chat(messages))
@@ -54,8 +60,8 @@ class ModelTokenizer:
 
         try:
             text: str = self._template.render(messages=list(messages), add_generation_prompt=True, **self._special)
-        except TemplateError as error:
-            raise ModelUnsupported(f"the model's chat template refuses these messages: {error}") from error
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise MessagesRefused(f"the model's chat template refuses these messages: {error}") from error
         return text
 
     def decode(self, tokens: Iterable[int]) -> str:

@@ -27,6 +27,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
             context = msgspec.json.decode(base64.urlsafe_b64decode(word.encode()), type=cls)
         except (binascii.Error, msgspec.DecodeError, ValueError) as error:
             raise TicketRefused("this context is not one that a prefill node gave out") from error
-        if context.tokens < 1 or not 0 < len(context.addresses) <= _MOST_ADDRESSES:
+        hosts = all(0 < len(host) <= 253 and 0 < port < 65536 for host, port in context.addresses)
+        if context.tokens < 1 or not context.epoch or not hosts or not 0 < len(context.addresses) <= _MOST_ADDRESSES:
             raise TicketRefused("this context is not one that a prefill node gave out")
         return context

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from disaggregated_inference.engines import Sequence, chunks
-from disaggregated_inference.errors import BadRequest, Cancelled, NodeBusy, ProtocolError, WireError
+from disaggregated_inference.errors import BadRequest, Cancelled, NodeBusy, ProtocolError, SliceRefused, WireError
 from disaggregated_inference.kv import KVSlice
 from disaggregated_inference.kv.dtype import Array
 from disaggregated_inference.nodes.context import Context
@@ -103,11 +103,26 @@ class DecodeNode:
         self.epoch = secrets.token_hex(8)
         self.paths = Paths()
         self.proofs = Proofs(worker, self.paths)
+        self._answers: set[Answer] = set()
+
+    @property
+    def healthy(self) -> bool:
+        return self.worker.alive
+
+    def close(self) -> None:
+        """Answers that are still being written are cancelled."""
+        for answer in list(self._answers):
+            answer.cancel()
+
+    def _begun(self, prompt_tokens: int, request_id: str) -> Answer:
+        answer = Answer(DecodeMetrics(prompt_tokens=prompt_tokens), request_id)
+        self._answers.add(answer)
+        return answer
 
     def fetch_and_write(self, context: Context, max_tokens: int, request_id: str = "") -> Answer:
         """Memory first, then the transfer, then the answer: each token is in the answer the moment it is known."""
-        answer = Answer(DecodeMetrics(prompt_tokens=context.tokens), request_id)
         sequence = self.worker.call(lambda: self.engine.open(context.tokens + max_tokens))
+        answer = self._begun(context.tokens, request_id)
         self._in_thread(lambda: self._fetch(context, sequence, answer), sequence, answer, max_tokens)
         return answer
 
@@ -116,18 +131,20 @@ class DecodeNode:
         spec = self.engine.spec
         with _said_of_the_request():
             tape = Playback(content, self.engine.fingerprint, spec.layout, spec.vocabulary, spec.context_window)
-        answer = Answer(DecodeMetrics(prompt_tokens=tape.welcome.prompt_tokens, kv_bytes=len(content)), request_id)
         sequence = self.worker.call(lambda: self.engine.open(tape.welcome.prompt_tokens + max_tokens))
+        answer = self._begun(tape.welcome.prompt_tokens, request_id)
+        answer.metrics.kv_bytes = len(content)
         self._in_thread(lambda: self._play(tape, sequence, answer), sequence, answer, max_tokens)
         return answer
 
     def read_and_write(self, tokens: list[int], max_tokens: int, request_id: str = "") -> Answer:
         """No cache from elsewhere: this node reads the prompt too, in chunks, between other works."""
-        answer = Answer(DecodeMetrics(prompt_tokens=len(tokens)), request_id)
         sequence = self.worker.call(lambda: self.engine.open(len(tokens) + max_tokens))
+        answer = self._begun(len(tokens), request_id)
         try:
             future = self.worker.start(self._read_then_write(tokens, sequence, answer, max_tokens))
         except BaseException:
+            self._answers.discard(answer)
             self.worker.post(lambda: self.engine.close(sequence))
             raise
         future.add_done_callback(lambda done: self._finish(sequence, answer, done))
@@ -157,9 +174,12 @@ class DecodeNode:
             fetch=secrets.token_hex(8),
             fingerprint=self.engine.fingerprint,
             epoch=context.epoch,
+            request_id=answer.request_id,
             codecs=self.codecs,
         )
         metrics.canary_time = self.proofs.require(context, hello)
+        if answer.cancelled:
+            raise Cancelled("the client is gone")
         first: list[int] = []
         spec, paths = self.engine.spec, self.paths.ordered(context.addresses)
         sink = self._sink(sequence, answer, first, started)
@@ -188,7 +208,10 @@ class DecodeNode:
 
         def place(piece: KVSlice) -> None:
             begun = time.perf_counter()
-            self.worker.call(lambda: self.engine.place(sequence, piece))
+            try:
+                self.worker.call(lambda: self.engine.place(sequence, piece))
+            except SliceRefused as error:
+                raise ProtocolError(f"a slice that does not belong here: {error}") from error
             metrics.inject_time += time.perf_counter() - begun
 
         def logits(row: Array) -> None:
@@ -236,6 +259,7 @@ class DecodeNode:
 
     def _finish(self, sequence: Sequence, answer: Answer, done: "Future[Any]") -> None:
         """Always: give the memory back, then end the answer, with the error if there was one."""
+        self._answers.discard(answer)
 
         def end() -> None:
             answer.metrics.prompt_tokens_recomputed = sequence.computed

@@ -1,18 +1,31 @@
-"""What stands before every request: the node's token, and an id to find the request by."""
+"""What stands before every request: an id to find it by, the node's token, and an answer in JSON whatever happens."""
 
+import asyncio
 import hmac
+import logging
 import re
 import secrets
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from disaggregated_inference.errors import DisaggError
+
+log = logging.getLogger(__name__)
+
 _SANE_ID = re.compile(rb"[\w.:-]{1,100}")
 
 
+def describe(error: BaseException) -> dict[str, Any]:
+    code = error.code if isinstance(error, DisaggError) else "internal_error"
+    return {"error": {"code": code, "message": str(error)}}
+
+
 class RequestId:
-    """The caller's `X-Request-Id`, or a new one; back in the response and in every line of the log."""
+    """The caller's `X-Request-Id`, or a new one; back in the response and in every line of the log. What nobody else
+    caught becomes an answer here, where the id is known."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -23,13 +36,26 @@ class RequestId:
         given = dict(scope["headers"]).get(b"x-request-id", b"")
         name = given if _SANE_ID.fullmatch(given) else secrets.token_hex(8).encode()
         scope.setdefault("state", {})["request_id"] = name.decode()
+        started = False
 
         async def named(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", name)]
             await send(message)
 
-        await self._app(scope, receive, named)
+        try:
+            await self._app(scope, receive, named)
+        except asyncio.CancelledError:  # the server stops and has waited long enough
+            if started:
+                raise
+            stopping = {"error": {"code": "node_busy", "message": "this node is stopping"}}
+            await JSONResponse(stopping, 503, {"Retry-After": "1"})(scope, receive, named)
+        except Exception as error:
+            log.exception("a request failed", extra={"request_id": name.decode(), "path": scope["path"]})
+            if not started:
+                await JSONResponse(describe(error), 500)(scope, receive, named)
 
 
 def request_id(request: Request) -> str:
@@ -41,12 +67,12 @@ class Bearer:
     """Everything but /health needs the node's token."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._expected = app, f"Bearer {token}".encode()
+        self._app, self._expected = app, token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != "/health":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
+            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._expected):
                 refusal = JSONResponse({"error": {"code": "unauthorized", "message": "a bearer token is needed"}}, 401)
                 await refusal(scope, receive, send)
                 return

@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from disaggregated_inference.errors import Cancelled, DisaggError
+from disaggregated_inference.errors import BadRequest, Cancelled, DisaggError, TicketNotFound
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.nodes.context import Context
 from disaggregated_inference.nodes.decode import Answer, DecodeNode, Item
-from disaggregated_inference.nodes.guards import Bearer, RequestId, request_id
+from disaggregated_inference.nodes.guards import Bearer, RequestId, describe, request_id
 from disaggregated_inference.nodes.prefill import PrefillNode
 from disaggregated_inference.nodes.requests import (
     BODY_LIMIT_BYTES,
@@ -31,6 +31,8 @@ from disaggregated_inference.nodes.requests import (
 from disaggregated_inference.wire.paths import spoken
 
 log = logging.getLogger(__name__)
+
+DRAIN_S = 10
 
 Result = TypeVar("Result")
 
@@ -50,14 +52,19 @@ def prefill_app(node: PrefillNode, model: ModelFiles, token: str | None) -> Star
         metrics = await _unless_gone(request, asyncio.wrap_future(reading), lambda: node.book.cancel(context.ticket))
         answer["metrics"] = msgspec.to_builtins(metrics)
         log.info("prefill done", extra=about | answer["metrics"])
-        if asked.inline:
-            content = await asyncio.to_thread(node.inline, context.ticket, INLINE_LIMIT_BYTES)
-            answer |= {"input_ids": tokens, "kv_cache": base64.b64encode(content).decode()}
-        return JSONResponse(answer)
+        if not asked.inline:
+            return JSONResponse(answer)
+        return await asyncio.to_thread(with_cache, answer | {"input_ids": tokens}, context.ticket)
+
+    def with_cache(answer: dict[str, Any], ticket: str) -> Response:
+        content = node.inline(ticket, INLINE_LIMIT_BYTES)
+        return JSONResponse(answer | {"kv_cache": base64.b64encode(content).decode()})
 
     async def cancel(request: Request) -> Response:
         found = await asyncio.to_thread(node.book.cancel, request.path_params["ticket"])
-        return JSONResponse({"cancelled": found}, 200 if found else 404)
+        if not found:
+            raise TicketNotFound("no such ticket: unknown, fetched, cancelled or expired")
+        return JSONResponse({"cancelled": True})
 
     async def status(request: Request) -> Response:
         held = {"tickets": len(node.book), "endings": msgspec.to_builtins(node.book.endings)}
@@ -89,6 +96,8 @@ def decode_app(node: DecodeNode, model: ModelFiles, token: str | None) -> Starle
     async def generate(request: Request) -> Response:
         asked = await body_of(request, DecodeRequest)
         asked.require_supported()
+        if asked.context is not None or asked.kv_cache is not None:
+            raise BadRequest("/generate reads the prompt itself; a context or kv_cache is for /decode")
         return await generate_from(request, asked)
 
     async def generate_from(request: Request, asked: DecodeRequest) -> Response:
@@ -129,14 +138,14 @@ def _app(
     node: PrefillNode | DecodeNode, model: ModelFiles, role: str, routes: list[Route], token: str | None
 ) -> Starlette:
     async def health(request: Request) -> Response:
-        alive = node.worker.alive
+        alive = node.healthy
         state = {"status": "healthy" if alive else "unhealthy", "model": model.name, "loaded": alive}
         return JSONResponse(
             state | {"backend": node.engine.name, "role": role, "epoch": node.epoch}, 200 if alive else 503
         )
 
     guards = [Middleware(RequestId), *([Middleware(Bearer, token=token)] if token else [])]
-    handlers: dict[Any, Any] = {DisaggError: _refused, 404: _no_route, 405: _no_route, Exception: _broken}
+    handlers: dict[Any, Any] = {DisaggError: _refused, 404: _no_route, 405: _no_route}
     return Starlette(routes=[Route("/health", health), *routes], middleware=guards, exception_handlers=handlers)
 
 
@@ -155,16 +164,6 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": {"code": code, "message": f"{words}: {request.url.path}"}}, status)
 
 
-async def _broken(request: Request, error: Exception) -> Response:
-    log.error("a request failed", exc_info=error, extra={"request_id": request_id(request), "path": request.url.path})
-    return JSONResponse(describe(error), 500)
-
-
-def describe(error: BaseException) -> dict[str, Any]:
-    code = error.code if isinstance(error, DisaggError) else "internal_error"
-    return {"error": {"code": code, "message": str(error)}}
-
-
 async def _unless_gone(request: Request, result: Awaitable[Result], cancel: Callable[[], object]) -> Result:
     """Wait for a result; a client that leaves meanwhile cancels it."""
 
@@ -173,13 +172,18 @@ async def _unless_gone(request: Request, result: Awaitable[Result], cancel: Call
             pass
 
     waiting, leaving = asyncio.ensure_future(result), asyncio.ensure_future(gone())
-    await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    try:
+        await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        cancel()
+        raise
+    finally:
+        leaving.cancel()
     if not waiting.done():
         await asyncio.to_thread(cancel)
         await asyncio.wait({waiting})
         waiting.exception()
         raise Cancelled("the client is gone")
-    leaving.cancel()
     return waiting.result()
 
 
@@ -187,9 +191,9 @@ async def _respond(request: Request, answer: Answer, model: ModelFiles, stream: 
     if stream:
         return StreamingResponse(_events(answer, model), media_type="text/event-stream")
     tokens = await _unless_gone(request, _all(answer), answer.cancel)
-    text = await asyncio.to_thread(model.tokenizer.decode, tokens)
-    metrics = _logged(answer)
-    return JSONResponse({"generated_text": text, "tokens": tokens, "metrics": metrics})
+    text = model.tokenizer.stream()  # as a stream would have given it: never half a character
+    written = "".join(map(text.push, tokens))
+    return JSONResponse({"generated_text": written, "tokens": tokens, "metrics": _logged(answer)})
 
 
 async def _events(answer: Answer, model: ModelFiles) -> AsyncIterator[str]:
@@ -250,7 +254,13 @@ def serve_app(app: Starlette, host: str, port: int, ready: Ready) -> None:
                 ready(self.servers[0].sockets[0].getsockname()[1])
 
     config = uvicorn.Config(
-        app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=10
+        app,
+        host=host,
+        port=port,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=DRAIN_S,
     )
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn drains on it, then raises it again for whoever was before
     Server(config).run()

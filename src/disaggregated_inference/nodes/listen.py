@@ -1,12 +1,17 @@
 """Where a prefill node takes KV connections: one listener per address, one thread per connection."""
 
+import logging
+import resource
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.wire.paths import Address, spoken
+
+log = logging.getLogger(__name__)
 
 _WILDCARDS = ("0.0.0.0", "::", "")
 
@@ -16,20 +21,35 @@ class Listener:
 
     def __init__(self, addresses: Sequence[Address], serve: Callable[[socket.socket], None], most: int) -> None:
         self._serve = serve
-        self._room = threading.BoundedSemaphore(most)
+        self._room = threading.BoundedSemaphore(min(most, _spare_descriptors()))
+        self._lock = threading.Lock()
+        self._serving = 0
         self._closing = threading.Event()
         self._sockets: list[socket.socket] = []
         try:
             for address in addresses:
-                self._sockets.append(_listen(address))
+                self._sockets.append(listen(address))
         except OSError:
             self.close()
             raise
         self.addresses: tuple[Address, ...] = tuple(
             (host, sock.getsockname()[1]) for (host, _), sock in zip(addresses, self._sockets, strict=True)
         )
-        for sock in self._sockets:
-            threading.Thread(target=self._accept, args=(sock,), name="kv-accept", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._accept, args=(sock,), name="kv-accept", daemon=True) for sock in self._sockets
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return all(thread.is_alive() for thread in self._threads)
+
+    def drain(self, seconds: float) -> None:
+        """Wait until nothing is being sent, for so long at most."""
+        deadline = time.monotonic() + seconds
+        while self._serving and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def reached_at(self, host: str) -> tuple[Address, ...]:
         """The addresses to hand out; `host` stands in for those that mean every interface."""
@@ -41,17 +61,32 @@ class Listener:
                 sock, _ = listener.accept()
             except TimeoutError:
                 continue
-            except OSError:
-                return
-            if self._room.acquire(blocking=False):
-                threading.Thread(target=self._run, args=(sock,), name="kv-send", daemon=True).start()
-            else:
-                sock.close()  # the other side tries its next path
+            except OSError as error:
+                if not self._closing.is_set():  # out of descriptors, most likely: others will be closed
+                    log.warning("cannot take KV connections: %s", error)
+                    time.sleep(0.1)
+                continue
+            self._take(sock)
+
+    def _take(self, sock: socket.socket) -> None:
+        if not self._room.acquire(blocking=False):
+            sock.close()  # the other side tries its next path
+            return
+        try:
+            threading.Thread(target=self._run, args=(sock,), name="kv-send", daemon=True).start()
+        except RuntimeError as error:
+            log.warning("no thread for a KV connection: %s", error)
+            self._room.release()
+            sock.close()
 
     def _run(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._serving += 1
         try:
             self._serve(sock)
         finally:
+            with self._lock:
+                self._serving -= 1
             self._room.release()
 
     def close(self) -> None:
@@ -62,12 +97,18 @@ class Listener:
             sock.close()
 
 
-def _listen(address: Address) -> socket.socket:
+def _spare_descriptors() -> int:
+    """Half of what this process may open: the rest is for HTTP, files and the libraries."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(8, soft // 2) if soft != resource.RLIM_INFINITY else 1 << 16
+
+
+def listen(address: Address) -> socket.socket:
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
         sock = socket.create_server(address, family=family)
     except OSError as error:
-        raise OSError(error.errno, f"cannot listen for KV connections on {spoken(address)}: {error.strerror}") from None
+        raise OSError(error.errno, f"cannot listen on {spoken(address)}: {error.strerror}") from None
     sock.settimeout(0.5)  # how long closing may go unnoticed where a shutdown does not wake an accept
     return sock
 

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from disaggregated_inference.engines import Sequence, chunks
-from disaggregated_inference.errors import Cancelled, ContextTooLong, DisaggError, TicketRefused
-from disaggregated_inference.kv.tickets import Ticket, TicketBook
+from disaggregated_inference.errors import BadRequest, Cancelled, ContextTooLong, DisaggError, TicketRefused
+from disaggregated_inference.kv.tickets import TicketBook
 from disaggregated_inference.nodes.canary import canary_tokens
 from disaggregated_inference.nodes.context import Context
 from disaggregated_inference.nodes.listen import Listener
@@ -42,6 +42,7 @@ class Attempt:
     """One prompt being read, or read and waiting to be fetched."""
 
     tokens: list[int]
+    ticket: str = ""
     outbox: Outbox = field(default_factory=Outbox)
     sequence: Sequence | None = None
     ended: bool = False
@@ -77,17 +78,21 @@ class PrefillNode:
         """Take a prompt: the context can be fetched from at once, the future ends with the prefill. `reached_at` is the
         address the asker used: what a node that listens everywhere hands out as its own."""
         window = self.engine.spec.context_window
-        if not 0 < len(tokens) <= window:
+        if not len(tokens):
+            raise BadRequest("the prompt is empty")
+        if len(tokens) > window:
             raise ContextTooLong(len(tokens), window)
-        attempt = Attempt(list(tokens))
-        ticket = self.book.issue(self.engine.fingerprint, lambda: self._release(ticket_ref[0]), ticket_id)
-        ticket_ref = [ticket]
+        self.engine.require_vocabulary(tokens)
+        attempt = Attempt(list(tokens), ticket=ticket_id or secrets.token_urlsafe(16))
+        ticket = self.book.issue(self.engine.fingerprint, lambda: self._end(attempt), attempt.ticket)
         self._attempts[ticket.id] = attempt
         try:
             future = self.worker.start(self._read(attempt, time.perf_counter()))
         except DisaggError:
             self.book.cancel(ticket.id)
             raise
+        if attempt.ended:  # cancelled before it was known here
+            self._attempts.pop(ticket.id, None)
         context = Context(
             ticket=ticket.id,
             secret=ticket.secret,
@@ -126,17 +131,15 @@ class PrefillNode:
             attempt.outbox.fail(DisaggError(f"the prefill failed: {error}"))
             raise
         finally:
-            if attempt.ended:  # released while we were reading: nobody else will close it
+            self.book.hold(attempt.ticket)
+            if attempt.ended or attempt.outbox.failed:  # there is nothing to hold, and nobody else will close it
                 self._close(attempt)
         count = len(attempt.tokens)
         return PrefillMetrics(count, seconds, count / seconds, started - asked)
 
-    def _release(self, ticket: Ticket) -> None:
-        """The ticket ended. Rows go back on the engine's thread, after whatever chunk it is at."""
-        if attempt := self._attempts.pop(ticket.id, None):
-            self._end(attempt)
-
     def _end(self, attempt: Attempt) -> None:
+        """The ticket ended. Rows go back on the engine's thread, after whatever chunk it is at."""
+        self._attempts.pop(attempt.ticket, None)
         attempt.ended = True
         attempt.outbox.fail(TicketRefused("the ticket expired or was cancelled"))
         self.worker.post(lambda: self._close(attempt))
@@ -148,7 +151,14 @@ class PrefillNode:
     def _welcome(self, attempt: Attempt, codec: str) -> Welcome:
         count = len(attempt.tokens)
         rows = min(self.chunk_tokens, count)
-        return Welcome(epoch=self.epoch, prompt_tokens=count, dtype=self.engine.dtype, codec=codec, chunk_tokens=rows)
+        return Welcome(
+            epoch=self.epoch,
+            prompt_tokens=count,
+            dtype=self.engine.dtype,
+            codec=codec,
+            chunk_tokens=rows,
+            lease_s=self.book.lease_s,
+        )
 
     def _serve(self, sock: socket.socket) -> None:
         """One fetching connection. A receiver that vanished may come back; one that cancelled will not."""
@@ -168,10 +178,9 @@ class PrefillNode:
             self._stream_done(*served[0])
         except Cancelled as error:
             self.book.cancel(served[0][0].ticket)
-            log.info("a fetch was cancelled: %s", error, extra={"ticket": served[0][0].ticket})
+            log.info("a fetch was cancelled: %s", error, extra=_about(served))
         except DisaggError as error:
-            ticket = served[0][0].ticket if served else None
-            log.warning("a fetch ended early: %s", error, extra={"ticket": ticket, "code": error.code})
+            log.warning("a fetch ended early: %s", error, extra=_about(served) | {"code": error.code})
         finally:
             if served and served[0][0].canary:
                 self._end(served[0][1])
@@ -187,7 +196,7 @@ class PrefillNode:
         """The canary prompt, read for this connection alone."""
         self.book.check(hello.ticket, hello.secret, hello.fetch, hello.fingerprint)
         attempt = Attempt(canary_tokens(self.engine.spec.vocabulary))
-        reading = self.worker.start(self._read(attempt, time.perf_counter()))
+        reading = self.worker.start(self._read(attempt, time.perf_counter()), urgent=True)
         reading.add_done_callback(lambda done: done.exception())  # the outbox tells
         return attempt
 
@@ -200,6 +209,19 @@ class PrefillNode:
         while not self._closing.wait(min(1.0, self.book.lease_s / 4)):
             self.book.sweep()
 
-    def close(self) -> None:
+    @property
+    def healthy(self) -> bool:
+        return self.worker.alive and self._listener.alive
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Let the transfers that are under way end, for so long; what is still being read is not read to its end."""
+        self._listener.drain(drain_s)
         self._closing.set()
         self._listener.close()
+        for attempt in list(self._attempts.values()):
+            self.book.cancel(attempt.ticket)
+
+
+def _about(served: list[tuple[Hello, Attempt]]) -> dict[str, str]:
+    """For the log; nothing is known of a stranger."""
+    return {"ticket": served[0][0].ticket, "request_id": served[0][0].request_id[:100]} if served else {}

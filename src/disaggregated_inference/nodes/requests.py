@@ -1,15 +1,16 @@
 """What nodes are asked, and how a body becomes one of these. See docs/API.md."""
 
 import base64
-import binascii
+import re
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
-from disaggregated_inference.errors import BadRequest, BodyTooLarge
+from disaggregated_inference.errors import BadRequest, BodyTooLarge, ContextTooLong, MessagesRefused
 from disaggregated_inference.models import ModelFiles
 
+_TICKET = re.compile(r"[\w.:-]{1,200}", re.ASCII)
 BODY_LIMIT_BYTES = 16 << 20
 INLINE_LIMIT_BYTES = 64 << 20  # of KV in a request or response; base64 makes a third more of it
 
@@ -25,11 +26,41 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         given = [name for name in ("prompt", "messages", "tokens") if getattr(self, name) is not None]
         if len(given) != 1:
             raise BadRequest(f"give exactly one of prompt, messages and tokens, not {len(given)}")
-        if self.tokens is not None:
-            return self.tokens
-        if self.messages is not None:
-            return model.tokenizer.encode_chat(self.messages)
-        return model.tokenizer.encode(self.prompt or "")
+        tokens = self.tokens if self.tokens is not None else _encode(self._text(model), model)
+        if not tokens:
+            raise BadRequest("the prompt is empty")
+        return tokens
+
+    def _text(self, model: ModelFiles) -> str:
+        if self.messages is None:
+            return self.prompt or ""
+        return model.tokenizer.render_chat([_plain(message) for message in self.messages])
+
+
+def _encode(text: str, model: ModelFiles) -> list[int]:
+    """What cannot fit in any case is refused before it is tokenized, which takes seconds for megabytes."""
+    window, longest = model.spec.context_window, model.tokenizer.longest_token_bytes
+    least = len(text) // longest
+    if least > window:
+        raise ContextTooLong(least, window)
+    return model.tokenizer.encode(text)
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """Text content as templates know it; content in parts, as OpenAI's API has it, is joined."""
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [part["text"] for part in content if _is_text(part)]
+        if len(texts) < len(content):
+            raise MessagesRefused("content parts must be {'type': 'text', 'text': ...}: these models read text alone")
+        content = "".join(texts)
+    if not isinstance(message.get("role"), str) or not isinstance(content, str):
+        raise MessagesRefused("every message needs a role and a content, both text")
+    return message | {"content": content}
 
 
 class PrefillRequest(Prompt, frozen=True, kw_only=True):
@@ -40,8 +71,8 @@ class PrefillRequest(Prompt, frozen=True, kw_only=True):
     def require_sensible(self) -> None:
         if self.inline and not self.wait:
             raise BadRequest("inline needs the whole cache: leave out wait, or set it to true")
-        if self.ticket is not None and not 0 < len(self.ticket) <= 200:
-            raise BadRequest("a ticket id has 1 to 200 characters")
+        if self.ticket is not None and not _TICKET.fullmatch(self.ticket):
+            raise BadRequest("a ticket id has 1 to 200 characters, of A-Z a-z 0-9 . _ : -")
 
 
 class DecodeRequest(Prompt, frozen=True, kw_only=True):
@@ -62,7 +93,7 @@ class DecodeRequest(Prompt, frozen=True, kw_only=True):
     def tape(self) -> bytes:
         try:
             return base64.b64decode(self.kv_cache or "", validate=True)
-        except binascii.Error as error:
+        except ValueError as error:
             raise BadRequest(f"kv_cache is not base64: {error}") from error
 
 
@@ -77,5 +108,5 @@ async def body_of(request: Request, kind: type[Body], limit_bytes: int = BODY_LI
             raise BodyTooLarge(f"a request body of more than {limit_bytes} bytes")
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
-        raise BadRequest(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the body cannot be read as this request: {error}") from error

@@ -11,13 +11,13 @@ from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.kv.dtype import require_dtype
 from disaggregated_inference.models import ModelFiles, ModelStore
 from disaggregated_inference.nodes.decode import DecodeNode
-from disaggregated_inference.nodes.http import decode_app, prefill_app, serve_app
-from disaggregated_inference.nodes.listen import parse_address
+from disaggregated_inference.nodes.http import DRAIN_S, decode_app, prefill_app, serve_app
+from disaggregated_inference.nodes.listen import listen, parse_address
 from disaggregated_inference.nodes.logs import log_to_stderr
 from disaggregated_inference.nodes.prefill import PrefillNode
 from disaggregated_inference.nodes.worker import EngineThread
 from disaggregated_inference.wire.codecs import CODECS
-from disaggregated_inference.wire.paths import spoken
+from disaggregated_inference.wire.paths import Address, spoken
 
 
 def run_prefill(
@@ -36,6 +36,7 @@ def run_prefill(
 ) -> None:
     addresses = [parse_address(text, kv_port) for text in kv_address or [host]]
     _require_token([host, *(name for name, _ in addresses)], token, insecure)
+    _require_free([(host, port), *addresses])
     files, worker = _load(model, engine, dtype, log_level)
     try:
         node = PrefillNode(worker, addresses, chunk, lease_s)
@@ -52,7 +53,7 @@ def run_prefill(
         try:
             serve_app(prefill_app(node, files, token or None), host, port, say)
         finally:
-            node.close()
+            node.close(drain_s=DRAIN_S)
     finally:
         worker.stop()
 
@@ -73,12 +74,16 @@ def run_decode(
     if kv_codec not in CODECS:
         raise BadRequest(f"no codec {kv_codec!r}; there are {', '.join(CODECS)}")
     _require_token([host], token, insecure)
+    _require_free([(host, port)])
     files, worker = _load(model, engine, dtype, log_level)
     codecs = tuple(dict.fromkeys((kv_codec, "raw")))
     say = partial(_ready, role="decode", model=files.name, backend=engine, host=host)
     try:
         node = DecodeNode(worker, chunk, kv_streams, codecs)
-        serve_app(decode_app(node, files, token or None), host, port, say)
+        try:
+            serve_app(decode_app(node, files, token or None), host, port, say)
+        finally:
+            node.close()
     finally:
         worker.stop()
 
@@ -90,6 +95,12 @@ def _require_token(hosts: list[str], token: str, insecure: bool) -> None:
         raise BadRequest(
             f"refusing to listen on {open_hosts[0]} without a token: give --token, or --insecure if you mean it"
         )
+
+
+def _require_free(addresses: list[Address]) -> None:
+    """A port that is taken shows before a model is loaded for minutes, not after."""
+    for address in addresses:
+        listen(address).close()
 
 
 def _load(model: str, engine: str, dtype: str, log_level: str) -> tuple[ModelFiles, EngineThread]:

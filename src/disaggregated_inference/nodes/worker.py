@@ -20,29 +20,43 @@ Work = Generator[None, None, Result]
 
 
 class EngineThread:
-    """Runs works in turn, a piece at a time. Small calls (`call`) go before the next piece of any work."""
+    """Runs works in turn, a piece at a time. Small calls (`call`) go before the next piece of any work.
 
-    def __init__(self, load: Callable[[], Engine], most_works: int = 64) -> None:
+    A few works take turns, the others wait in line: if all took turns, all would be slow, and all would hold memory.
+    """
+
+    def __init__(self, load: Callable[[], Engine], most_works: int = 64, in_turn: int = 8) -> None:
         self._changed = threading.Condition()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._works: deque[tuple[Work[Any], Future[Any]]] = deque()
-        self._most_works = most_works
+        self._line: deque[tuple[Work[Any], Future[Any]]] = deque()
+        self._most_works, self._in_turn = most_works, in_turn
+        self._running = 0
         self._stopping = self._ended = False
         loaded: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._run, args=(load, loaded), name="engine", daemon=True)
         self._thread.start()
         self.engine = loaded.result()
 
-    def start(self, work: Work[Result]) -> "Future[Result]":
-        """Run a work to its end; its return value is the future's. Refused when too much is waiting already."""
+    def start(self, work: Work[Result], urgent: bool = False) -> "Future[Result]":
+        """Run a work to its end; its return value is the future's. Refused when too much is waiting already. An urgent
+        one, which must be short, has the next turn."""
         future: Future[Result] = Future()
         with self._changed:
             self._require_running()
-            if len(self._works) >= self._most_works:
-                raise NodeBusy(f"{len(self._works)} requests are being worked on already")
-            self._works.append((work, future))
+            if self.waiting >= self._most_works:
+                raise NodeBusy(f"{self.waiting} requests are being worked on already")
+            if urgent:
+                self._works.appendleft((work, future))
+            else:
+                self._line.append((work, future))
+                self._let_in()
             self._changed.notify()
         return future
+
+    def _let_in(self) -> None:
+        while self._line and len(self._works) + self._running < self._in_turn:
+            self._works.append(self._line.popleft())
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Run one small thing on the engine's thread and wait for it."""
@@ -63,7 +77,8 @@ class EngineThread:
 
     @property
     def waiting(self) -> int:
-        return len(self._works)
+        """Works that are not finished."""
+        return len(self._works) + len(self._line) + self._running
 
     def _require_running(self) -> None:
         if self._ended:
@@ -82,11 +97,14 @@ class EngineThread:
         except BaseException as error:
             loaded.set_exception(error)
             return
-        while self._wait():
-            while self._calls:
-                _finish(*self._calls.popleft())
-            if self._works:
-                self._advance(*self._works.popleft())
+        try:
+            while self._wait():
+                while self._calls:
+                    _finish(*self._calls.popleft())
+                if self._works:
+                    self._advance(*self._works.popleft())
+        finally:
+            self._ended = True
         self.engine.leave_thread()
 
     def _wait(self) -> bool:
@@ -96,13 +114,24 @@ class EngineThread:
             return not self._ended
 
     def _advance(self, work: Work[Any], future: "Future[Any]") -> None:
+        self._running = 1
+        going = self._turn(work, future)
+        with self._changed:
+            self._running = 0
+            if going:
+                self._works.append((work, future))
+            self._let_in()
+
+    def _turn(self, work: Work[Any], future: "Future[Any]") -> bool:
+        """One piece of a work; whether there is more."""
         try:
             next(work)
-            self._works.append((work, future))
+            return True
         except StopIteration as end:
             future.set_result(end.value)
         except BaseException as error:
             future.set_exception(error)
+        return False
 
 
 def _finish(function: Callable[[], Any], future: "Future[Any]") -> None:

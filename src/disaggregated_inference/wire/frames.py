@@ -104,6 +104,7 @@ class Connection:
         self._checksum = bytearray(CHECKSUM.size)
         self._sending = threading.Lock()  # frames of two threads must not mix
         self.cancelled = False
+        self.deadline: float | None = None  # on the monotonic clock, for all that is received until then
 
     def send(self, frame: Frame, *payload: Buffer) -> None:
         """The header goes out with the first block and the checksum with the last: nothing small travels alone."""
@@ -175,6 +176,8 @@ class Connection:
 
     def _fill(self, target: memoryview) -> None:
         while target:
+            if self.deadline and time.monotonic() > self.deadline:
+                raise PeerGone("the other side took too long to say what it wants")
             try:
                 count = self.sock.recv_into(target)
             except OSError as error:

@@ -20,6 +20,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     codecs: tuple[str, ...] = ("raw",)
     stream: int = 0
     streams: int = 1
+    request_id: str = ""  # for the sender's log
     canary: bool = False  # not the ticket's own cache, but that of the canary prompt; the ticket stays unspent
 
 
@@ -31,6 +32,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     dtype: KVDType
     codec: str
     chunk_tokens: int  # no slice has more rows
+    lease_s: float = 30.0  # a receiver that says nothing for so long is taken for gone
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):

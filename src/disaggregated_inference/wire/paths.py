@@ -53,7 +53,7 @@ class Path:
     def dial(self) -> Connection:
         try:
             sock = socket.create_connection(self.address, timeout=_DIAL_S)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise PeerGone(f"{spoken(self.address)} does not answer: {error}") from error
         sock.settimeout(SILENCE_S)
         with self._lock:

@@ -92,6 +92,8 @@ class Fetch:
     def _logits(self, frame: Frame) -> Array:
         logits = np.empty(self.vocabulary, np.float32)
         self.connection.receive_payload(frame, bytes_of(logits))
+        if not np.isfinite(logits).all():
+            raise ProtocolError("logits that are no numbers")
         self._got_logits = True
         return logits
 
@@ -108,6 +110,8 @@ def _require_sane(welcome: Welcome, hello: Hello, most_tokens: int) -> Welcome:
     """Before memory is taken by what it says."""
     if not 0 < welcome.prompt_tokens <= most_tokens:
         raise ProtocolError(f"a prompt of {welcome.prompt_tokens} tokens where at most {most_tokens} were expected")
+    if hello.epoch not in ("", welcome.epoch):
+        raise ProtocolError("another node answers at this address")
     if welcome.codec not in hello.codecs:
         raise ProtocolError(f"codec {welcome.codec!r} was not offered")
     if not 0 < welcome.chunk_tokens <= welcome.prompt_tokens:
@@ -130,7 +134,6 @@ def fetch(
     most_tokens: int,
     on_slice: Callable[[KVSlice], None],
     on_logits: Callable[[Array], None],
-    renew_every_s: float = 5.0,
     receiving: Receiving = _unmeasured,
 ) -> Receipt:
     """One connection from HELLO to END, told DONE only after the last slice was taken. Closes the connection.
@@ -141,14 +144,15 @@ def fetch(
     started = time.perf_counter()
     finished = threading.Event()
 
-    def renew() -> None:
+    def renew(every_s: float) -> None:
         with suppress(DisaggError):
-            while not finished.wait(renew_every_s):
+            while not finished.wait(every_s):
                 connection.send_message(Kind.RENEW)
 
     try:
         state = Fetch(connection, hello, _greet(connection, hello), layout, vocabulary, most_tokens, receiving)
-        threading.Thread(target=renew, name="kv-renew", daemon=True).start()
+        every_s = max(0.1, min(5.0, state.welcome.lease_s / 3))
+        threading.Thread(target=renew, args=(every_s,), name="kv-renew", daemon=True).start()
         while not isinstance(item := state.next(), End):
             on_slice(item) if isinstance(item, KVSlice) else on_logits(item)
         connection.send_message(Kind.DONE)

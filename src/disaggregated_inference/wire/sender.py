@@ -1,6 +1,7 @@
 """The sending half: an outbox that an engine fills while it computes, and the loop that empties it onto a socket."""
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -14,6 +15,7 @@ from disaggregated_inference.wire.frames import Connection, Frame, Kind, bytes_o
 from disaggregated_inference.wire.messages import End, Failure, Hello, Welcome, failure_of, parse
 
 _MOST_STREAMS = 64
+_HELLO_S = 3.0
 _PULSE_S = 0.35  # how often a sender that waits for its engine says that it is there
 
 
@@ -51,6 +53,10 @@ class Outbox:
             self._error = self._error or error
             self._changed.notify_all()
 
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
     def poke(self) -> None:
         """Make readers look up: something outside has changed."""
         with self._changed:
@@ -86,10 +92,7 @@ def serve(connection: Connection, admit: Admit, renew: Callable[[], None] = lamb
     """
     peer: _Peer | None = None
     try:
-        frame = connection.receive_header()
-        if frame.kind is not Kind.HELLO:
-            raise ProtocolError(f"a connection begins with HELLO, not {frame.kind.name}")
-        hello = parse(connection.receive_message(frame), Hello)
+        hello = _receive_hello(connection)
         if not 0 <= hello.stream < hello.streams <= _MOST_STREAMS:
             raise ProtocolError(f"stream {hello.stream} of {hello.streams}; at most {_MOST_STREAMS}")
         welcome, outbox = admit(hello)
@@ -104,6 +107,20 @@ def serve(connection: Connection, admit: Admit, renew: Callable[[], None] = lamb
         raise reason from None
     finally:
         connection.part()
+
+
+def _receive_hello(connection: Connection) -> Hello:
+    """Whoever drips it byte by byte is a stranger who wants to hold the place."""
+    patience = connection.sock.gettimeout()
+    connection.sock.settimeout(min(_HELLO_S, patience or _HELLO_S))
+    connection.deadline = time.monotonic() + _HELLO_S
+    frame = connection.receive_header()
+    if frame.kind is not Kind.HELLO:
+        raise ProtocolError(f"a connection begins with HELLO, not {frame.kind.name}")
+    hello = parse(connection.receive_message(frame), Hello)
+    connection.sock.settimeout(patience)
+    connection.deadline = None
+    return hello
 
 
 def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Outbox, peer: "_Peer") -> End:

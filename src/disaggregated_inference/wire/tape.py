@@ -11,6 +11,7 @@ import msgspec
 from disaggregated_inference.errors import BadRequest, ProtocolError
 from disaggregated_inference.kv import Fingerprint, KVLayout, KVSlice
 from disaggregated_inference.kv.fingerprint import require_same_model
+from disaggregated_inference.wire import codecs
 from disaggregated_inference.wire.frames import Connection, Frame, Kind, bytes_of
 from disaggregated_inference.wire.gather import Sink
 from disaggregated_inference.wire.messages import End, Hello, Welcome, parse
@@ -35,7 +36,13 @@ class _Tape:
             self.content += part
         return size
 
+    @property
+    def left(self) -> int:
+        return len(self.content) - self._at
+
     def recv_into(self, target: memoryview) -> int:
+        if not self.left:
+            raise ProtocolError("it is cut short")
         piece = memoryview(self.content)[self._at : self._at + len(target)]
         target[: len(piece)] = piece
         self._at += len(piece)
@@ -68,11 +75,13 @@ class Playback:
     def __init__(
         self, content: bytes, fingerprint: Fingerprint, layout: KVLayout, vocabulary: int, most_tokens: int
     ) -> None:
-        connection = Connection(_Tape(content))  # type: ignore[arg-type]
-        self._hello = parse(_expect(connection, Kind.HELLO), Hello)
-        require_same_model(fingerprint, self._hello.fingerprint)
+        self._tape = _Tape(content)
+        connection = Connection(self._tape)  # type: ignore[arg-type]
+        said = parse(_expect(connection, Kind.HELLO), Hello)
+        require_same_model(fingerprint, said.fingerprint)
         self.welcome = parse(_expect(connection, Kind.WELCOME), Welcome)
-        self._fetch = Fetch(connection, self._hello, self.welcome, layout, vocabulary, most_tokens)
+        plain = Hello(ticket="", secret="", fetch="", fingerprint=fingerprint, codecs=tuple(codecs.CODECS))
+        self._fetch = Fetch(connection, plain, self.welcome, layout, vocabulary, most_tokens)
         self._placed = [0] * len(layout.layers)
 
     def play(self, sink: Sink) -> End:
@@ -81,6 +90,8 @@ class Playback:
                 self._place(item, sink)
             else:
                 sink.logits(item)
+        if self._tape.left:
+            raise ProtocolError("something follows its end")
         return item
 
     def _place(self, piece: KVSlice, sink: Sink) -> None:
