@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from disaggregated_inference.engines import Sequence, chunks
-from disaggregated_inference.errors import BadRequest, Cancelled, ContextTooLong, DisaggError, TicketRefused
+from disaggregated_inference.errors import BadRequest, Cancelled, ContextTooLong, DisaggError, NodeBusy, TicketRefused
 from disaggregated_inference.kv.tickets import TicketBook
 from disaggregated_inference.nodes.canary import canary_tokens
 from disaggregated_inference.nodes.context import Context
@@ -142,7 +143,8 @@ class PrefillNode:
         self._attempts.pop(attempt.ticket, None)
         attempt.ended = True
         attempt.outbox.fail(TicketRefused("the ticket expired or was cancelled"))
-        self.worker.post(lambda: self._close(attempt))
+        with suppress(NodeBusy):  # the engine has stopped, and its memory is gone with it
+            self.worker.post(lambda: self._close(attempt))
 
     def _close(self, attempt: Attempt) -> None:
         if attempt.sequence:
