@@ -1,0 +1,149 @@
+"""Choosing tokens: each rule by itself, and seeds."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.nodes.sampling import Sampler, Sampling
+
+ROW = np.array([0.0, 4.0, 3.0, 2.0, -1.0], np.float32)
+EOS = (1,)
+
+
+def choose(
+    row: NDArray[np.float32] = ROW, prompt: tuple[int, ...] = (), written: tuple[int, ...] = (), **asked: Any
+) -> int:
+    sampler = Sampler(Sampling(**asked), list(prompt), EOS)
+    for token in written:
+        sampler.note(token)
+    return sampler.choose(row).token
+
+
+def drawn(count: int = 400, **asked: Any) -> list[int]:
+    """What `count` different seeds choose."""
+    return [choose(seed=seed, **{"temperature": 1.0, **asked}) for seed in range(count)]
+
+
+def test_the_likeliest_by_default() -> None:
+    assert choose() == 1
+    assert Sampling().plain
+    assert not Sampling(temperature=0.5).plain
+    assert not Sampling(logit_bias={1: 1.0}).plain
+
+
+def test_the_distribution_is_the_softmax() -> None:
+    tokens = drawn(4000)
+    shares = np.exp(ROW) / np.exp(ROW).sum()
+    found = np.bincount(tokens, minlength=5) / 4000
+    assert np.abs(found - shares).max() < 0.03
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    cold, warm = (drawn(temperature=t).count(1) for t in (0.2, 5.0))
+    assert cold > 390
+    assert warm < 200
+
+
+def test_top_k_top_p_min_p() -> None:
+    assert set(drawn(top_k=1)) == {1}
+    assert set(drawn(top_k=2)) == {1, 2}
+    assert set(drawn(top_p=0.5)) == {1}
+    assert set(drawn(top_p=0.85)) == {1, 2}
+    assert set(drawn(min_p=0.3)) == {1, 2}
+    assert set(drawn(top_p=0.0)) == {1}
+
+
+def test_penalties() -> None:
+    assert choose(prompt=(1,), repetition_penalty=2.0) == 2
+    assert choose(written=(1,), repetition_penalty=2.0) == 2
+    assert choose(np.array([-1.0, -0.9], np.float32), prompt=(1,), repetition_penalty=2.0) == 0
+    assert choose(prompt=(1,), presence_penalty=1.5) == 1, "a prompt is not an answer"
+    assert choose(written=(1,), presence_penalty=1.5) == 2
+    assert choose(written=(1,), frequency_penalty=0.8) == 1
+    assert choose(written=(1, 1), frequency_penalty=0.8) == 2
+
+
+def test_bias_and_what_must_not_come() -> None:
+    assert choose(logit_bias={4: 100.0}) == 4
+    assert choose(logit_bias={1: -100.0}) == 2
+    assert choose(ignore_eos=True) == 2
+    assert choose(min_tokens=2, written=(3,)) == 2
+    assert choose(min_tokens=1, written=(3,)) == 1
+    sampler = Sampler(Sampling(), [], EOS)
+    assert sampler.choose(ROW, np.array([True, False, False, True, True])).token == 3
+
+
+def test_logprobs() -> None:
+    sampler = Sampler(Sampling(logprobs=2), [], EOS)
+    chosen = sampler.choose(ROW)
+    assert [token for token, _ in chosen.top] == [1, 2]
+    assert chosen.logprob == chosen.top[0][1]
+    assert np.isclose(np.exp(chosen.logprob or 0), (np.exp(ROW) / np.exp(ROW).sum())[1])
+
+
+def test_seeds_depend_on_nothing_but_seed_and_place() -> None:
+    def answer(seed: int | None, choice: int = 0) -> list[int]:
+        sampler = Sampler(Sampling(temperature=2.0, seed=seed), [], EOS, choice)
+        tokens = []
+        for _ in range(30):
+            tokens.append(sampler.choose(ROW).token)
+            sampler.note(tokens[-1])
+        return tokens
+
+    assert answer(7) == answer(7)
+    assert answer(7) != answer(8)
+    assert answer(7) != answer(7, choice=1)
+    assert answer(None) != answer(None)
+    resumed = Sampler(Sampling(temperature=2.0, seed=7), [], EOS)
+    for token in answer(7)[:10]:
+        resumed.note(token)
+    assert resumed.choose(ROW).token == answer(7)[10], "goes on elsewhere as it would have"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"min_p": 2},
+        {"repetition_penalty": 0},
+        {"frequency_penalty": 3},
+        {"logprobs": 21},
+        {"stop": ("",)},
+        {"stop": ("x",) * 17},
+        {"logit_bias": {5: 1.0}},
+        {"logit_bias": {1: 1000.0}},
+        {"seed": 1 << 64},
+        {"min_tokens": -1},
+    ],
+    ids=str,
+)
+def test_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(BadRequest, match=next(iter(wrong))):
+        Sampling(**wrong).require_valid(5)  # type: ignore[arg-type]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.floats(-50, 50, width=32), min_size=2, max_size=40),
+    st.floats(0.05, 5),
+    st.floats(0, 1),
+    st.integers(0, 5),
+    st.floats(0, 1),
+    st.integers(0, 2**64 - 1),
+)
+def test_always_a_token_that_is_allowed(
+    row: list[float], temperature: float, top_p: float, top_k: int, min_p: float, seed: int
+) -> None:
+    asked = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
+    asked.require_valid(len(row))
+    token = Sampler(asked, [], ()).choose(np.array(row, np.float32)).token
+    better = sum(value > row[token] for value in np.array(row, np.float32))
+    assert not top_k or better < top_k
