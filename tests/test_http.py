@@ -21,6 +21,7 @@ import pytest
 
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.nodes.context import Context
+from disaggregated_inference.nodes.listen import listen
 from tests.conftest import LoadTiny
 from tests.handoff import alone, prompt_of
 
@@ -262,7 +263,7 @@ def test_a_port_that_is_taken_shows_at_once(pair: tuple[Node, Node]) -> None:
     started = time.monotonic()
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 1
-    assert f"error: [Errno 98] cannot listen on 127.0.0.1:{port}" in run.stderr
+    assert f"cannot listen on 127.0.0.1:{port}" in run.stderr
     assert time.monotonic() - started < 5
 
 
@@ -281,11 +282,21 @@ def test_every_interface_is_handed_out_as_the_one_that_was_used(folder: Path, pa
     assert everywhere.stop() == 0
 
 
+def bindable(host: str) -> bool:
+    """Not every machine has IPv6, or more than one loopback address."""
+    try:
+        listen((host, 0)).close()
+    except OSError:
+        return False
+    return True
+
+
 def test_several_kv_addresses_in_order(folder: Path, pair: tuple[Node, Node]) -> None:
-    addresses = ("--kv-address", "127.0.0.2", "--kv-address", "127.0.0.1:0", "--kv-address", "[::1]:0")
+    hosts = [host for host in ("127.0.0.2", "127.0.0.1", "::1") if bindable(host)]
+    addresses = [f"--kv-address=[{host}]:0" if ":" in host else f"--kv-address={host}" for host in hosts]
     node = Node("prefill", "--model", str(folder), "--dtype", "float32", *addresses)
     context = node.ask("/prefill", {"tokens": [5, 6, 7]})[1]["context"]
-    assert [host for host, _ in Context.decode(context).addresses] == ["127.0.0.2", "127.0.0.1", "::1"]
+    assert [host for host, _ in Context.decode(context).addresses] == hosts
     status, answer = pair[1].ask("/decode", {"context": context, "max_new_tokens": 2})
     assert (status, answer["metrics"]["kv_paths"]) == (200, [node.ready["kv_addresses"][0]])
     assert node.stop() == 0
