@@ -232,3 +232,18 @@ def message_of(payload: bytes) -> bytes:
 def test_the_context(word: str) -> None:
     with pytest.raises(TicketRefused):
         Context.decode(word)
+
+
+@pytest.mark.parametrize("where", ["rows", "logits"])
+def test_what_is_no_number_is_refused(where: str) -> None:
+    outbox = Outbox()
+    for piece in _slices():
+        keys = piece.keys.copy()
+        keys[0] = np.nan if where == "rows" else 0
+        outbox.put(KVSlice(piece.layer, piece.start, "float32", keys, piece.values))
+    outbox.put_logits(np.full(VOCABULARY, np.nan if where == "logits" else 0, np.float32))
+    outbox.finish(End(prompt_tokens=TOKENS))
+    welcome = Welcome(epoch="e", prompt_tokens=TOKENS, dtype="float32", codec="raw", chunk_tokens=16)
+    content = record(MODEL, welcome, outbox, 1 << 20)
+    with pytest.raises(WireError, match="no numbers"):
+        Playback(content, MODEL, LAYOUT, VOCABULARY, TOKENS).play(_Taken().sink)

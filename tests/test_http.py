@@ -1,5 +1,6 @@
 """Nodes as people run them: `disagg serve`, two processes, curl's view of them. The embedded model, real engines."""
 
+import asyncio
 import base64
 import json
 import os
@@ -21,6 +22,7 @@ import pytest
 
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.nodes.context import Context
+from disaggregated_inference.nodes.guards import RequestId
 from disaggregated_inference.nodes.listen import listen
 from tests.conftest import LoadTiny
 from tests.handoff import alone, prompt_of
@@ -417,6 +419,9 @@ def test_tokens_guard_everything_but_health(folder: Path) -> None:
     for token in ("", "falsch"):
         assert node.ask("/generate", {"tokens": [5], "max_new_tokens": 2}, token=token)[0] == 401
     assert node.ask("/generate", {"tokens": [5], "max_new_tokens": 2}, token="geheim")[0] == 200
+    request = urllib.request.Request(node.url + "/status", headers={"Authorization": "bearer geheim"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert response.status == 200
     assert node.stop() == 0
 
 
@@ -425,3 +430,18 @@ def test_no_listening_to_the_world_without_a_token() -> None:
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 1
     assert "without a token" in run.stderr
+
+
+def test_a_fault_of_ours_keeps_its_request_id() -> None:
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        raise ZeroDivisionError("ours")
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "path": "/x", "headers": [(b"x-request-id", b"mine")]}
+    asyncio.run(RequestId(broken)(scope, None, send))  # type: ignore[arg-type]
+    assert (sent[0]["status"], dict(sent[0]["headers"])[b"x-request-id"]) == (500, b"mine")
+    assert json.loads(sent[1]["body"])["error"] == {"code": "internal_error", "message": "ours"}

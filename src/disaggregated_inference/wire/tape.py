@@ -7,9 +7,10 @@ cache it is; then WELCOME, slices, logits and END, checked as strictly as if the
 import socket
 
 import msgspec
+import numpy as np
 
 from disaggregated_inference.errors import BadRequest, ProtocolError
-from disaggregated_inference.kv import Fingerprint, KVLayout, KVSlice
+from disaggregated_inference.kv import Fingerprint, KVLayout, KVSlice, as_dtype
 from disaggregated_inference.kv.fingerprint import require_same_model
 from disaggregated_inference.wire import codecs
 from disaggregated_inference.wire.frames import Connection, Frame, Kind, bytes_of
@@ -95,6 +96,8 @@ class Playback:
         return item
 
     def _place(self, piece: KVSlice, sink: Sink) -> None:
+        if not all(np.isfinite(as_dtype(rows, piece.dtype, "float32")).all() for rows in (piece.keys, piece.values)):
+            raise ProtocolError("rows that are no numbers")
         sink.place(piece)
         self._placed[piece.layer] = piece.stop
         if all(stop == piece.stop for stop in self._placed):
