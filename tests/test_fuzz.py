@@ -62,7 +62,7 @@ def _recording() -> bytes:
     return record(MODEL, welcome, outbox, 1 << 20)
 
 
-def _frames(tape: bytes) -> list[bytes]:
+def split_frames(tape: bytes) -> list[bytes]:
     frames, at = [], 0
     while at < len(tape):
         size = struct.unpack_from("<Q", tape, at + 24)[0]
@@ -73,7 +73,7 @@ def _frames(tape: bytes) -> list[bytes]:
 
 
 TAPE = _recording()
-FRAMES = _frames(TAPE)
+FRAMES = split_frames(TAPE)
 _HUGE = [0, 1, 255, 1 << 16, (1 << 31) - 1, 1 << 32, (1 << 63) - 1, (1 << 64) - 1]
 
 

@@ -22,8 +22,10 @@ from disaggregated_inference.errors import (
 from disaggregated_inference.nodes.context import Context
 from disaggregated_inference.nodes.listen import Listener
 from disaggregated_inference.nodes.worker import EngineThread, Work
+from disaggregated_inference.wire.frames import HEADER, Kind, decode_header
 from tests.conftest import LoadTiny, Pair, until
 from tests.handoff import alone, prompt_of
+from tests.test_fuzz import split_frames
 
 Folder = Callable[[str], Path]
 
@@ -222,3 +224,19 @@ def test_few_works_take_turns(tiny_engine: LoadTiny) -> None:
     worker.stop()
     with pytest.raises(NodeBusy, match="stopped"):
         worker.call(lambda: 1)
+
+
+def test_slices_out_of_order_are_refused(nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> None:
+    """The second chunk's slice of a layer before the first's, every frame whole by itself."""
+    prefill, decode = nodes()
+    context, reading = prefill.begin(prompt_of(300))
+    reading.result(10)
+    frames = split_frames(prefill.inline(context.ticket, 1 << 24))
+    slices = [at for at, frame in enumerate(frames) if decode_header(frame[: HEADER.size]).kind is Kind.SLICE]
+    first, second = slices[0], slices[4]  # four layers: the same one, a chunk later
+    right = expected(tiny_engine, "mlx", "llama", prompt_of(300))
+    assert list(decode.play_and_write(b"".join(frames), 16)) == right
+    frames[first], frames[second] = frames[second], frames[first]
+    with pytest.raises(BadRequest, match="a slice that does not belong here"):
+        list(decode.play_and_write(b"".join(frames), 16))
+    assert list(decode.fetch_and_write(context, 16)) == right
