@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from disaggregated_inference.errors import BadRequest
-from disaggregated_inference.nodes.sampling import Sampler, Sampling
+from disaggregated_inference.errors import BadRequest, SequenceBroken
+from disaggregated_inference.nodes.sampling import Chosen, Sampler, Sampling
 
 ROW = np.array([0.0, 4.0, 3.0, 2.0, -1.0], np.float32)
 EOS = (1,)
@@ -18,10 +19,7 @@ EOS = (1,)
 def choose(
     row: NDArray[np.float32] = ROW, prompt: tuple[int, ...] = (), written: tuple[int, ...] = (), **asked: Any
 ) -> int:
-    sampler = Sampler(Sampling(**asked), list(prompt), EOS)
-    for token in written:
-        sampler.note(token)
-    return sampler.choose(row).token
+    return Sampler(Sampling(**asked), prompt, EOS, written=written).choose(row).token
 
 
 def drawn(count: int = 400, **asked: Any) -> list[int]:
@@ -34,6 +32,8 @@ def test_the_likeliest_by_default() -> None:
     assert Sampling().plain
     assert not Sampling(temperature=0.5).plain
     assert not Sampling(logit_bias={1: 1.0}).plain
+    assert not Sampling(min_tokens=1).plain
+    assert Sampling(ignore_eos=True).plain, "an end token is one like any other then"
 
 
 def test_the_distribution_is_the_softmax() -> None:
@@ -71,11 +71,76 @@ def test_penalties() -> None:
 def test_bias_and_what_must_not_come() -> None:
     assert choose(logit_bias={4: 100.0}) == 4
     assert choose(logit_bias={1: -100.0}) == 2
-    assert choose(ignore_eos=True) == 2
+    assert choose(ignore_eos=True) == 1
     assert choose(min_tokens=2, written=(3,)) == 2
     assert choose(min_tokens=1, written=(3,)) == 1
     sampler = Sampler(Sampling(), [], EOS)
     assert sampler.choose(ROW, np.array([True, False, False, True, True])).token == 3
+
+
+def test_nothing_left_and_nothing_known() -> None:
+    none = np.zeros(5, np.bool_)
+    for temperature in (0.0, 1.0):
+        sampler = Sampler(Sampling(temperature=temperature, min_tokens=1), [], EOS)
+        with pytest.raises(BadRequest, match="no token may come next"):
+            sampler.choose(ROW, none | (np.arange(5) == EOS[0]))
+        with pytest.raises(SequenceBroken, match="not numbers"):
+            sampler.choose(np.array([0.0, 1.0, np.nan], np.float32))
+
+
+def test_the_logits_stay_as_they_are() -> None:
+    row = ROW.copy()
+    choose(row, prompt=(1,), written=(2,), repetition_penalty=2.0, presence_penalty=1.0, logit_bias={0: 3.0})
+    assert (row == ROW).all()
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 4.0])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"top_k": 50},
+        {"top_p": 0.3},
+        {"top_p": 0.95},
+        {"min_p": 0.05},
+        {"top_k": 3000, "top_p": 0.9, "min_p": 0.01},
+        {"top_p": 0.9, "temperature": 0.3},
+        {"top_k": 40, "temperature": 1e-9},
+    ],
+    ids=str,
+)
+def test_large_rows_choose_from_what_sorting_the_whole_row_would_leave(scale: float, asked: dict[str, Any]) -> None:
+    """Against the plain definition, for peaked rows and for flat ones, where no few tokens hold the mass."""
+    rules = Sampling(**{"temperature": 1.0, **asked})
+    row = (np.random.default_rng(3).standard_normal(20_000) * scale).astype(np.float32)
+    row[500:900] = -np.inf
+    shares = reference(row, rules)
+    found = [Sampler(replace(rules, seed=seed), [], ()).choose(row).token for seed in range(300)]
+    spared = reference(row, rules, spare=1)  # rounding may decide about the last one
+    assert all(spared[token] > 0 for token in found)
+    likely = np.flatnonzero(shares >= np.sort(shares)[-20])
+    assert abs(np.isin(found, likely).mean() - shares[likely].sum()) < 0.1
+    assert abs((np.array(found) < 10_000).mean() - shares[:10_000].sum()) < 0.12
+
+
+def test_equal_tokens_are_kept_from_the_first() -> None:
+    flat = np.zeros(2000, np.float32)
+    for asked, kept in (({"top_p": 0.5}, 1000), ({"top_p": 0.05}, 100), ({"top_k": 700}, 700)):
+        tokens = drawn(300, row=flat, **asked)
+        assert kept * 0.9 < max(tokens) < kept
+        assert min(tokens) < kept * 0.1
+
+
+def reference(row: NDArray[np.float32], rules: Sampling, spare: int = 0) -> NDArray[np.float64]:
+    """Each token's probability, by sorting everything in float64."""
+    order = np.argsort(-row, kind="stable")[: rules.top_k or None]
+    weights = np.exp((row[order].astype(np.float64) - row.max()) / rules.temperature)
+    shares = weights / weights.sum()
+    shares[int(np.searchsorted(np.cumsum(shares), rules.top_p)) + 1 + spare :] = 0
+    shares[shares < rules.min_p * shares[0] * 0.9999] = 0
+    whole = np.zeros(len(row))
+    whole[order] = shares / shares.sum()
+    return whole
 
 
 def test_logprobs() -> None:
@@ -84,6 +149,9 @@ def test_logprobs() -> None:
     assert [token for token, _ in chosen.top] == [1, 2]
     assert chosen.logprob == chosen.top[0][1]
     assert np.isclose(np.exp(chosen.logprob or 0), (np.exp(ROW) / np.exp(ROW).sum())[1])
+    assert Sampler(Sampling(logprobs=0), [], EOS).choose(ROW) == Chosen(1, chosen.logprob)
+    few = Sampler(Sampling(logprobs=5), [], EOS).choose(ROW, np.array([True, False, False, True, False]))
+    assert [token for token, _ in few.top] == [3, 0], "what is forbidden has no logprob"
 
 
 def test_seeds_depend_on_nothing_but_seed_and_place() -> None:
@@ -103,6 +171,8 @@ def test_seeds_depend_on_nothing_but_seed_and_place() -> None:
     for token in answer(7)[:10]:
         resumed.note(token)
     assert resumed.choose(ROW).token == answer(7)[10], "goes on elsewhere as it would have"
+    begun = Sampler(Sampling(temperature=2.0, seed=7), [], EOS, written=answer(7)[:10])
+    assert (begun.written, begun.choose(ROW).token) == (10, answer(7)[10])
 
 
 @pytest.mark.parametrize(

@@ -71,10 +71,16 @@ class ModelTokenizer:
     def stream(self) -> "TextStream":
         return TextStream(self._tokenizer)
 
+    @property
+    def json(self) -> str:
+        """The whole tokenizer as one JSON text, for others who read that format."""
+        text: str = self._tokenizer.to_str()
+        return text
+
     @cached_property
     def identity(self) -> str:
         """A hash over what the ids mean, however the file was formatted."""
-        whole = json.loads(self._tokenizer.to_str())
+        whole = json.loads(self.json)
         kept = {key: value for key, value in whole.items() if key not in _NOT_IDENTITY}
         return _hash(json.dumps(kept, sort_keys=True, ensure_ascii=False))
 

@@ -5,17 +5,22 @@ gives the same answer whatever else is in the batch, and an answer that moves to
 """
 
 import secrets
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.errors import BadRequest, SequenceBroken
 
 Row = NDArray[np.float32]
 
 _MOST_LOGPROBS = 20
 _MOST_STOPS = 16
+
+_COLDEST = 1e-5  # below it float32 has nothing left to tell two tokens apart
+_NUCLEUS = 256  # so many of the likeliest usually hold top_p of the mass
+_BLOCK = 256
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,8 +37,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
-    ignore_eos: bool = False
-    min_tokens: int = 0
+    ignore_eos: bool = False  # an end token may come like any other, and the answer goes on after it
+    min_tokens: int = 0  # no end token before there are so many
 
     def require_valid(self, vocabulary: int) -> None:
         """One check per field, with its range in the message."""
@@ -62,7 +67,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def plain(self) -> bool:
-        """Whether the device's own argmax is the answer, and nobody needs to see the logits."""
+        """Whether the device's own argmax is the answer, and nobody needs to see the logits. (A grammar, of which only
+        the caller knows, needs them.)"""
         touched = (self.repetition_penalty != 1, self.frequency_penalty, self.presence_penalty, self.logit_bias)
         return self.temperature == 0 and not any(touched) and self.logprobs is None and not self.min_tokens
 
@@ -76,65 +82,126 @@ class Chosen(msgspec.Struct, frozen=True):
 
 
 class Sampler:
-    """One answer's choices. `allow` is a mask of tokens that a grammar permits, or None."""
+    """One answer's choices. `written` are the tokens it has already, where it was begun elsewhere."""
 
-    def __init__(self, sampling: Sampling, prompt: list[int], eos_tokens: tuple[int, ...], choice: int = 0) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        eos_tokens: tuple[int, ...],
+        choice: int = 0,
+        written: Sequence[int] = (),
+    ) -> None:
         self.sampling, self._eos = sampling, list(eos_tokens)
         self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % (1 << 64)
         self._choice = choice  # of n answers to one prompt
-        self._seen = np.array(sorted(set(prompt)), np.int64)
+        self._prompt = set(prompt) if sampling.repetition_penalty != 1 else set()
+        self._known = np.array(sorted(self._prompt), np.int64)  # what was said so far, each token once
         self._counts: dict[int, int] = {}
         self.written = 0
+        for token in written:
+            self.note(token)
 
     def note(self, token: int) -> None:
         """A token is part of the answer, whoever chose it."""
+        if self.sampling.repetition_penalty != 1 and token not in self._counts and token not in self._prompt:
+            self._known = np.append(self._known, token)
         self._counts[token] = self._counts.get(token, 0) + 1
         self.written += 1
 
     def choose(self, logits: Row, allow: NDArray[np.bool_] | None = None) -> Chosen:
+        """`allow` is a mask of the tokens that a grammar permits."""
         row = self._adjusted(logits, allow)
-        token = int(row.argmax()) if self.sampling.temperature == 0 else self._draw(row)
-        return self._described(row, token)
+        best = int(row.argmax())
+        self._require_possible(float(row[best]))
+        token = best if self.sampling.temperature == 0 else self._draw(row, row[best])
+        return self._described(row, token, row[best])
 
-    def _adjusted(self, logits: Row, allow: NDArray[np.bool_] | None) -> NDArray[np.float64]:
-        """Penalties and bias first, then what must not come at all."""
-        asked, row = self.sampling, logits.astype(np.float64)
+    def _adjusted(self, logits: Row, allow: NDArray[np.bool_] | None) -> Row:
+        """Penalties and bias first, then what must not come at all. The logits themselves stay as they are."""
+        asked, row = self.sampling, logits.astype(np.float32)
         if asked.repetition_penalty != 1:
-            known = np.union1d(self._seen, np.fromiter(self._counts, np.int64, len(self._counts)))
-            row[known] = np.where(
-                row[known] > 0, row[known] / asked.repetition_penalty, row[known] * asked.repetition_penalty
-            )
-        for token, count in self._counts.items():
-            row[token] -= asked.frequency_penalty * count + asked.presence_penalty
+            values, penalty = row[self._known], np.float32(asked.repetition_penalty)
+            row[self._known] = np.where(values > 0, values / penalty, values * penalty)
+        if self._counts and (asked.frequency_penalty or asked.presence_penalty):
+            tokens = np.fromiter(self._counts, np.int64, len(self._counts))
+            counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
+            row[tokens] -= asked.frequency_penalty * counts + asked.presence_penalty
         for token, bias in asked.logit_bias.items():
             row[token] += bias
-        if asked.ignore_eos or self.written < asked.min_tokens:
+        if self.written < asked.min_tokens:
             row[self._eos] = -np.inf
-        if allow is not None:
-            row[~allow] = -np.inf
-        return row
+        return row if allow is None else np.where(allow, row, np.float32(-np.inf))
 
-    def _draw(self, row: NDArray[np.float64]) -> int:
-        """Nucleus of the softmax, in the order of likelihood, and one random number into its cumulative sum."""
+    def _require_possible(self, best: float) -> None:
+        if best == -np.inf:
+            raise BadRequest("no token may come next: min_tokens and the format together leave none")
+        if not np.isfinite(best):
+            raise SequenceBroken("the engine's logits are not numbers; send the request again")
+
+    def _draw(self, row: Row, peak: np.float32) -> int:
+        """One random number into the cumulative sum of the softmax, or of the part of it that was asked for."""
         asked = self.sampling
-        order = np.argsort(-row, kind="stable")[: asked.top_k or None]
-        weights = np.exp((row[order] - row[order[0]]) / asked.temperature)
-        shares = weights / weights.sum()
-        keep = int(np.searchsorted(np.cumsum(shares), asked.top_p)) + 1
-        keep = min(keep, int((shares >= asked.min_p * shares[0]).sum()))
-        ends = np.cumsum(shares[:keep])
-        return int(order[min(int(np.searchsorted(ends, self._random() * ends[-1], "right")), keep - 1)])
+        weights = row - peak
+        weights /= np.float32(max(asked.temperature, _COLDEST))
+        np.exp(weights, out=weights)  # the likeliest weighs 1
+        share = 1 - self._random()  # never 0, so never a token without weight
+        if asked.top_k or asked.top_p < 1:
+            kept = _nucleus(weights, asked.top_k, asked.top_p)
+            kept = kept[weights[kept] >= asked.min_p]
+            return int(kept[_reach(weights[kept], share)])
+        if asked.min_p:
+            weights *= weights >= asked.min_p
+        return _reach(weights, share)
 
     def _random(self) -> float:
         key = np.array([self.seed, self._choice], np.uint64)
         stream = np.random.Philox(key=key, counter=np.array([self.written, 0, 0, 0], np.uint64))
         return float(np.random.Generator(stream).random())
 
-    def _described(self, row: NDArray[np.float64], token: int) -> Chosen:
+    def _described(self, row: Row, token: int, peak: np.float32) -> Chosen:
         wanted = self.sampling.logprobs
         if wanted is None:
             return Chosen(token)
-        logprobs = row - row.max()
-        logprobs -= np.log(np.exp(logprobs).sum())
-        best = np.argsort(-logprobs, kind="stable")[:wanted]
-        return Chosen(token, float(logprobs[token]), tuple((int(t), float(logprobs[t])) for t in best))
+        whole = float(peak) + float(np.log(np.exp(row - peak).sum(dtype=np.float64)))
+        top: list[int] = _best(row, wanted, -np.inf).tolist() if wanted else []
+        return Chosen(token, float(row[token]) - whole, tuple((t, float(row[t]) - whole) for t in top))
+
+
+def _best(row: Row, count: int, floor: float) -> NDArray[np.int64]:
+    """Where the `count` largest are, largest first, of equal ones the earlier; never what is at the floor."""
+    if np.count_nonzero(above := row > floor) < len(row) // 2:  # many equal values would make partition slow
+        found = np.flatnonzero(above)
+        return found[_best(row[found], count, floor)]
+    least = np.partition(row, -count)[-count] if count < len(row) else floor
+    found = np.flatnonzero(row >= least if least > floor else above)
+    return found[np.argsort(-row[found], kind="stable")[:count]]
+
+
+def _nucleus(weights: Row, top_k: int, top_p: float) -> NDArray[np.int64]:
+    """The `top_k` likeliest, and of those as many as hold `top_p` of their mass."""
+    few = _best(weights, top_k or _NUCLEUS, 0)
+    held = weights[few]
+    share = top_p if top_k else top_p * float(weights.sum(dtype=np.float64) / held.sum(dtype=np.float64))
+    if share <= 1:
+        return few[: _reach(held, share) + 1]
+    ordered = np.sort(weights)[::-1]  # values alone are sorted much faster than their places
+    return _largest(weights, ordered[: _reach(ordered, top_p) + 1])
+
+
+def _largest(weights: Row, values: Row) -> NDArray[np.int64]:
+    """Where the largest weights are, given their values in order; of those equal to the least the earlier ones."""
+    found = np.flatnonzero(weights >= values[-1])
+    equal = np.flatnonzero(weights[found] == values[-1])
+    return np.delete(found, equal[len(equal) - (len(found) - len(values)) :])
+
+
+def _reach(weights: Row, share: float) -> int:
+    """The first place where the sum so far is that share of the whole. By blocks, because adding up 150,000 numbers
+    one by one takes longer than everything else here together."""
+    blocks = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64))
+    mass = share * blocks[-1]
+    block = int(np.searchsorted(blocks, mass))
+    start = block * _BLOCK
+    ends = np.cumsum(weights[start : start + _BLOCK], dtype=np.float64) + (blocks[block - 1] if block else 0.0)
+    return start + int(min(np.searchsorted(ends, mass), np.searchsorted(ends, ends[-1])))
