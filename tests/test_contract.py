@@ -19,7 +19,7 @@ from tests.handoff import alone, copied, forced_logits, prompt_of, read_prompt, 
 ENGINES = tuple(ENGINE_OPTIONS)
 PROMPTS = (1, 2, 127, 128, 129, 300, 1000)  # around and past the sliding window of 128
 CHUNKS = (1, 64, 77, 256)  # 77 divides none of them
-OTHER_PROMPTS = (5, 30, 64, 140, 150, 210, 350)  # of the tests below
+OTHER_PROMPTS = (5, 30, 64, 100, 140, 150, 210, 250, 350)  # of other tests
 ANSWER = 32
 BFLOAT16_TOLERANCE = 0.1  # of the largest logit; two engines on random weights part by 0.05 by themselves
 
@@ -119,6 +119,19 @@ def test_batched_decode_equals_one_by_one(architecture: str, target: str, tiny_e
                 written[i].append(token)
     assert not running
     assert [written[i] for i in range(8)] == expected
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_single_rows_of_the_logits(name: str, tiny_engine: LoadTiny) -> None:
+    engine = tiny_engine(name, "llama")
+    sequences = [engine.open(capacity) for capacity in (20, 2000, 20)]
+    logits = engine.step(sequences, [5, 6, 7])
+    whole = logits.numpy()
+    assert not np.array_equal(whole[0], whole[1])
+    for rows in ([2, 0], [1], [0, 1, 2], (1, 1), []):
+        assert np.array_equal(logits.numpy(rows), whole[list(rows)])
+    for sequence in sequences:
+        engine.close(sequence)
 
 
 @pytest.mark.parametrize("target", ENGINES)

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.models.rope_utils import initialize_rope
 from mlx_lm.utils import load_model
 
-from disaggregated_inference.engines.mlx import versions
+from disaggregated_inference.engines.mlx import grouped, versions
 from disaggregated_inference.engines.mlx.caches import SlidingLayer
 from disaggregated_inference.engines.mlx.loading import readable_config
 from disaggregated_inference.engines.mlx.rope import agrees, ensure_exact, measure
@@ -187,3 +187,19 @@ def test_a_changed_cache_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(cache, "KVCache", Renamed)
     with pytest.raises(EngineUnavailable, match="Renamed has no keys, values, offset"):
         versions.require_known_caches()
+
+
+def test_an_attention_that_does_not_know_groups_is_refused(
+    tiny_engine: LoadTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused when loaded, not in the first step that happens to have sequences of two sizes."""
+    from mlx_lm.models import llama
+
+    model = tiny_engine("mlx", "llama").model  # type: ignore[attr-defined]
+    installed = llama.scaled_dot_product_attention
+    assert installed.__wrapped__.__module__ == "mlx_lm.models.base"
+    grouped.install(model)
+    assert llama.scaled_dot_product_attention is installed, "once is enough"
+    monkeypatch.delattr(llama, "scaled_dot_product_attention")
+    with pytest.raises(EngineUnavailable, match="does not know groups"):
+        grouped.install(model)

@@ -7,6 +7,9 @@ advanced by `step`, read by `export`, and closed.
 Threads: one thread makes all calls to an engine. `emit` is called on that thread.
 Counting: engines count every token that goes through the model, where it goes through. Tests and nodes read these
 counters to show that a hand-off recomputed nothing.
+Memory: `kv_cost` says what a sequence will take at most, before it is opened; sequences whose costs stay within
+`kv_limit_bytes` together have room together (torch may find it in pieces only, and says so: `KVMemoryFull`).
+`kv_held_bytes` is what they take now. Keeping to the limit is the caller's business: it knows who can wait.
 """
 
 from abc import ABC, abstractmethod
@@ -25,6 +28,9 @@ from disaggregated_inference.models import ModelSpec
 
 Emit = Callable[[KVSlice], None]
 
+# What an engine is, whether or not its weights are in memory.
+_KEPT = {"spec", "fingerprint", "dtype", "counters", "live", "kv_limit_bytes", "max_batch", "chunk_tokens"}
+
 
 class Tokens(Protocol):
     """Chosen tokens that may still be on the device: feed them to the next step before reading them."""
@@ -39,7 +45,8 @@ class Logits(Protocol):
 
     def greedy(self) -> Tokens: ...
 
-    def numpy(self) -> NDArray[float32]: ...
+    def numpy(self, rows: Items[int] | None = None) -> NDArray[float32]:
+        """On the host: all rows, or only `rows`, in that order."""
 
 
 @dataclass(eq=False, slots=True)
@@ -71,6 +78,7 @@ class Engine(ABC):
     """
 
     name: str
+    kv_limit_bytes: int  # what all sequences together may take
     max_batch = 256
     warm_lengths: tuple[int, ...] = (64,)  # chunks worth reading once before the first request
     chunk_tokens = 512  # at a time: enough to keep the device busy, not so much that others wait for seconds
@@ -80,6 +88,7 @@ class Engine(ABC):
         self.fingerprint = fingerprint
         self.dtype = dtype
         self.counters = Counters()
+        self.live: set[Sequence] = set()
 
     def open(self, capacity: int) -> Sequence:
         """Reserve room for `capacity` tokens, prompt and answer together."""
@@ -87,13 +96,29 @@ class Engine(ABC):
             raise ContextTooLong(capacity, self.spec.context_window)
         if capacity < 1:
             raise KVMemoryFull(f"a sequence needs room for at least one token, not {capacity}")
-        return Sequence(capacity=capacity, placed=[0] * len(self.spec.layout.layers), state=self._open(capacity))
+        sequence = Sequence(capacity=capacity, placed=[0] * len(self.spec.layout.layers), state=self._open(capacity))
+        self.live.add(sequence)
+        return sequence
 
     def close(self, sequence: Sequence) -> None:
         """Give the memory back. Closing twice is harmless."""
         if not sequence.closed:
             sequence.closed = True
+            self.live.discard(sequence)
             self._close(sequence)
+
+    def kv_cost(self, capacity: int) -> int:
+        """The most bytes a sequence of that capacity takes, whoever it is batched with.
+
+        Of a sliding layer the window, twice: while slices arrive, the committed rows and the new ones are both there.
+        """
+        rows = sum(2 * plan.window or self._kv_rows(capacity) for plan in self.spec.layout.layers)
+        return rows * self.spec.layout.row_bytes(self.dtype)
+
+    @property
+    def kv_held_bytes(self) -> int:
+        """What the open sequences take now, measured; nothing open, nothing held."""
+        return self._kv_held() if self.loaded else 0
 
     def prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None = None) -> Logits:
         """Evaluate one chunk and return the logits of its last position; `emit` gets each layer's slice as it is done.
@@ -104,7 +129,7 @@ class Engine(ABC):
             raise TokensRefused("a chunk needs at least one token")
         self._require_room(sequence, len(tokens))
         self.require_vocabulary(tokens)
-        with _whole_or_broken(sequence):
+        with whole_or_broken(sequence):
             sequence.computed += len(tokens)
             logits = self._prefill(sequence, tokens, emit)
         self._advance(sequence, len(tokens))
@@ -118,7 +143,7 @@ class Engine(ABC):
         if piece.stop > sequence.capacity:
             raise KVMemoryFull(f"slice up to token {piece.stop} in a sequence opened for {sequence.capacity}")
         piece.wait()
-        with _whole_or_broken(sequence):
+        with whole_or_broken(sequence):
             self._place(sequence, piece)
         sequence.placed[piece.layer] = piece.stop
 
@@ -128,14 +153,14 @@ class Engine(ABC):
         short = [layer for layer, stop in enumerate(sequence.placed) if stop != length]
         if short:
             raise SliceRefused(f"commit of {length} tokens: layer {short[0]} has {sequence.placed[short[0]]}")
-        with _whole_or_broken(sequence):
+        with whole_or_broken(sequence):
             self._commit(sequence, length)
         sequence.length = length
 
     def rollback(self, sequence: Sequence) -> None:
         """Forget what was placed since the last commit: the sequence goes on from there."""
         self._require_usable(sequence)
-        with _whole_or_broken(sequence):
+        with whole_or_broken(sequence):
             self._rollback(sequence)
         self._advance(sequence, 0)
 
@@ -149,14 +174,39 @@ class Engine(ABC):
     def step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits:
         """Feed each sequence one token and return the logits of the next. Membership may change at every call."""
         self._require_batch(sequences, tokens)
-        with _whole_or_broken(*sequences):
+        with whole_or_broken(*sequences):
             logits = self._step(sequences, tokens)
         for sequence in sequences:
             self._advance(sequence, 1)
         return logits
 
+    @property
+    def loaded(self) -> bool:
+        return "model" in self.__dict__
+
+    def unload(self) -> None:
+        """Give weights and KV memory back; nothing may be open. What the engine is (spec, fingerprint, costs) stays."""
+        for name in [name for name in self.__dict__ if name not in _KEPT]:
+            del self.__dict__[name]
+        self._free()
+
+    def become(self, fresh: "Engine") -> None:
+        """Take over an engine that was just loaded, for everyone who holds this one. Counters go on."""
+        fresh.counters = self.counters
+        self.__dict__ = fresh.__dict__
+
+    def _free(self) -> None:  # noqa: B027
+        """Make the library give back what it keeps for later."""
+
     def leave_thread(self) -> None:  # noqa: B027  most engines keep nothing per thread
         """Called on the engine's thread before that thread ends."""
+
+    def _kv_rows(self, capacity: int) -> int:
+        """Rows of a full layer that a sequence of that capacity takes at most."""
+        return capacity
+
+    @abstractmethod
+    def _kv_held(self) -> int: ...
 
     @abstractmethod
     def _open(self, capacity: int) -> Any: ...
@@ -228,7 +278,8 @@ class Engine(ABC):
 
 
 @contextmanager
-def _whole_or_broken(*sequences: Sequence) -> Iterator[None]:
+def whole_or_broken(*sequences: Sequence) -> Iterator[None]:
+    """Whatever fails in here leaves them neither as they were nor as they should be."""
     try:
         yield
     except BaseException:

@@ -1,66 +1,180 @@
-"""Sequences that decode together. mlx-lm pads them on the left into one cache per layer; one alone keeps its own.
+"""Sequences that decode together: one batch per capacity class, all classes in one forward pass.
 
-While a sequence is in the batch its rows live there; it gets its own caches back when it leaves or is touched alone.
+mlx-lm pads the members of a batch on the left into one cache per layer, so members of one batch should be of one size:
+a sequence's *class* is its capacity, rounded up to a power of two. While a sequence is in a batch its rows live there;
+it gets its own caches back when it leaves or is touched alone, and one alone in its class never gives them away.
 """
 
 from collections.abc import Sequence as Items
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
-from disaggregated_inference.engines.base import Sequence
+import mlx.core as mx
+from mlx_lm.models.cache import BatchKVCache
+
+from disaggregated_inference.engines.base import Sequence, whole_or_broken
+from disaggregated_inference.engines.mlx.grouped import GroupedCache
+
+SMALLEST_CLASS = 256
+
+
+def capacity_class(capacity: int, smallest: int = SMALLEST_CLASS) -> int:
+    return max(smallest, 1 << (capacity - 1).bit_length())
 
 
 class Batch:
+    """The sequences of one class, row by row.
+
+    Changes go layer by layer, each evaluated before the next: old and new exist side by side for one layer only. One
+    that fails half-way breaks everyone in it, because nobody's rows are whole any more.
+    """
+
     def __init__(self) -> None:
-        self._members: list[Sequence] = []
+        self._rows: dict[Sequence, int] = {}
         self._caches: list[Any] = []
 
-    def caches_of(self, sequences: Items[Sequence]) -> list[Any]:
-        """Caches whose rows are `sequences`, in that order."""
-        if len(sequences) == 1 and sequences[0] not in self._members:
-            return [layer.cache for layer in sequences[0].state]
-        if self._members != list(sequences):
-            self._regroup(list(sequences))
-        return self._caches
+    def caches_of(self, wanted: Items[Sequence]) -> tuple[list[Any], Items[Sequence]]:
+        """Caches whose rows are `wanted`, and the order in which they are."""
+        if len(wanted) == 1 and wanted[0] not in self._rows:
+            return [layer.cache for layer in wanted[0].state], wanted
+        if self._rows.keys() != set(wanted):
+            self._regroup(set(wanted), [sequence for sequence in wanted if sequence not in self._rows])
+        return self._caches, tuple(self._rows)
 
     def take_back(self, sequence: Sequence) -> None:
         """Give a sequence its own caches again."""
-        if sequence in self._members:
-            at = self._members.index(sequence)
-            for layer, cache in zip(sequence.state, self._caches, strict=True):
-                layer.restore(cache.extract(at))
-            self.drop(sequence)
+        if sequence in self._rows:
+            self._regroup(self._rows.keys() - {sequence}, [])
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence and its rows."""
-        if sequence in self._members:
-            self._keep([member for member in self._members if member is not sequence])
+        """Forget a sequence and its rows, and those of broken ones: nobody will ask for them again."""
+        if sequence in self._rows:
+            self._change([member for member in self._rows if member is not sequence and not member.broken], [], [])
 
-    def _regroup(self, wanted: list[Sequence]) -> None:
-        for member in [m for m in self._members if m not in wanted]:
-            self.take_back(member)
-        self._keep([member for member in wanted if member in self._members])
-        joining = [sequence for sequence in wanted if sequence not in self._members]
-        if joining:
-            self._join(joining)
-        self._keep(wanted)
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in self._caches)
 
-    def _join(self, joining: list[Sequence]) -> None:
-        per_layer = zip(*([layer.cache for layer in s.state] for s in joining), strict=True)
-        merged = [type(row[0]).merge(list(row)) for row in per_layer]
-        for cache, extra in zip(self._caches, merged, strict=False):
-            cache.extend(extra)
-        self._caches = self._caches or merged
-        self._members += joining
-        for sequence in joining:
-            for layer in sequence.state:
-                layer.cache = None
+    def _regroup(self, wanted: set[Sequence], joining: list[Sequence]) -> None:
+        staying = [member for member in self._rows if member in wanted]
+        self._change(staying, [member for member in self._rows if member not in wanted], joining)
 
-    def _keep(self, wanted: list[Sequence]) -> None:
-        """These members, in this order."""
-        if not wanted:
-            self._members, self._caches = [], []
-        elif wanted != self._members:
-            at = [self._members.index(member) for member in wanted]
-            for cache in self._caches:
-                cache.filter(at)
-            self._members = wanted
+    def _change(self, staying: list[Sequence], leaving: list[Sequence], joining: list[Sequence]) -> None:
+        members = [*staying, *joining]
+        kept = [self._rows[member] for member in staying]
+        capacity = max((member.capacity for member in members), default=0)
+        caches = self._caches or [None] * len(joining[0].state)
+        with whole_or_broken(*self._rows, *joining):
+            for layer, cache in enumerate(caches):
+                for member in leaving:
+                    member.state[layer].restore(cache.extract(self._rows[member]))
+                caches[layer] = _changed(cache, kept, [sequence.state[layer] for sequence in joining], capacity)
+        self._rows = {member: row for row, member in enumerate(members)}
+        self._caches = caches if members else []
+
+
+def _changed(cache: Any, kept: list[int], joining: list[Any], capacity: int) -> Any:
+    """One layer's cache with the rows `kept` of it and those of `joining` behind them, evaluated."""
+    if not kept:
+        cache = None
+    elif len(kept) < len(cache.left_padding):
+        cache.filter(kept)
+    if joining:
+        merged = _merged([layer.cache for layer in joining])
+        if cache is None:
+            cache = merged
+        else:
+            cache.extend(merged)
+    if cache is not None:
+        _fit(cache, capacity)
+        mx.eval([array for array in (cache.keys, cache.values) if array is not None], cache.offset, cache.left_padding)
+    for layer in joining:
+        layer.cache = None
+    return cache
+
+
+def _merged(own: list[Any]) -> Any:
+    """mlx-lm's merge, which forgets the shape of caches that have no tokens yet."""
+    merged = type(own[0]).merge(own)
+    if merged.keys is None and own[0].keys is not None:
+        _, heads, _, width = own[0].keys.shape
+        merged.keys = merged.values = mx.zeros((len(own), heads, 0, width), own[0].keys.dtype)
+    return merged
+
+
+def _fit(cache: Any, capacity: int) -> None:
+    """Room for the longest answer in the batch and no more.
+
+    mlx-lm would let the buffer grow in the middle of a step, in all layers at once and past what was reserved; and what
+    it cuts off stays in memory, because a cut is only a view.
+    """
+    if isinstance(cache, BatchKVCache):
+        spare = capacity - cache.keys.shape[2]
+        cache.keys, cache.values = _resized(cache.keys, spare), _resized(cache.values, spare)
+
+
+def _resized(rows: mx.array, spare: int) -> mx.array:
+    if spare > 0:
+        return mx.pad(rows, [(0, 0), (0, 0), (0, spare), (0, 0)])
+    return mx.contiguous(rows[..., : rows.shape[2] + spare, :])
+
+
+class Arrangement(NamedTuple):
+    """How the rows of a step lie: `order[i]` is the caller's place of row i, None where the two agree."""
+
+    caches: list[Any]
+    order: list[int] | None
+
+    def rows(self, inputs: mx.array) -> mx.array:
+        """The caller's order into ours."""
+        return inputs if self.order is None else inputs[mx.array(self.order)]
+
+    def callers(self, outputs: mx.array) -> mx.array:
+        """And back."""
+        if self.order is None:
+            return outputs
+        return outputs[mx.array(sorted(range(len(self.order)), key=self.order.__getitem__))]
+
+
+class Batches:
+    def __init__(self, smallest: int = SMALLEST_CLASS) -> None:
+        self._smallest = smallest
+        self._by_class: dict[int, Batch] = {}
+
+    def arrange(self, sequences: Items[Sequence]) -> Arrangement:
+        """Caches for one step of `sequences`. Classes that have no part in it stay as they are."""
+        groups: dict[int, list[Sequence]] = {}
+        for sequence in sequences:
+            groups.setdefault(capacity_class(sequence.capacity, self._smallest), []).append(sequence)
+        parts = [self._batch(members[0]).caches_of(members) for members in groups.values()]
+        rows = [sequence for _, members in parts for sequence in members]
+        caches = parts[0][0] if len(parts) == 1 else _grouped(parts)
+        place = {sequence: at for at, sequence in enumerate(sequences)}
+        order = [place[sequence] for sequence in rows]
+        return Arrangement(caches, None if order == list(range(len(order))) else order)
+
+    def take_back(self, sequence: Sequence) -> None:
+        self._batch(sequence).take_back(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        self._batch(sequence).drop(sequence)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(batch.nbytes for batch in tuple(self._by_class.values()))
+
+    def _batch(self, sequence: Sequence) -> Batch:
+        return self._by_class.setdefault(capacity_class(sequence.capacity, self._smallest), Batch())
+
+
+def _grouped(parts: list[tuple[list[Any], Items[Sequence]]]) -> list[GroupedCache]:
+    """One cache per layer over the groups. Positions are set from what we know: rope reads ours, so nothing would
+    evaluate mlx-lm's own counting, and its additions would pile up step by step."""
+    lengths = [[sequence.length for sequence in members] for _, members in parts]
+    for (caches, _), positions in zip(parts, map(mx.array, lengths), strict=True):
+        for cache in caches:
+            if isinstance(cache.offset, mx.array):  # of a batch; one alone counts with a number
+                cache.offset = positions
+    offset = mx.array([length for group in lengths for length in group])
+    edges = list(accumulate(len(group) for group in lengths[:-1]))
+    return [GroupedCache(list(layer), edges, offset) for layer in zip(*(caches for caches, _ in parts), strict=True)]

@@ -35,7 +35,7 @@ class FullLayer:
 
     def __init__(self, layout: KVLayout, dtype: KVDType, capacity: int) -> None:
         """The whole buffer at once: it never grows, and never has to be copied to grow."""
-        self.cache = KVCache()
+        self.cache: Any = KVCache()  # None while its rows are in a batch
         self._dtype, self._capacity = dtype, capacity
         shape = (1, layout.kv_heads, capacity, layout.head_dim)
         self.cache.keys, self.cache.values = mx.zeros(shape, MLX_DTYPES[dtype]), mx.zeros(shape, MLX_DTYPES[dtype])
@@ -62,6 +62,13 @@ class FullLayer:
         mx.eval(extracted.keys, extracted.values)
         self.cache = extracted
 
+    def settle(self) -> None:
+        """After a chunk: nothing is ever larger than it was opened."""
+
+    @property
+    def nbytes(self) -> int:
+        return _nbytes(self.cache)
+
     def rows(self, start: int, stop: int) -> tuple[mx.array, mx.array]:
         return self.cache.keys[0, :, start:stop], self.cache.values[0, :, start:stop]
 
@@ -70,7 +77,7 @@ class SlidingLayer:
     """Writes into a `RotatingKVCache`: oldest row first, `_idx` at the end, `offset` absolute."""
 
     def __init__(self, plan: LayerPlan, dtype: KVDType) -> None:
-        self.cache = RotatingKVCache(max_size=plan.window)
+        self.cache: Any = RotatingKVCache(max_size=plan.window)  # None while its rows are in a batch
         self._window, self._dtype = plan.window, dtype
         self._staged: list[tuple[Array, Array]] = []
 
@@ -79,7 +86,7 @@ class SlidingLayer:
         if piece.tokens == self._window:
             self._staged.clear()
         self._staged.append((keys.swapaxes(0, 1).copy(), values.swapaxes(0, 1).copy()))
-        if len(self._staged) > 2 * self._window:  # one-token chunks must not pile up
+        if sum(rows.shape[1] for rows, _ in self._staged) > self._window:  # small chunks must not pile up
             self._staged = [self._joined()]
 
     def commit(self, length: int) -> None:
@@ -101,7 +108,21 @@ class SlidingLayer:
         self._staged.clear()
 
     def restore(self, extracted: RotatingKVCache) -> None:
+        """Evaluated at once: until then it would hold on to the whole batch that it is cut from."""
+        mx.eval(extracted.keys, extracted.values)
         self.cache = extracted
+
+    def settle(self) -> None:
+        """After a chunk mlx-lm keeps all of its rows until the next token: cut them to the window now."""
+        if self.cache.keys.shape[2] > self._window:
+            self.cache.keys, self.cache.values = (
+                mx.contiguous(rows[..., -self._window :, :]) for rows in (self.cache.keys, self.cache.values)
+            )
+            self.cache._idx = self._window
+
+    @property
+    def nbytes(self) -> int:
+        return _nbytes(self.cache) + sum(keys.nbytes + values.nbytes for keys, values in tuple(self._staged))
 
     def _joined(self) -> tuple[Array, Array]:
         keys, values = zip(*self._staged, strict=True)
@@ -114,6 +135,10 @@ class SlidingLayer:
         ordered = (self.cache._temporal_order(array) for array in (self.cache.keys, self.cache.values))
         keys, values = (rows[0, :, max(0, rows.shape[2] - count) :] for rows in ordered)
         return keys, values
+
+
+def _nbytes(cache: Any) -> int:
+    return cache.nbytes if cache is not None else 0
 
 
 def _evaluated(array: mx.array) -> mx.array:

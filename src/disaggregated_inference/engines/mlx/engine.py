@@ -1,5 +1,6 @@
 """The MLX engine: mlx-lm models on Metal, or on the CPU under Linux."""
 
+import gc
 import logging
 import platform
 from collections.abc import Iterator
@@ -11,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, Tokens, token_list
-from disaggregated_inference.engines.mlx.batch import Batch
+from disaggregated_inference.engines.memory import available_bytes
+from disaggregated_inference.engines.mlx import grouped
+from disaggregated_inference.engines.mlx.batch import Batches, capacity_class
 from disaggregated_inference.engines.mlx.caches import MLX_DTYPES, make_layers, to_numpy, token_major
 from disaggregated_inference.engines.mlx.loading import activation_dtype, load_weights
 from disaggregated_inference.engines.mlx.rope import ensure_exact
@@ -20,6 +23,9 @@ from disaggregated_inference.kv import Fingerprint, KVDType, KVSlice
 from disaggregated_inference.models import ModelFiles, ModelSpec
 
 log = logging.getLogger(__name__)
+
+_METAL_KV_SHARE = 0.8
+_FREED_BYTES = 2 << 30
 
 
 class MlxTokens:
@@ -44,8 +50,9 @@ class MlxLogits:
         mx.async_eval(tokens)
         return MlxTokens(tokens)
 
-    def numpy(self) -> NDArray[np.float32]:
-        return np.array(self.array.astype(mx.float32))
+    def numpy(self, rows: Items[int] | None = None) -> NDArray[np.float32]:
+        chosen = self.array if rows is None else self.array[mx.array(list(rows), mx.int32)]
+        return np.array(chosen.astype(mx.float32))
 
 
 class _Tap:
@@ -70,27 +77,41 @@ class MlxEngine(Engine):
 
     name = "mlx"
 
-    def __init__(self, model: Any, spec: ModelSpec, fingerprint: Fingerprint) -> None:
+    def __init__(self, model: Any, spec: ModelSpec, fingerprint: Fingerprint, kv_bytes: int | None = None) -> None:
         super().__init__(spec, fingerprint, activation_dtype(model))
+        grouped.install(model)
         self.model = model
-        self._batch = Batch()
+        self.kv_limit_bytes = kv_bytes or _default_limit()
+        self._batches = Batches()
         if mx.default_device() == mx.gpu:
             self.chunk_tokens = 2048
+
+    def _free(self) -> None:
+        gc.collect()
+        mx.clear_cache()
 
     def leave_thread(self) -> None:
         """A thread that ends with streams of its own makes the whole process abort at exit, one time in five."""
         mx.synchronize()
         mx.clear_streams()
 
+    def _kv_rows(self, capacity: int) -> int:
+        """A batch gives each member the room of its largest, which is of the same class and within the context."""
+        return max(capacity, min(capacity_class(capacity), self.spec.context_window))
+
+    def _kv_held(self) -> int:
+        own = sum(layer.nbytes for sequence in tuple(self.live) for layer in sequence.state or ())
+        return own + self._batches.nbytes
+
     def _open(self, capacity: int) -> Any:
         return make_layers(self.spec.layout, self.dtype, capacity)
 
     def _close(self, sequence: Sequence) -> None:
-        self._batch.drop(sequence)
+        self._batches.drop(sequence)
         sequence.state = None
 
     def _prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None) -> Logits:
-        self._batch.take_back(sequence)
+        self._batches.take_back(sequence)
         self.counters.prompt_tokens += len(tokens)
         caches = [layer.cache for layer in sequence.state]
         taps = [_Tap(cache) for cache in caches] if emit else caches
@@ -99,6 +120,8 @@ class MlxEngine(Engine):
         mx.async_eval(logits)
         if emit:
             self._hand_out(sequence.length, len(tokens), taps, emit)
+        for layer in sequence.state:
+            layer.settle()
         mx.eval(logits, [array for cache in caches for array in (cache.keys, cache.values)])
         return MlxLogits(logits)
 
@@ -114,10 +137,10 @@ class MlxEngine(Engine):
 
     def _step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits:
         self.counters.step_tokens += len(sequences)
-        caches = self._batch.caches_of(sequences)
+        arranged = self._batches.arrange(sequences)
         inputs = tokens.array if isinstance(tokens, MlxTokens) else mx.array(token_list(tokens))
-        hidden = self.model.model(inputs[:, None], cache=caches)
-        logits = self._head(hidden[:, -1])
+        hidden = self.model.model(arranged.rows(inputs)[:, None], cache=arranged.caches)
+        logits = self._head(arranged.callers(hidden[:, -1]))
         mx.async_eval(logits)
         return MlxLogits(logits)
 
@@ -127,7 +150,7 @@ class MlxEngine(Engine):
         return self.model.lm_head(hidden)
 
     def _place(self, sequence: Sequence, piece: KVSlice) -> None:
-        self._batch.take_back(sequence)
+        self._batches.take_back(sequence)
         sequence.state[piece.layer].place(piece)
 
     def _commit(self, sequence: Sequence, length: int) -> None:
@@ -139,7 +162,7 @@ class MlxEngine(Engine):
             layer.rollback()
 
     def _export(self, sequence: Sequence, start: int) -> Iterator[KVSlice]:
-        self._batch.take_back(sequence)
+        self._batches.take_back(sequence)
         for index, (layer, plan) in enumerate(zip(sequence.state, self.spec.layout.layers, strict=True)):
             first = plan.first_row(start, sequence.length)
             rows = [token_major(array) for array in layer.rows(first, sequence.length)]
@@ -148,7 +171,9 @@ class MlxEngine(Engine):
             yield KVSlice(index, first, self.dtype, keys, values)
 
 
-def load(model: ModelFiles, *, dtype: KVDType | None = None, blas: str | None = None) -> MlxEngine:
+def load(
+    model: ModelFiles, *, dtype: KVDType | None = None, blas: str | None = None, kv_bytes: int | None = None
+) -> MlxEngine:
     """Load a safetensors folder. On Metal in the dtype it was saved in, on Linux in float32."""
     if model.kind != "safetensors":
         raise EngineUnavailable(f"the mlx engine reads safetensors folders, not {model.path.name}")
@@ -158,7 +183,27 @@ def load(model: ModelFiles, *, dtype: KVDType | None = None, blas: str | None = 
     loaded = load_weights(model, dtype or _default_dtype(model))
     if repaired := ensure_exact(loaded, spec.rope):
         log.info("installed the model's own RoPE frequencies in %d layers", repaired)
-    return MlxEngine(loaded, spec, model.fingerprint)
+    _bound_freed_buffers()
+    return MlxEngine(loaded, spec, model.fingerprint, kv_bytes)
+
+
+def _default_limit() -> int:
+    """Of what Metal lets us wire a part stays for temporaries; under Linux the machine is somebody else's too."""
+    working_set = int(mx.device_info().get("max_recommended_working_set_size", 0))
+    if not working_set:
+        return available_bytes() // 2
+    return max(int((working_set - mx.get_active_memory()) * _METAL_KV_SHARE), 0)
+
+
+def _bound_freed_buffers() -> None:
+    """MLX keeps freed buffers for the next array of their size, on Metal as much as the machine has.
+
+    Temporaries of a chunk come back chunk after chunk and fit into our bound. Batches that sequences join and leave are
+    of ever new sizes: what they leave behind nothing would reuse, and it would be missing when the next one comes.
+    """
+    before = mx.set_cache_limit(_FREED_BYTES)
+    if before < _FREED_BYTES:
+        mx.set_cache_limit(before)
 
 
 def _default_dtype(model: ModelFiles) -> KVDType:

@@ -75,6 +75,7 @@ class Arena:
             raise KVMemoryFull(f"a KV budget of {budget_bytes} bytes holds no token; one takes {token_bytes}")
         self._rows = {0: _Rows(full_rows)} | {window: _Rows(rows) for window, rows in ring_rows.items()}
         self.padding = {window: rows.take(max(window, 1)) for window, rows in self._rows.items()}
+        self.limit_bytes = (full_rows - 1) * token_bytes  # rings have room of their own, one for each sequence
         self.keys = [self._tensor(plan.window) for plan in layout.layers]
         self.values = [self._tensor(plan.window) for plan in layout.layers]
 
@@ -110,6 +111,12 @@ class Arena:
     def used_rows(self) -> int:
         """Rows that sequences hold in the full layers."""
         return self._rows[0].used - 1
+
+    @property
+    def used_bytes(self) -> int:
+        """What sequences hold, in full layers and in rings; the padding is nobody's."""
+        rows = {window: rows.used - max(window, 1) for window, rows in self._rows.items()}
+        return sum(rows[plan.window] for plan in self.layout.layers) * self.layout.row_bytes(self.dtype)
 
     def ring_rows(self, start: int, window: int, first: int, stop: int) -> torch.Tensor:
         """Rows of positions [first, stop) in a ring, oldest first."""

@@ -1,5 +1,6 @@
 """The torch engine: transformers models on CUDA or CPU, with the KV in an arena of our own."""
 
+import gc
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, Tokens, token_list
+from disaggregated_inference.engines.memory import available_bytes
 from disaggregated_inference.engines.torch import fused
 from disaggregated_inference.engines.torch.arena import TORCH_DTYPES, Arena, Starts, host_array, host_tensor
 from disaggregated_inference.engines.torch.attention import has_flash
@@ -45,8 +47,9 @@ class TorchLogits:
     def greedy(self) -> TorchTokens:
         return TorchTokens(self.tensor.argmax(dim=-1))
 
-    def numpy(self) -> NDArray[np.float32]:
-        array: NDArray[np.float32] = self.tensor.float().cpu().numpy()
+    def numpy(self, rows: Items[int] | None = None) -> NDArray[np.float32]:
+        chosen = self.tensor if rows is None else self.tensor[torch.tensor(rows, device=self.tensor.device).long()]
+        array: NDArray[np.float32] = chosen.float().cpu().numpy()
         return array
 
 
@@ -64,6 +67,10 @@ class TorchState:
             self.shadows[layer] = (keys.clone(), values.clone())
         return self.shadows[layer]
 
+    @property
+    def shadow_bytes(self) -> int:
+        return sum(tensor.nbytes for pair in tuple(self.shadows.values()) for tensor in pair)
+
 
 class TorchEngine(Engine):
     """See `engines.base.Engine` for the contract."""
@@ -78,6 +85,7 @@ class TorchEngine(Engine):
         dtype: KVDType = next(name for name, kind in TORCH_DTYPES.items() if kind == model.dtype)
         super().__init__(spec, fingerprint, dtype)
         self.arena = Arena(spec.layout, dtype, self.device, kv_bytes or _default_budget(self.device), sequences)
+        self.kv_limit_bytes = self.arena.limit_bytes
         self._host = HostCopies(self.arena)
         self._places = Places(self.arena, sequences)
         self.max_batch = sequences
@@ -91,6 +99,14 @@ class TorchEngine(Engine):
         if flash and not any(plan.window for plan in spec.layout.layers):
             self._chunks = ChunkGraphs(self._compute_chunk, self.arena, self._host)
             self.warm_lengths = tuple(size - 1 for size in ChunkGraphs.sizes)
+
+    def _kv_held(self) -> int:
+        return self.arena.used_bytes + sum(sequence.state.shadow_bytes for sequence in tuple(self.live))
+
+    def _free(self) -> None:
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     def _open(self, capacity: int) -> TorchState:
         return TorchState(self.arena.take(capacity))
@@ -181,7 +197,7 @@ def _default_budget(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * _CUDA_KV_SHARE)
-    return _CPU_KV_BYTES
+    return min(_CPU_KV_BYTES, available_bytes() // 2)
 
 
 def load(
