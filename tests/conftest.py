@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from disaggregated_inference.engines import Engine, load_engine
+from disaggregated_inference.engines.mlx.blas import load_blas
 from disaggregated_inference.models import ModelFiles, ModelStore
 from disaggregated_inference.nodes.decode import DecodeNode
 from disaggregated_inference.nodes.prefill import PrefillNode
+from disaggregated_inference.nodes.room import Room
 from disaggregated_inference.nodes.worker import EngineThread
 
 # Some virtual machines announce AMX and then trap on it; torch's bfloat16 on the CPU would take the process down.
@@ -27,6 +29,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
     name: _OPTIONS[name] for name in os.environ.get("DISAGG_TEST_ENGINES", "torch,mlx").split(",")
 }
+
+if "mlx" in ENGINE_OPTIONS:  # before any test imports MLX: it would stay with its own BLAS, sixty times slower
+    load_blas()
 
 LoadTiny = Callable[[str, str], Engine]
 Pair = tuple[PrefillNode, DecodeNode]
@@ -89,17 +94,23 @@ def nodes(tiny_folder: Callable[[str], Path]) -> Iterator[Callable[..., Pair]]:
         writer_options: dict[str, Any] | None = None,
         streams: int = 2,
         codecs: tuple[str, ...] = ("raw",),
+        prefix_bytes: int = 0,
         **options: Any,
     ) -> Pair:
         model = ModelFiles(architecture, tiny_folder(architecture))
         both = (reader, ENGINE_OPTIONS[reader]), (writer, ENGINE_OPTIONS[writer] | (writer_options or {}))
         threads = [EngineThread(partial(load_engine, name, model, **settings)) for name, settings in both]
-        prefill = PrefillNode(threads[0], **({"chunk_tokens": 77} | options))
-        made.append((prefill, DecodeNode(threads[1], chunk_tokens=50, streams=streams, codecs=codecs)))
+        rooms = [Room(thread, prefix_bytes=prefix_bytes) for thread in threads]
+        prefill = PrefillNode(rooms[0], **({"chunk_tokens": 77} | options))
+        decode = DecodeNode(rooms[1], model.tokenizer, chunk_tokens=50, streams=streams, codecs=codecs)
+        made.append((prefill, decode))
         return made[-1]
 
     yield make
     for prefill, decode in made:
         prefill.close()
-        prefill.worker.stop()
-        decode.worker.stop()
+        decode.close()
+        for room in (prefill.room, decode.room):
+            room.worker.stop()
+            room.close_all()
+            assert room.faults == 0

@@ -273,7 +273,7 @@ def test_limits_hold_whatever_threads_do() -> None:
     def work(seed: int) -> None:
         rng = random.Random(seed)
         for _ in range(60):
-            withdrawn = admission.ask(rng.randint(1, 700), 1, lambda: None, lambda error: None, wait_s=60)
+            withdrawn = admission.ask(rng.randint(1, 700), 1, lambda claim: None, lambda error: None, wait_s=60)
             time.sleep(rng.random() / 4000)
             admission.release(withdrawn)  # waiting or held, as it happens
             use(rng, rng.randint(1, 700), rng.randint(1, 3))

@@ -21,8 +21,9 @@ from disaggregated_inference.errors import (
     PeerRefused,
 )
 from disaggregated_inference.kv import Fingerprint
+from disaggregated_inference.nodes.answers import Answer
 from disaggregated_inference.nodes.context import Context
-from disaggregated_inference.nodes.decode import Answer, DecodeNode
+from disaggregated_inference.nodes.decode import DecodeNode
 from disaggregated_inference.nodes.prefill import PrefillNode
 from disaggregated_inference.wire import Hello
 from disaggregated_inference.wire.frames import Connection, Kind
@@ -218,7 +219,7 @@ def test_the_prefill_node_restarts_on_the_same_address(pair: Pair, right: list[i
     reading.result(10)
     prefill.book.cancel(context.ticket)
     prefill.close()
-    again = PrefillNode(prefill.worker, prefill.kv_addresses, 77)
+    again = PrefillNode(prefill.room, prefill.kv_addresses, 77)
     try:
         assert again.kv_addresses == prefill.kv_addresses
         with Clock(), pytest.raises(PeerFailed, match="restarted"):
@@ -228,7 +229,7 @@ def test_the_prefill_node_restarts_on_the_same_address(pair: Pair, right: list[i
         assert decode.proofs.tokens_computed == before + 48, "a restarted node is proven again"
     finally:
         again.close()
-        prefill.__init__(prefill.worker, (("127.0.0.1", 0),), 77)  # type: ignore[misc]
+        prefill.__init__(prefill.room, (("127.0.0.1", 0),), 77)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("writer", ["torch", "mlx"])

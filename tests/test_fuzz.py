@@ -53,7 +53,7 @@ def _slices() -> list[KVSlice]:
 
 
 def _recording() -> bytes:
-    outbox = Outbox()
+    outbox = Outbox(range(TOKENS))
     for piece in _slices():
         outbox.put(piece)
     outbox.put_logits(np.zeros(VOCABULARY, np.float32))
@@ -236,7 +236,7 @@ def test_the_context(word: str) -> None:
 
 @pytest.mark.parametrize("where", ["rows", "logits"])
 def test_what_is_no_number_is_refused(where: str) -> None:
-    outbox = Outbox()
+    outbox = Outbox(range(TOKENS))
     for piece in _slices():
         keys = piece.keys.copy()
         keys[0] = np.nan if where == "rows" else 0

@@ -29,15 +29,15 @@ from tests.handoff import alone, prompt_of
 
 
 def _context(**changes: Any) -> str:
-    plain = Context(ticket="t", secret="s", epoch="e", tokens=3, addresses=(("127.0.0.1", 9),))
+    plain = Context(ticket="t", secret="s", epoch="e", tokens=3, prompt_hash="h", addresses=(("127.0.0.1", 9),))
     return msgspec.structs.replace(plain, **changes).encode()
 
 
 class Node:
     """A node process; `ready` is its first line."""
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "disaggregated_inference", "serve", *arguments, "--port", "0"]
+    def __init__(self, role: str, *arguments: str, **environment: str) -> None:
+        command = [sys.executable, "-m", "disaggregated_inference", "serve", "--role", role, *arguments, "--port", "0"]
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in stop
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, env=os.environ | environment)
         assert self.process.stdout
@@ -83,7 +83,7 @@ def folder(tiny_folder: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> Iterator[tuple[Node, Node]]:
-    shared = ("--model", str(folder), "--dtype", "float32")
+    shared = ("--model", str(folder), "--dtype", "float32", "--prefix-memory", "0")
     prefill = Node("prefill", *shared, "--engine", "torch", "--chunk", "77", "--lease", "2", "--log-level", "info")
     decode = Node("decode", *shared, "--engine", "mlx", "--log-level", "info")
     yield prefill, decode
@@ -239,8 +239,8 @@ def test_streamed_and_whole_texts_are_the_same(pair: tuple[Node, Node]) -> None:
 
 
 def test_a_stop_in_the_middle_of_an_answer(folder: Path) -> None:
-    """Ten seconds for what is being written; then a typed answer, and exit code 0."""
-    node = Node("decode", "--model", str(folder), "--dtype", "float32", "--engine", "torch")
+    """Three seconds for what is being written; then a typed answer, and exit code 0."""
+    node = Node("decode", "--model", str(folder), "--dtype", "float32", "--engine", "torch", "--drain", "3")
     answers: list[tuple[int, Any]] = []
     asked = {"tokens": [5, 6], "max_new_tokens": 4000}
 
@@ -261,7 +261,7 @@ def test_a_stop_in_the_middle_of_an_answer(folder: Path) -> None:
 
 def test_a_port_that_is_taken_shows_at_once(pair: tuple[Node, Node]) -> None:
     port = str(pair[0].ready["port"])
-    command = [sys.executable, "-m", "disaggregated_inference", "serve", "decode", "--port", port]
+    command = [sys.executable, "-m", "disaggregated_inference", "serve", "--role", "decode", "--port", port]
     started = time.monotonic()
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 1
@@ -352,7 +352,16 @@ def test_bad_requests_to_prefill(path: str, body: Any, status: int, says: str, p
     [
         ({"context": "nonsense", "max_new_tokens": 2}, 403, "not one that a prefill node gave out"),
         ({"tokens": [5], "max_new_tokens": 0}, 400, "at least 1"),
-        ({"tokens": [5], "temperature": 0.7}, 400, "greedily"),
+        ({"tokens": [5], "temperature": -1}, 400, "temperature must be between 0 and"),
+        ({"tokens": [5], "n": 17}, 400, "n must be between 1 and 16"),
+        ({"tokens": [5], "max_tokens": 2, "max_new_tokens": 3}, 400, "give one of them"),
+        ({"tokens": [5], "stop": [""]}, 400, "none of them empty"),
+        ({"tokens": [5], "logit_bias": {"512": 1}}, 400, "logit_bias"),
+        ({"tokens": [5], "timeout_s": 0}, 400, "timeout_s"),
+        ({"tokens": [5], "format": {"type": "regex"}}, 400, "needs the field pattern"),
+        ({"tokens": [5], "format": {"type": "regex", "pattern": "("}}, 400, "format"),
+        ({"tokens": [5], "format": {"type": "poem"}}, 400, "poem"),
+        ({"tokens": [5], "written": [3]}, 400, "end with the tokens in written"),
         ({"tokens": [5], "max_new_tokens": 9000}, 400, "context window of 4096"),
         ({"tokens": [-1], "max_new_tokens": 2}, 400, "vocabulary"),
         ({"tokens": [], "max_new_tokens": 2}, 400, "empty"),
@@ -426,7 +435,7 @@ def test_tokens_guard_everything_but_health(folder: Path) -> None:
 
 
 def test_no_listening_to_the_world_without_a_token() -> None:
-    command = [sys.executable, "-m", "disaggregated_inference", "serve", "decode", "--host", "0.0.0.0"]
+    command = [sys.executable, "-m", "disaggregated_inference", "serve", "--role", "decode", "--host", "0.0.0.0"]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 1
     assert "without a token" in run.stderr

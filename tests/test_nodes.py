@@ -160,8 +160,10 @@ def test_the_process_ends_in_peace(tiny_folder: Folder) -> None:
         "from disaggregated_inference.models import ModelFiles\n"
         "from disaggregated_inference.nodes.worker import EngineThread\n"
         "from disaggregated_inference.nodes.decode import DecodeNode\n"
-        "worker = EngineThread(partial(load_engine, 'mlx', ModelFiles('x', Path(sys.argv[1]))))\n"
-        "list(DecodeNode(worker).read_and_write([5, 6], 4)); worker.stop()"
+        "from disaggregated_inference.nodes.room import Room\n"
+        "model = ModelFiles('x', Path(sys.argv[1]))\n"
+        "worker = EngineThread(partial(load_engine, 'mlx', model))\n"
+        "list(DecodeNode(Room(worker), model.tokenizer).read_and_write([5, 6], 4)); worker.stop()"
     )
     for _ in range(5):
         subprocess.run([sys.executable, "-c", code, str(tiny_folder("llama"))], check=True)

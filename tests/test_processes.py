@@ -27,7 +27,8 @@ def cluster(request: pytest.FixtureRequest, tiny_folder: Any) -> Iterator[tuple[
 
     def start(role: str, engine: str) -> Node:
         chunk = ("--chunk", "77") if role == "prefill" else ()
-        return Node(role, "--engine", engine, "--model", str(folder), "--dtype", "float32", *chunk)
+        shared = ("--model", str(folder), "--dtype", "float32", "--prefix-memory", "0")
+        return Node(role, "--engine", engine, *shared, *chunk)
 
     with ThreadPoolExecutor() as pool:
         started = list(pool.map(lambda item: start(*item), roles))

@@ -22,19 +22,10 @@ app = typer.Typer(
 models_app = typer.Typer(help="Models on this machine (without a command: list them).")
 bench_app = typer.Typer(help="Benchmarks: one table, one JSON, ratios from one run.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
-serve_app = typer.Typer(help="Run a node on this machine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
-app.add_typer(serve_app, name="serve")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Model = Annotated[str, typer.Option("--model", "-m", help="A name, an alias or a model folder.")]
-
-Host = Annotated[str, typer.Option(help="Address to listen on.")]
-Token = Annotated[str, typer.Option(envvar="DISAGG_TOKEN", help="Bearer token that callers must send.")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without a token.")]
-DType = Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: what suits engine and machine.")]
-Chunk = Annotated[int, typer.Option(min=0, help="Prompt tokens read at a time; 0: what suits engine and machine.")]
-LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error; lines of JSON on standard error.")]
 
 
 def main() -> None:
@@ -180,46 +171,93 @@ def bench_handoff(
     run(shape, device, model, prefill, decode, chunk, streams, repeats, output)
 
 
-@serve_app.command("prefill")
-def serve_prefill(
+@bench_app.command("decode")
+def bench_decode(
     model: Model = "smollm2",
-    engine: Annotated[str, typer.Option(help="torch or mlx.")] = "torch",
-    host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 takes a free one.")] = 8000,
+    engine: Annotated[str, typer.Option(help="Engine that writes.")] = "mlx",
+    prefill: Annotated[str, typer.Option(help="Engine that reads what is handed over.")] = "torch",
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens per answer.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs, the best of which counts.")] = 3,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("bench-results"),
+) -> None:
+    """A decode node's batch against its library's own generators; and what a long prompt does to running streams."""
+    from disaggregated_inference.bench.decode import run
+
+    run(engine, prefill, model, tokens, repeats, output)
+
+
+@bench_app.command("serve")
+def bench_serve(
+    model: Model = "smollm2",
+    clients: Annotated[int, typer.Option(min=1, help="At the same time.")] = 16,
+    each: Annotated[int, typer.Option(min=1, help="Requests per client.")] = 3,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 64,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("bench-results"),
+) -> None:
+    """A node against mlx_lm.server: throughput and latency of the same clients, one server after the other."""
+    from disaggregated_inference.bench.serve import run
+
+    run(model, clients, each, tokens, output)
+
+
+@app.command()
+def serve(
+    role: Annotated[str, typer.Option(help="prefill (reads prompts), decode (writes answers) or both.")] = "both",
+    model: Model = "smollm2",
+    engine: Annotated[str, typer.Option(help="torch or mlx. Default: torch to prefill, else mlx.")] = "",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="HTTP; 0: a free one. Default 8000 or 8001.")
+    ] = None,
+    token: Annotated[str, typer.Option(envvar="DISAGG_TOKEN", help="Bearer token that callers must send.")] = "",
+    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without a token.")] = False,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: what suits the machine.")] = "",
+    chunk: Annotated[int, typer.Option(min=0, help="Prompt tokens read at a time; 0: what suits the machine.")] = 0,
     kv_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the KV wire; 0 takes a free one.")] = 0,
     kv_address: Annotated[
         list[str] | None,
         typer.Option(help="HOST or HOST:PORT for KV connections, best link first; repeatable. Default: --host."),
     ] = None,
-    token: Token = "",
-    insecure: Insecure = False,
-    dtype: DType = "",
-    chunk: Chunk = 0,
     lease: Annotated[float, typer.Option(min=1, help="Seconds a cache is held for someone who does not come.")] = 30.0,
-    log_level: LogLevel = "warning",
-) -> None:
-    """A prefill node: reads prompts, holds their KV under a ticket, streams it to who fetches it."""
-    from disaggregated_inference.nodes.run import run_prefill
-
-    addresses = kv_address or []
-    run_prefill(model, engine, host, port, kv_port, addresses, token, insecure, dtype, chunk, lease, log_level)
-
-
-@serve_app.command("decode")
-def serve_decode(
-    model: Model = "smollm2",
-    engine: Annotated[str, typer.Option(help="torch or mlx.")] = "mlx",
-    host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 takes a free one.")] = 8001,
-    token: Token = "",
-    insecure: Insecure = False,
-    dtype: DType = "",
-    chunk: Chunk = 0,
     kv_streams: Annotated[int, typer.Option(min=1, max=64, help="Connections per transfer.")] = 2,
     kv_codec: Annotated[str, typer.Option(help="raw, or int8 for links slower than the prefill.")] = "raw",
-    log_level: LogLevel = "warning",
+    kv_memory: Annotated[str, typer.Option(help="KV memory in all, such as 8G. Default: from free memory.")] = "",
+    prefix_memory: Annotated[
+        str, typer.Option(help="Of it, for kept prefixes; 0: keep none. Default: a quarter.")
+    ] = "",
+    prefix_disk: Annotated[str, typer.Option(help="Folder that keeps prefixes over restarts. Default: none.")] = "",
+    prefix_disk_size: Annotated[str, typer.Option(help="How large that folder may grow.")] = "10G",
+    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for memory.")] = 256,
+    idle_unload: Annotated[float, typer.Option(min=0, help="Unload the model when idle for so many seconds.")] = 0.0,
+    drain: Annotated[int, typer.Option(min=0, help="Seconds to finish what is under way when told to stop.")] = 60,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error; JSON on standard error.")] = "warning",
 ) -> None:
-    """A decode node: takes a cache from a prefill node (or reads the prompt itself) and writes the answer."""
-    from disaggregated_inference.nodes.run import run_decode
+    """Run a node: it reads prompts and hands out their KV, or takes KV and writes answers, or both."""
+    from disaggregated_inference.nodes.run import Settings, run_node
 
-    run_decode(model, engine, host, port, token, insecure, dtype, chunk, kv_streams, kv_codec, log_level)
+    run_node(
+        Settings(
+            role=role,
+            model=model,
+            engine=engine,
+            host=host,
+            port=port,
+            token=token,
+            insecure=insecure,
+            dtype=dtype,
+            chunk=chunk,
+            kv_port=kv_port,
+            kv_address=tuple(kv_address or ()),
+            lease_s=lease,
+            kv_streams=kv_streams,
+            kv_codec=kv_codec,
+            kv_memory=kv_memory,
+            prefix_memory=prefix_memory,
+            prefix_disk=prefix_disk,
+            prefix_disk_size=prefix_disk_size,
+            queue=queue,
+            idle_unload_s=idle_unload,
+            drain_s=drain,
+            log_level=log_level,
+        )
+    )

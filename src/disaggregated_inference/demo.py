@@ -87,7 +87,8 @@ def _nodes(
     model: ModelFiles, prefill: str, decode: str, chunk: int, console: Console
 ) -> Iterator[tuple[LocalNode, LocalNode]]:
     """Both nodes as processes of their own."""
-    shared = ("--model", str(model.path), "--dtype", "float32")  # exact: other dtypes round differently in each engine
+    # Exact: other dtypes round differently in each engine. And nothing is remembered: the proof computes everything.
+    shared = ("--model", str(model.path), "--dtype", "float32", "--prefix-memory", "0")
     reader = LocalNode("prefill", prefill, "--chunk", str(chunk), *shared)
     writer = LocalNode("decode", decode, *shared)
     try:

@@ -28,6 +28,8 @@ DisaggError
 │   ├── MessagesRefused        400  chat messages that the model's template cannot render
 │   └── BodyTooLarge           413  a request body beyond the limit
 ├── NodeBusy                   503  the queue is full
+│   └── NodeDraining           503  the node is stopping and takes no new work
+├── DeadlineExceeded           504  the request's time was over before it was done
 └── ContextTooLong             400  prompt plus answer exceed the context window
 """
 
@@ -159,6 +161,14 @@ class BodyTooLarge(BadRequest):
 
 class NodeBusy(DisaggError):
     status = 503
+
+
+class NodeDraining(NodeBusy):
+    pass
+
+
+class DeadlineExceeded(DisaggError):
+    status = 504
 
 
 class ContextTooLong(DisaggError):

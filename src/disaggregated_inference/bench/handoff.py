@@ -72,7 +72,7 @@ def _nodes(
     model: ModelFiles, prefill: str, decode: str, chunk: int, streams: int, progress: Progress
 ) -> Iterator[tuple[LocalNode, LocalNode, LocalNode]]:
     """Float32: then tokens can be compared, and neither engine has a dtype that suits it better."""
-    shared = ("--model", str(model.path), "--dtype", "float32")
+    shared = ("--model", str(model.path), "--dtype", "float32", "--prefix-memory", "0")
     fetching = (*shared, "--kv-streams", str(streams))
     nodes = (
         LocalNode("prefill", prefill, "--chunk", str(chunk), *shared),

@@ -1,8 +1,9 @@
 """How a benchmark tells its results: one table for people, one JSON for programs."""
 
 import json
+import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -56,6 +57,12 @@ class Report(msgspec.Struct):
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that `share` per cent of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.ceil(len(ordered) * share / 100) - 1)]
 
 
 def best_seconds(repeats: int, *contenders: Callable[[], float]) -> list[float]:

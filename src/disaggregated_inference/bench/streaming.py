@@ -18,6 +18,7 @@ from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.kv import Fingerprint
 from disaggregated_inference.nodes.context import Context
 from disaggregated_inference.nodes.prefill import PrefillNode
+from disaggregated_inference.nodes.room import Room
 from disaggregated_inference.nodes.worker import EngineThread
 from disaggregated_inference.wire import Gather, Hello, Paths, Sink
 
@@ -43,7 +44,7 @@ def bench_streaming(shape: str, device: str, chunk: int, streams: int, repeats: 
     progress(f"torch: making random weights of shape {shape} on {device}")
     baseline = importlib.import_module("disaggregated_inference.engines.torch.baseline")
     worker = EngineThread(partial(baseline.random_engine, SHAPES[shape], device, 24 << 30))
-    node = PrefillNode(worker, chunk_tokens=chunk)
+    node = PrefillNode(Room(worker, prefix_bytes=0), chunk_tokens=chunk)
     title = f"streamed prefill, {shape}, {worker.engine.dtype} on {device}, chunks of {chunk}, {streams} connections"
     report = Report(title)
     try:

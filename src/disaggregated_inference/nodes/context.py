@@ -2,6 +2,9 @@
 
 import base64
 import binascii
+import hashlib
+from array import array
+from collections.abc import Sequence
 
 import msgspec
 
@@ -11,11 +14,16 @@ from disaggregated_inference.wire.paths import Address
 _MOST_ADDRESSES = 16
 
 
+def prompt_hash(tokens: Sequence[int]) -> str:
+    return hashlib.blake2b(array("I", tokens).tobytes(), digest_size=12).hexdigest()
+
+
 class Context(msgspec.Struct, frozen=True, kw_only=True):
     ticket: str
     secret: str
     epoch: str  # of the prefill node: a restarted node is a new one
     tokens: int
+    prompt_hash: str
     addresses: tuple[Address, ...]  # in order of preference
 
     def encode(self) -> str:

@@ -1,281 +1,294 @@
-"""The decode node: takes a cache from a prefill node, or reads the prompt itself, and writes the answer."""
+"""The decode node: takes a cache from a prefill node, or reads the prompt itself, and writes the answer.
+
+Memory first: a request waits until admission has promised it room for its prompt and all of its answer. Then its cache
+comes (from the prefixes this node kept, over the wire, or from its own engine), the first token is chosen from the
+logits, and it joins the batch.
+"""
 
 import logging
-import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
-import msgspec
-import numpy as np
-
-from disaggregated_inference.engines import Sequence, chunks
-from disaggregated_inference.errors import BadRequest, Cancelled, NodeBusy, ProtocolError, SliceRefused, WireError
-from disaggregated_inference.kv import KVSlice
-from disaggregated_inference.kv.dtype import Array
-from disaggregated_inference.nodes.context import Context
+from disaggregated_inference.errors import (
+    BadRequest,
+    Cancelled,
+    ContextTooLong,
+    DeadlineExceeded,
+    DisaggError,
+    KVMemoryFull,
+    NodeBusy,
+)
+from disaggregated_inference.models.tokenizer import ModelTokenizer
+from disaggregated_inference.nodes.admission import Claim
+from disaggregated_inference.nodes.answers import Admitted, Answer, DecodeMetrics, Rules
+from disaggregated_inference.nodes.batch import Batch
+from disaggregated_inference.nodes.choice import Choice
+from disaggregated_inference.nodes.context import Context, prompt_hash
+from disaggregated_inference.nodes.guidance import Guides
+from disaggregated_inference.nodes.intake import Intake, Task, said_of_the_request
 from disaggregated_inference.nodes.proofs import Proofs
-from disaggregated_inference.nodes.worker import EngineThread, Work
-from disaggregated_inference.wire import Gather, Hello, Paths, Sink
+from disaggregated_inference.nodes.room import Room
+from disaggregated_inference.nodes.worker import Work
+from disaggregated_inference.wire import Paths
 from disaggregated_inference.wire.tape import Playback
 
 log = logging.getLogger(__name__)
 
-_SLOW_TRANSFER_S = 1.0
-
-
-class DecodeMetrics(msgspec.Struct):
-    """Seconds and counts of one request. Transfer is *hidden* while the prompt is still being read; what remains after
-    the logits are here (they overtake waiting slices) is *exposed*."""
-
-    prompt_tokens: int
-    completion_tokens: int = 0
-    decode_time: float = 0.0
-    decode_speed: float = 0.0
-    first_token_time: float = 0.0
-    prompt_tokens_recomputed: int = 0
-    kv_bytes: int = 0
-    kv_codec: str = ""
-    kv_paths: tuple[str, ...] = ()
-    resumed: int = 0
-    canary_time: float = 0.0
-    queue_time: float = 0.0
-    prefill_time: float = 0.0
-    fetch_time: float = 0.0
-    exposed_transfer_time: float = 0.0
-    inject_time: float = 0.0
-    finish_reason: str = "length"
-
-
-Item = int | BaseException | None
-
-
-class Answer:
-    """One request's answer while it is being written: iterate for tokens, then `metrics` is complete."""
-
-    def __init__(self, metrics: DecodeMetrics, request_id: str = "") -> None:
-        self.metrics, self.request_id = metrics, request_id
-        self.cancelled = False
-        self._stop: Callable[[], None] = lambda: None
-        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        self._deliver: Callable[[Item], None] = self._items.put
-        self._lock = threading.Lock()
-
-    def put(self, item: Item) -> None:
-        """The next token, or the end: None, or the error there was."""
-        with self._lock:
-            self._deliver(item)
-
-    def listen(self, deliver: Callable[[Item], None]) -> None:
-        """From now on every item goes to `deliver`, on whatever thread it comes from; those that wait go first."""
-        with self._lock:
-            while not self._items.empty():
-                deliver(self._items.get())
-            self._deliver = deliver
-
-    def cancel(self) -> None:
-        """Nobody wants it any more: a transfer stops at once, writing at the next token."""
-        self.cancelled = True
-        self._stop()
-
-    def on_cancel(self, stop: Callable[[], None]) -> None:
-        self._stop = stop
-        if self.cancelled:
-            stop()
-
-    def __iter__(self) -> Iterator[int]:
-        while (item := self._items.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-
 
 class DecodeNode:
     def __init__(
-        self, worker: EngineThread, chunk_tokens: int = 0, streams: int = 2, codecs: tuple[str, ...] = ("raw",)
+        self,
+        room: Room,
+        tokenizer: ModelTokenizer,
+        chunk_tokens: int = 0,
+        streams: int = 2,
+        codecs: tuple[str, ...] = ("raw",),
     ) -> None:
-        self.worker, self.engine = worker, worker.engine
-        self.chunk_tokens, self.streams, self.codecs = chunk_tokens or self.engine.chunk_tokens, streams, codecs
+        self.room, self.worker, self.engine = room, room.worker, room.engine
         self.epoch = secrets.token_hex(8)
-        self.paths = Paths()
-        self.proofs = Proofs(worker, self.paths)
-        self._answers: set[Answer] = set()
+        self.guides = Guides(tokenizer, self.engine.spec.vocabulary, self.engine.spec.eos_tokens)
+        self.batch = Batch(self.engine, self._choice_over)
+        self.worker.batch = self.batch
+        chunk = chunk_tokens or self.engine.chunk_tokens
+        self.intake = Intake(room, tokenizer, self.batch, chunk, streams, codecs)
+        self.on_end: Callable[[Answer, BaseException | None], None] = lambda answer, error: None
+        self._lock = threading.Lock()
+        self._tasks: set[Task] = set()
+        self._writing: dict[Choice, Task] = {}
+        room.every_tick(self._end_late)
+
+    @property
+    def paths(self) -> Paths:
+        return self.intake.paths
+
+    @property
+    def proofs(self) -> Proofs:
+        return self.intake.proofs
 
     @property
     def healthy(self) -> bool:
         return self.worker.alive
 
-    def close(self) -> None:
-        """Answers that are still being written are cancelled."""
-        for answer in list(self._answers):
-            answer.cancel()
+    @property
+    def open_requests(self) -> int:
+        """Requests that are waiting, transferring or being written."""
+        return len(self._tasks)
 
-    def _begun(self, prompt_tokens: int, request_id: str) -> Answer:
-        answer = Answer(DecodeMetrics(prompt_tokens=prompt_tokens), request_id)
-        self._answers.add(answer)
-        return answer
+    def close(self, drain_s: float = 0.0) -> None:
+        """Let answers be finished for so long; those that still are not are cancelled."""
+        deadline = time.monotonic() + drain_s
+        while self._tasks and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for task in list(self._tasks):
+            task.answer.cancel()
 
-    def fetch_and_write(self, context: Context, max_tokens: int, request_id: str = "") -> Answer:
-        """Memory first, then the transfer, then the answer: each token is in the answer the moment it is known."""
-        sequence = self.worker.call(lambda: self.engine.open(context.tokens + max_tokens))
-        answer = self._begun(context.tokens, request_id)
-        self._in_thread(lambda: self._fetch(context, sequence, answer), sequence, answer, max_tokens)
-        return answer
+    def fetch_and_write(
+        self,
+        context: Context,
+        max_tokens: int = 0,
+        request_id: str = "",
+        rules: Rules | None = None,
+        tokens: list[int] | None = None,
+    ) -> Answer:
+        """From the cache of a prefill node. `tokens`, where the caller knows the prompt, saves a question."""
+        if tokens is not None and prompt_hash(tokens) != context.prompt_hash:
+            raise BadRequest("these tokens are not the prompt that the context is of; leave them out, or send the same")
+        task = self._task(tokens, context.tokens, rules or Rules(max_tokens=max_tokens), request_id)
+        task.withdraw = lambda: self.intake.withdraw(context, task.answer)
+        return self._admit(task, lambda: self._in_thread(task, lambda: self.intake.fetch(context, task)))
 
-    def play_and_write(self, content: bytes, max_tokens: int, request_id: str = "") -> Answer:
+    def play_and_write(
+        self, content: bytes, max_tokens: int = 0, request_id: str = "", rules: Rules | None = None
+    ) -> Answer:
         """From a cache that came whole, in the request itself."""
         spec = self.engine.spec
-        with _said_of_the_request():
+        with said_of_the_request():
             tape = Playback(content, self.engine.fingerprint, spec.layout, spec.vocabulary, spec.context_window)
-        sequence = self.worker.call(lambda: self.engine.open(tape.welcome.prompt_tokens + max_tokens))
-        answer = self._begun(tape.welcome.prompt_tokens, request_id)
-        answer.metrics.kv_bytes = len(content)
-        self._in_thread(lambda: self._play(tape, sequence, answer), sequence, answer, max_tokens)
-        return answer
+        task = self._task(tape.tokens, len(tape.tokens), rules or Rules(max_tokens=max_tokens), request_id)
+        task.answer.metrics.kv_bytes = len(content)
+        return self._admit(task, lambda: self._in_thread(task, lambda: self.intake.play(tape, task)))
 
-    def read_and_write(self, tokens: list[int], max_tokens: int, request_id: str = "") -> Answer:
-        """No cache from elsewhere: this node reads the prompt too, in chunks, between other works."""
-        sequence = self.worker.call(lambda: self.engine.open(len(tokens) + max_tokens))
-        answer = self._begun(len(tokens), request_id)
+    def read_and_write(
+        self, tokens: list[int], max_tokens: int = 0, request_id: str = "", rules: Rules | None = None
+    ) -> Answer:
+        """No cache from elsewhere: this node reads the prompt too, in chunks, between the steps of others."""
+        if not tokens:
+            raise BadRequest("the prompt is empty")
+        self.engine.require_vocabulary(tokens)
+        task = self._task(tokens, len(tokens), rules or Rules(max_tokens=max_tokens), request_id)
+        return self._admit(task, lambda: self._at_once(task))
+
+    def _task(self, prompt: list[int] | None, prompt_tokens: int, rules: Rules, request_id: str) -> Task:
+        self.room.require_open()
+        rules.require_valid(self.engine.spec.vocabulary)
+        capacity = prompt_tokens + rules.max_tokens
+        if capacity > self.engine.spec.context_window:
+            raise ContextTooLong(capacity, self.engine.spec.context_window)
+        rules = rules.seeded()
+        guides = [self.guides.start(rules.format) if rules.format else None for _ in range(rules.n)]
+        metrics = DecodeMetrics(prompt_tokens, seed=rules.sampling.seed if rules.sampling.temperature else None)
+        task = Task(Answer(rules, metrics, request_id), prompt, capacity, guides)
+        if prompt is not None:
+            self.intake.know_prompt(task)
+        return task
+
+    def _admit(self, task: Task, run: Callable[[], None]) -> Answer:
+        """`run` is called once the memory is promised; again, if the engine could not take it in one piece."""
+        answer, rules = task.answer, task.answer.rules
+
+        def start(claim: Claim) -> None:
+            with self._lock:
+                task.claim = claim
+            answer.metrics.admission_time = time.perf_counter() - answer.begun_at
+            answer.put(Admitted())
+            run()
+
+        answer.on_cancel(lambda error: None if task.sequences else self._finish(task, error))
+        self._tasks.add(task)
+        cost = rules.n * self.engine.kv_cost(task.capacity)
+        wait_s = min(rules.queue_s, rules.timeout_s)
         try:
-            future = self.worker.start(self._read_then_write(tokens, sequence, answer, max_tokens))
+            claim = self.room.admission.ask(cost, rules.n, start, lambda error: self._finish(task, error), wait_s)
         except BaseException:
-            self._answers.discard(answer)
-            self.worker.post(lambda: self.engine.close(sequence))
+            self._tasks.discard(task)
             raise
-        future.add_done_callback(lambda done: self._finish(sequence, answer, done))
+        with self._lock:
+            task.claim = claim
+        if task.finished:
+            self.room.admission.release(claim)
         return answer
 
-    def _in_thread(self, take: Callable[[], int], sequence: Sequence, answer: Answer, max_tokens: int) -> None:
-        """`take` fills the sequence and returns the first token; the rest is the same for all."""
+    def _end_late(self) -> None:
+        """Every wait has an end: whatever a request is at, its time is bounded."""
+        now = time.monotonic()
+        for task in list(self._tasks):
+            if task.answer.deadline < now:
+                seconds = task.answer.rules.timeout_s
+                task.answer.cancel(DeadlineExceeded(f"not done within {seconds:g} s; ask for less, or for more time"))
+
+    def _in_thread(self, task: Task, take: Callable[[], None]) -> None:
+        """`take` fills the first sequence and chooses the first tokens; the rest is the same for all."""
 
         def run() -> None:
-            done: Future[Any] = Future()
             try:
-                first = take()
-                self.worker.start(self._write(sequence, first, answer, max_tokens)).result()
-                done.set_result(None)
+                if self.worker.call(lambda: self._opened(task)):
+                    take()
+                    self.worker.start(self._begin(task), urgent=True).result()
             except BaseException as error:
-                done.set_exception(error)
-            self._finish(sequence, answer, done)
+                self._finish(task, error)
 
         threading.Thread(target=run, name="decode", daemon=True).start()
 
-    def _fetch(self, context: Context, sequence: Sequence, answer: Answer) -> int:
-        """The cache into the sequence. The first token is out as soon as the logits are here, whatever still comes."""
-        metrics, started = answer.metrics, time.perf_counter()
-        hello = Hello(
-            ticket=context.ticket,
-            secret=context.secret,
-            fetch=secrets.token_hex(8),
-            fingerprint=self.engine.fingerprint,
-            epoch=context.epoch,
-            request_id=answer.request_id,
-            codecs=self.codecs,
-        )
-        metrics.canary_time = self.proofs.require(context, hello)
-        if answer.cancelled:
-            raise Cancelled("the client is gone")
-        first: list[int] = []
-        spec, paths = self.engine.spec, self.paths.ordered(context.addresses)
-        sink = self._sink(sequence, answer, first, started)
-        gather = Gather(hello, spec.layout, spec.vocabulary, context.tokens, paths, sink, self.streams)
-        answer.on_cancel(lambda: gather.stop(Cancelled("the client is gone")))
-        gathered = gather.run()
-        metrics.fetch_time = time.perf_counter() - started
-        metrics.exposed_transfer_time = metrics.fetch_time - metrics.first_token_time
-        metrics.kv_bytes, metrics.kv_codec = gathered.payload_bytes, gathered.codec
-        metrics.kv_paths, metrics.resumed = gathered.paths, gathered.resumed
-        metrics.queue_time, metrics.prefill_time = gathered.end.queue_s, gathered.end.prefill_s
-        self._warn_if_slow(answer)
-        return first[0]
-
-    def _play(self, tape: Playback, sequence: Sequence, answer: Answer) -> int:
-        first: list[int] = []
-        with _said_of_the_request():
-            tape.play(self._sink(sequence, answer, first, time.perf_counter()))
-            if sequence.length != tape.welcome.prompt_tokens or not first:
-                raise ProtocolError("it ends before its prompt does")
-        return first[0]
-
-    def _sink(self, sequence: Sequence, answer: Answer, first: list[int], started: float) -> Sink:
-        """Into this sequence, on the engine's thread; the first token goes to the answer and into `first`."""
-        metrics = answer.metrics
-
-        def place(piece: KVSlice) -> None:
-            begun = time.perf_counter()
-            try:
-                self.worker.call(lambda: self.engine.place(sequence, piece))
-            except SliceRefused as error:
-                raise ProtocolError(f"a slice that does not belong here: {error}") from error
-            metrics.inject_time += time.perf_counter() - begun
-
-        def logits(row: Array) -> None:
-            first.append(int(row.argmax()))
-            metrics.first_token_time = time.perf_counter() - started
-            self._put(first[0], answer)
-
-        return Sink(place, lambda length: self.worker.call(lambda: self.engine.commit(sequence, length)), logits)
-
-    def _warn_if_slow(self, answer: Answer) -> None:
-        exposed = answer.metrics.exposed_transfer_time
-        if exposed > _SLOW_TRANSFER_S:
-            about = {"request_id": answer.request_id, "paths": answer.metrics.kv_paths}
-            log.warning("the KV transfer went on for %.1f s after the prefill", exposed, extra=about)
-
-    def _read_then_write(self, tokens: list[int], sequence: Sequence, answer: Answer, max_tokens: int) -> Work[None]:
-        started = time.perf_counter()
-        for part in chunks(tokens, self.chunk_tokens):
-            if answer.cancelled:
-                raise Cancelled("the client is gone")
-            logits = self.engine.prefill(sequence, part)
-            yield
-        first = int(np.argmax(logits.numpy()[0]))
-        answer.metrics.prefill_time = answer.metrics.first_token_time = time.perf_counter() - started
-        self._put(first, answer)
-        yield from self._write(sequence, first, answer, max_tokens)
-
-    def _put(self, token: int, answer: Answer) -> None:
-        answer.metrics.completion_tokens += 1
-        if token in self.engine.spec.eos_tokens:
-            answer.metrics.finish_reason = "stop"
-        answer.put(token)
-
-    def _write(self, sequence: Sequence, token: int, answer: Answer, max_tokens: int) -> Work[None]:
-        """From the first token, which is out already, to the last."""
-        started, metrics = time.perf_counter(), answer.metrics
-        while metrics.completion_tokens < max_tokens and metrics.finish_reason != "stop":
-            if answer.cancelled:
-                raise Cancelled("the client is gone")
-            token = self.engine.step([sequence], [token]).greedy().tolist()[0]
-            self._put(token, answer)
-            metrics.decode_time = time.perf_counter() - started
-            metrics.decode_speed = (metrics.completion_tokens - 1) / metrics.decode_time
-            yield
-
-    def _finish(self, sequence: Sequence, answer: Answer, done: "Future[Any]") -> None:
-        """Always: give the memory back, then end the answer, with the error if there was one."""
-        self._answers.discard(answer)
-
-        def end() -> None:
-            answer.metrics.prompt_tokens_recomputed = sequence.computed
-            self.engine.close(sequence)
-            answer.put(done.exception())
-
+    def _at_once(self, task: Task) -> None:
         try:
-            self.worker.post(end)
-        except NodeBusy as error:  # the engine has stopped: nothing to give back, but someone may be waiting
-            answer.put(error)
+            future = self.worker.start(self._read(task))
+        except BaseException as error:
+            return self._finish(task, error)
+        future.add_done_callback(lambda done: self._finish(task, done.exception()) if done.exception() else None)
 
+    def _read(self, task: Task) -> Work[None]:
+        if self._opened(task):
+            yield from self.intake.read(task)
+            yield from self._begin(task)
 
-@contextmanager
-def _said_of_the_request() -> Iterator[None]:
-    """What would be another node's fault on the wire is the caller's in a request."""
-    try:
-        yield
-    except WireError as error:
-        raise BadRequest(f"kv_cache: {error}") from error
+    def _opened(self, task: Task) -> bool:
+        """Memory for every choice. Where it is there but not in one piece, the request waits for others to end."""
+        task.answer.require_wanted()
+        try:
+            for _ in task.guides:
+                task.sequences.append(self.room.open(task.capacity))
+        except KVMemoryFull:
+            self._close_sequences(task)
+            assert task.claim
+            self.room.admission.again(task.claim)
+            return False
+        return True
+
+    def _begin(self, task: Task) -> Work[None]:
+        """The prompt is whole: every choice gets its copy, and joins the batch."""
+        task.answer.require_wanted()
+        first, *rest = task.sequences
+        if rest:
+            for piece in self.engine.export(first):
+                for sequence in rest:
+                    self.engine.place(sequence, piece)
+                yield
+            for sequence in rest:
+                self.engine.commit(sequence, first.length)
+        task.writing = len(task.choices)
+        for choice, sequence in zip(task.choices, task.sequences, strict=True):
+            choice.sequence = sequence
+            self._writing[choice] = task
+            self.batch.join(choice)
+
+    def _choice_over(self, choice: Choice, error: BaseException | None) -> None:
+        task = self._writing.pop(choice)
+        task.writing -= 1
+        if error and task.writing:
+            task.answer.cancel(error if isinstance(error, DisaggError) else DisaggError(str(error)))
+        if not task.writing:
+            self._finish(task, task.answer.gave_up or error)
+
+    def _finish(self, task: Task, error: BaseException | None) -> None:
+        """Always, and once: give the memory back, then end the answer, with the error if there was one."""
+        with self._lock:
+            if task.finished:
+                return
+            task.finished = True
+        self._measure(task)
+        if task.withdraw and isinstance(error, Cancelled | DeadlineExceeded):
+            threading.Thread(target=task.withdraw, name="withdraw", daemon=True).start()
+        try:
+            if error:
+                self.worker.post(lambda: self._end(task, error))
+            else:
+                self.worker.start(self._keep_and_end(task), urgent=True)
+        except NodeBusy as stopped:  # the engine has stopped: nothing to give back, but someone may be waiting
+            self._tasks.discard(task)
+            task.answer.put(error or stopped)
+
+    def _measure(self, task: Task) -> None:
+        metrics, now = task.answer.metrics, time.perf_counter()
+        metrics.total_time = now - task.answer.begun_at
+        if task.first_token_at and (later := metrics.completion_tokens - len(task.guides)) > 0:
+            metrics.decode_time = now - task.first_token_at
+            metrics.decode_speed = later / metrics.decode_time
+        metrics.finish_reason = next((choice.finish for choice in task.choices if choice.finish), "error")
+
+    def _keep_and_end(self, task: Task) -> Work[None]:
+        try:
+            yield from self._keep(task)
+        except Exception:
+            log.exception("an answer's cache was not kept")
+        self._end(task, None)
+
+    def _keep(self, task: Task) -> Work[None]:
+        """What was written stays, too: the next turn of a chat begins with it."""
+        for choice in task.choices:
+            assert choice.sequence
+            tokens = [*(task.prompt or []), *choice.tokens][: choice.sequence.length]
+            insertion = self.room.prefixes.insert(tokens) if task.prompt else None
+            if insertion:
+                for piece in self.engine.export(choice.sequence, insertion.start):
+                    insertion.put(piece)
+                insertion.finish()
+                yield
+
+    def _end(self, task: Task, error: BaseException | None) -> None:
+        """On the engine's thread."""
+        task.answer.metrics.prompt_tokens_recomputed = sum(sequence.computed for sequence in task.sequences)
+        self._close_sequences(task)
+        with self._lock:
+            claim = task.claim
+        if claim:
+            self.room.admission.release(claim)
+        self._tasks.discard(task)
+        self.on_end(task.answer, error)
+        task.answer.put(error)
+
+    def _close_sequences(self, task: Task) -> None:
+        for sequence in task.sequences:
+            self.room.close(sequence)
+        task.sequences.clear()

@@ -2,25 +2,26 @@
 
 import asyncio
 import base64
-import json
 import logging
+import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
-from disaggregated_inference.errors import BadRequest, Cancelled, DisaggError, TicketNotFound
-from disaggregated_inference.models import ModelFiles
+from disaggregated_inference.errors import BadRequest, DisaggError, TicketNotFound
+from disaggregated_inference.nodes.answers import Answer
 from disaggregated_inference.nodes.context import Context
-from disaggregated_inference.nodes.decode import Answer, DecodeNode, Item
+from disaggregated_inference.nodes.events import json_response, respond, unless_gone
 from disaggregated_inference.nodes.guards import Bearer, RequestId, describe, request_id
-from disaggregated_inference.nodes.prefill import PrefillNode
+from disaggregated_inference.nodes.metrics import NodeMetrics
 from disaggregated_inference.nodes.requests import (
     BODY_LIMIT_BYTES,
     INLINE_LIMIT_BYTES,
@@ -28,223 +29,146 @@ from disaggregated_inference.nodes.requests import (
     PrefillRequest,
     body_of,
 )
-from disaggregated_inference.wire.paths import spoken
+from disaggregated_inference.nodes.served import Served
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 10
 
-Result = TypeVar("Result")
+def node_app(served: Served, token: str | None) -> Starlette:
+    """The paths of the roles that this process has."""
+    routes = _shared_routes(served)
+    routes += _prefill_routes(served) if served.prefill else []
+    routes += _decode_routes(served) if served.decode else []
+
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, DisaggError)
+        about = {"request_id": request_id(request), "path": request.url.path, "code": error.code}
+        log.warning("refused: %s", error, extra=about)
+        headers = {"Retry-After": str(served.room.admission.retry_after_s())} if error.status == 503 else {}
+        return json_response(describe(error), error.status, headers)
+
+    guards = [Middleware(RequestId), *([Middleware(Bearer, token=token)] if token else [])]
+    handlers: dict[Any, Any] = {DisaggError: refused, 404: _no_route, 405: _no_route}
+    return Starlette(routes=routes, middleware=guards, exception_handlers=handlers)
 
 
-def prefill_app(node: PrefillNode, model: ModelFiles, token: str | None) -> Starlette:
+def _shared_routes(served: Served) -> list[Route]:
+    room, metrics = served.room, NodeMetrics(served)
+
+    async def health(request: Request) -> Response:
+        state = served.health()
+        return json_response(state, 503 if state["status"] in ("unhealthy", "draining") else 200)
+
+    async def status(request: Request) -> Response:
+        return json_response(served.status())
+
+    async def exposition(request: Request) -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def drain(request: Request) -> Response:
+        """As SIGTERM does: no new work; what is under way is finished, then the process ends."""
+        room.draining = True
+        left = sum(node.open_requests for node in (served.prefill, served.decode) if node)
+        stop = BackgroundTask(os.kill, os.getpid(), signal.SIGTERM)
+        response = json_response({"draining": True, "waiting": left})
+        response.background = stop
+        return response
+
+    async def load(request: Request) -> Response:
+        room.require_open()
+        await asyncio.to_thread(room.worker.call, room.load)
+        return json_response(served.health())
+
+    async def unload(request: Request) -> Response:
+        await asyncio.to_thread(room.worker.call, room.unload)
+        return json_response(served.health())
+
+    return [
+        Route("/health", health),
+        Route("/status", status),
+        Route("/metrics", exposition),
+        Route("/drain", drain, methods=["POST"]),
+        Route("/load", load, methods=["POST"]),
+        Route("/unload", unload, methods=["POST"]),
+    ]
+
+
+def _prefill_routes(served: Served) -> list[Route]:
+    node, model = served.prefill, served.model
+    assert node
+
     async def prefill(request: Request) -> Response:
         asked = await body_of(request, PrefillRequest)
         asked.require_sensible()
         tokens = await asyncio.to_thread(asked.to_tokens, model)
-        context, reading = node.begin(tokens, asked.ticket, request.scope["server"][0])
+        context, reading = node.begin(tokens, asked.ticket, request.scope["server"][0], asked.queue_s, asked.timeout_s)
         answer: dict[str, Any] = {"context": context.encode(), "ticket": context.ticket, "prompt_tokens": len(tokens)}
         about = {"request_id": request_id(request), "ticket": context.ticket, "prompt_tokens": len(tokens)}
         if not asked.wait:
             reading.add_done_callback(lambda done: done.exception())  # the fetch hears of it
             log.info("prefill begun", extra=about)
-            return JSONResponse(answer)
-        metrics = await _unless_gone(request, asyncio.wrap_future(reading), lambda: node.book.cancel(context.ticket))
+            return json_response(answer)
+        metrics = await unless_gone(request, asyncio.wrap_future(reading), lambda: node.book.cancel(context.ticket))
         answer["metrics"] = msgspec.to_builtins(metrics)
         log.info("prefill done", extra=about | answer["metrics"])
         if not asked.inline:
-            return JSONResponse(answer)
+            return json_response(answer)
         return await asyncio.to_thread(with_cache, answer | {"input_ids": tokens}, context.ticket)
 
     def with_cache(answer: dict[str, Any], ticket: str) -> Response:
         content = node.inline(ticket, INLINE_LIMIT_BYTES)
-        return JSONResponse(answer | {"kv_cache": base64.b64encode(content).decode()})
+        return json_response(answer | {"kv_cache": base64.b64encode(content).decode()})
 
     async def cancel(request: Request) -> Response:
         found = await asyncio.to_thread(node.book.cancel, request.path_params["ticket"])
         if not found:
             raise TicketNotFound("no such ticket: unknown, fetched, cancelled or expired")
-        return JSONResponse({"cancelled": True})
+        return json_response({"cancelled": True})
 
-    async def status(request: Request) -> Response:
-        held = {"tickets": len(node.book), "endings": msgspec.to_builtins(node.book.endings)}
-        held["kv_addresses"] = [spoken(address) for address in node.kv_addresses]
-        return JSONResponse(_about(node, model, "prefill") | held)
-
-    routes = [
+    return [
         Route("/prefill", prefill, methods=["POST"]),
         Route("/prefill/{ticket}", cancel, methods=["DELETE"]),
-        Route("/status", status),
     ]
-    return _app(node, model, "prefill", routes, token)
 
 
-def decode_app(node: DecodeNode, model: ModelFiles, token: str | None) -> Starlette:
+def _decode_routes(served: Served) -> list[Route]:
+    node, model = served.decode, served.model
+    assert node
+
     async def decode(request: Request) -> Response:
         asked = await body_of(request, DecodeRequest, BODY_LIMIT_BYTES + INLINE_LIMIT_BYTES * 4 // 3)
-        asked.require_supported()
-        if asked.context is None and asked.kv_cache is None:
-            return await generate_from(request, asked)
-        if asked.context is not None:
-            start: Callable[..., Answer] = node.fetch_and_write
-            source: Any = Context.decode(asked.context)
-        else:
-            start, source = node.play_and_write, await asyncio.to_thread(asked.tape)
-        answer = await asyncio.to_thread(start, source, asked.max_new_tokens, request_id(request))
-        return await _respond(request, answer, model, asked.stream)
+        return await respond(request, await asyncio.to_thread(begin, asked, request_id(request)), asked.stream)
 
     async def generate(request: Request) -> Response:
         asked = await body_of(request, DecodeRequest)
-        asked.require_supported()
         if asked.context is not None or asked.kv_cache is not None:
             raise BadRequest("/generate reads the prompt itself; a context or kv_cache is for /decode")
-        return await generate_from(request, asked)
+        return await respond(request, await asyncio.to_thread(begin, asked, request_id(request)), asked.stream)
 
-    async def generate_from(request: Request, asked: DecodeRequest) -> Response:
-        tokens = await asyncio.to_thread(asked.to_tokens, model)
-        answer = await asyncio.to_thread(node.read_and_write, tokens, asked.max_new_tokens, request_id(request))
-        return await _respond(request, answer, model, asked.stream)
+    def begin(asked: DecodeRequest, name: str) -> Answer:
+        rules = asked.rules()
+        if asked.context is not None:
+            context = Context.decode(asked.context)
+            return node.fetch_and_write(context, request_id=name, rules=rules, tokens=asked.tokens)
+        if asked.kv_cache is not None:
+            return node.play_and_write(asked.tape(), request_id=name, rules=rules)
+        return node.read_and_write(asked.to_tokens(model), request_id=name, rules=rules)
 
-    async def status(request: Request) -> Response:
-        seen = {"paths": node.paths.seen(), "peers": node.proofs.seen(), "canary_tokens": node.proofs.tokens_computed}
-        about = _about(node, model, "decode")
-        about["prompt_tokens_computed"] -= node.proofs.tokens_computed
-        return JSONResponse(about | msgspec.to_builtins(seen))
-
-    routes = [
-        Route("/decode", decode, methods=["POST"]),
-        Route("/generate", generate, methods=["POST"]),
-        Route("/status", status),
-    ]
-    return _app(node, model, "decode", routes, token)
-
-
-def _about(node: PrefillNode | DecodeNode, model: ModelFiles, role: str) -> dict[str, Any]:
-    engine, counters = node.engine, node.engine.counters
-    return {
-        "role": role,
-        "model": model.name,
-        "backend": engine.name,
-        "dtype": engine.dtype,
-        "epoch": node.epoch,
-        "waiting": node.worker.waiting,
-        "prompt_tokens_computed": counters.prompt_tokens,
-        "tokens_written": counters.step_tokens,
-        "context_window": engine.spec.context_window,
-    }
-
-
-def _app(
-    node: PrefillNode | DecodeNode, model: ModelFiles, role: str, routes: list[Route], token: str | None
-) -> Starlette:
-    async def health(request: Request) -> Response:
-        alive = node.healthy
-        state = {"status": "healthy" if alive else "unhealthy", "model": model.name, "loaded": alive}
-        return JSONResponse(
-            state | {"backend": node.engine.name, "role": role, "epoch": node.epoch}, 200 if alive else 503
-        )
-
-    guards = [Middleware(RequestId), *([Middleware(Bearer, token=token)] if token else [])]
-    handlers: dict[Any, Any] = {DisaggError: _refused, 404: _no_route, 405: _no_route}
-    return Starlette(routes=[Route("/health", health), *routes], middleware=guards, exception_handlers=handlers)
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, DisaggError)
-    about = {"request_id": request_id(request), "path": request.url.path, "code": error.code}
-    log.warning("refused: %s", error, extra=about)
-    headers = {"Retry-After": "1"} if error.status == 503 else {}
-    return JSONResponse(describe(error), error.status, headers)
+    return [Route("/decode", decode, methods=["POST"]), Route("/generate", generate, methods=["POST"])]
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     words = "no such path" if status == 404 else f"{request.method} is not for this path"
     code = "not_found" if status == 404 else "method_not_allowed"
-    return JSONResponse({"error": {"code": code, "message": f"{words}: {request.url.path}"}}, status)
-
-
-async def _unless_gone(request: Request, result: Awaitable[Result], cancel: Callable[[], object]) -> Result:
-    """Wait for a result; a client that leaves meanwhile cancels it."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    waiting, leaving = asyncio.ensure_future(result), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-    except asyncio.CancelledError:
-        cancel()
-        raise
-    finally:
-        leaving.cancel()
-    if not waiting.done():
-        await asyncio.to_thread(cancel)
-        await asyncio.wait({waiting})
-        waiting.exception()
-        raise Cancelled("the client is gone")
-    return waiting.result()
-
-
-async def _respond(request: Request, answer: Answer, model: ModelFiles, stream: bool) -> Response:
-    if stream:
-        return StreamingResponse(_events(answer, model), media_type="text/event-stream")
-    tokens = await _unless_gone(request, _all(answer), answer.cancel)
-    text = model.tokenizer.stream()  # as a stream would have given it: never half a character
-    written = "".join(map(text.push, tokens))
-    return JSONResponse({"generated_text": written, "tokens": tokens, "metrics": _logged(answer)})
-
-
-async def _events(answer: Answer, model: ModelFiles) -> AsyncIterator[str]:
-    """One event per token; the last one carries the metrics, or the error."""
-    text = model.tokenizer.stream()
-    try:
-        async for token in _tokens(answer):
-            yield _event({"token": token, "text": text.push(token)})
-        yield _event({"done": True, "metrics": _logged(answer)})
-    except Exception as error:
-        code = describe(error)["error"]["code"]
-        log.warning("an answer failed: %s", error, extra={"request_id": answer.request_id, "code": code})
-        yield _event(describe(error))
-    finally:
-        answer.cancel()
-
-
-def _logged(answer: Answer) -> dict[str, Any]:
-    metrics: dict[str, Any] = msgspec.to_builtins(answer.metrics)
-    log.info("answer done", extra={"request_id": answer.request_id} | metrics)
-    return metrics
-
-
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
-
-
-async def _tokens(answer: Answer) -> AsyncIterator[int]:
-    """As they come from the engine's thread; no thread waits for them here."""
-    loop = asyncio.get_running_loop()
-    items: asyncio.Queue[Item] = asyncio.Queue()
-
-    def deliver(item: Item) -> None:
-        loop.call_soon_threadsafe(items.put_nowait, item)
-
-    answer.listen(deliver)
-    while (item := await items.get()) is not None:
-        if isinstance(item, BaseException):
-            raise item
-        yield item
-
-
-async def _all(answer: Answer) -> list[int]:
-    return [token async for token in _tokens(answer)]
+    return json_response({"error": {"code": code, "message": f"{words}: {request.url.path}"}}, status)
 
 
 Ready = Callable[[int], None]
 
 
-def serve_app(app: Starlette, host: str, port: int, ready: Ready) -> None:
-    """Run until a signal; `ready` is told the port once requests are taken."""
+def serve_app(app: Starlette, host: str, port: int, drain_s: int, ready: Ready, stopping: Callable[[], None]) -> None:
+    """Run until a signal; `ready` is told the port once requests are taken, `stopping` when that is over."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -253,6 +177,10 @@ def serve_app(app: Starlette, host: str, port: int, ready: Ready) -> None:
             if self.started:
                 ready(self.servers[0].sockets[0].getsockname()[1])
 
+        async def shutdown(self, sockets: list[Any] | None = None) -> None:
+            stopping()
+            await super().shutdown(sockets)
+
     config = uvicorn.Config(
         app,
         host=host,
@@ -260,7 +188,7 @@ def serve_app(app: Starlette, host: str, port: int, ready: Ready) -> None:
         log_config=None,
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=DRAIN_S,
+        timeout_graceful_shutdown=drain_s,
     )
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn drains on it, then raises it again for whoever was before
     Server(config).run()

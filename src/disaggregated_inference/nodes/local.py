@@ -17,7 +17,8 @@ class LocalNode:
 
     def __init__(self, role: str, engine: str, *arguments: str) -> None:
         self.role, self.engine, self.url = role, engine, ""
-        command = [sys.executable, "-m", "disaggregated_inference", "serve", role, "--engine", engine, *arguments]
+        command = [sys.executable, "-m", "disaggregated_inference", "serve", "--role", role]
+        command += ["--engine", engine, *arguments]
         self._process = subprocess.Popen(
             [*command, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

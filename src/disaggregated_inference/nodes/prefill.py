@@ -1,12 +1,14 @@
 """The prefill node: reads prompts and holds their KV, under a ticket, until it was fetched or its lease is over."""
 
 import logging
+import math
 import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Items
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -14,12 +16,24 @@ import msgspec
 import numpy as np
 
 from disaggregated_inference.engines import Sequence, chunks
-from disaggregated_inference.errors import BadRequest, Cancelled, ContextTooLong, DisaggError, NodeBusy, TicketRefused
+from disaggregated_inference.errors import (
+    BadRequest,
+    Cancelled,
+    ContextTooLong,
+    DeadlineExceeded,
+    DisaggError,
+    KVMemoryFull,
+    NodeBusy,
+    TicketRefused,
+)
 from disaggregated_inference.kv.tickets import TicketBook
+from disaggregated_inference.nodes.admission import Claim
 from disaggregated_inference.nodes.canary import canary_tokens
-from disaggregated_inference.nodes.context import Context
+from disaggregated_inference.nodes.context import Context, prompt_hash
 from disaggregated_inference.nodes.listen import Listener
-from disaggregated_inference.nodes.worker import EngineThread, Work
+from disaggregated_inference.nodes.rates import Rates
+from disaggregated_inference.nodes.room import Room
+from disaggregated_inference.nodes.worker import Work
 from disaggregated_inference.wire import End, Hello, Outbox, Welcome, serve, tape
 from disaggregated_inference.wire.codecs import CODECS
 from disaggregated_inference.wire.frames import Connection
@@ -36,6 +50,7 @@ class PrefillMetrics(msgspec.Struct, frozen=True):
     prefill_time: float
     prefill_speed: float
     queue_time: float
+    cached_tokens: int = 0  # of the prompt, that this node had read before
 
 
 @dataclass(slots=True)
@@ -45,8 +60,13 @@ class Attempt:
     tokens: list[int]
     ticket: str = ""
     outbox: Outbox = field(default_factory=Outbox)
+    deadline: float = math.inf
+    future: "Future[PrefillMetrics]" = field(default_factory=Future)
+    claim: Claim | None = None
     sequence: Sequence | None = None
+    cached_tokens: int = 0
     ended: bool = False
+    keeping: bool = False  # its rows are being copied for later prompts
     streams_done: set[int] = field(default_factory=set)
 
 
@@ -55,16 +75,19 @@ class PrefillNode:
 
     def __init__(
         self,
-        worker: EngineThread,
+        room: Room,
         kv_addresses: Items[Address] = (("127.0.0.1", 0),),
         chunk_tokens: int = 0,
         lease_s: float = 30.0,
     ) -> None:
-        self.worker, self.engine = worker, worker.engine
+        self.room, self.worker, self.engine = room, room.worker, room.engine
+        self.reading = Rates()
+        self.on_end: Callable[[PrefillMetrics | None, BaseException | None], None] = lambda metrics, error: None
         self.epoch = secrets.token_hex(8)
         self.chunk_tokens = chunk_tokens or self.engine.chunk_tokens
         self.book = TicketBook(lease_s=lease_s)
         self._attempts: dict[str, Attempt] = {}
+        self._keeper = ThreadPoolExecutor(1, thread_name_prefix="kv-keep")
         self._listener = Listener(kv_addresses, self._serve, _MOST_CONNECTIONS)
         self._closing = threading.Event()
         threading.Thread(target=self._sweep, name="kv-sweep", daemon=True).start()
@@ -74,21 +97,31 @@ class PrefillNode:
         return self._listener.addresses
 
     def begin(
-        self, tokens: Items[int], ticket_id: str | None = None, reached_at: str = ""
+        self,
+        tokens: Items[int],
+        ticket_id: str | None = None,
+        reached_at: str = "",
+        wait_s: float = 30.0,
+        timeout_s: float = 60.0,
     ) -> "tuple[Context, Future[PrefillMetrics]]":
         """Take a prompt: the context can be fetched from at once, the future ends with the prefill. `reached_at` is the
-        address the asker used: what a node that listens everywhere hands out as its own."""
+        address the asker used: what a node that listens everywhere hands out as its own. `wait_s` bounds the wait for
+        memory, `timeout_s` all of it."""
+        self.room.require_open()
         window = self.engine.spec.context_window
         if not len(tokens):
             raise BadRequest("the prompt is empty")
         if len(tokens) > window:
             raise ContextTooLong(len(tokens), window)
         self.engine.require_vocabulary(tokens)
-        attempt = Attempt(list(tokens), ticket=ticket_id or secrets.token_urlsafe(16))
+        if not 0 < timeout_s <= 86400 or not 0 <= wait_s <= 86400:
+            raise BadRequest("timeout_s and queue_s are seconds, up to a day")
+        deadline = time.monotonic() + timeout_s
+        attempt = Attempt(list(tokens), ticket_id or secrets.token_urlsafe(16), Outbox(tokens), deadline)
         ticket = self.book.issue(self.engine.fingerprint, lambda: self._end(attempt), attempt.ticket)
         self._attempts[ticket.id] = attempt
         try:
-            future = self.worker.start(self._read(attempt, time.perf_counter()))
+            self._admit(attempt, wait_s)
         except DisaggError:
             self.book.cancel(ticket.id)
             raise
@@ -99,9 +132,10 @@ class PrefillNode:
             secret=ticket.secret,
             epoch=self.epoch,
             tokens=len(tokens),
+            prompt_hash=prompt_hash(tokens),
             addresses=self._listener.reached_at(reached_at),
         )
-        return context, future
+        return context, attempt.future
 
     def inline(self, ticket: str, limit_bytes: int) -> bytes:
         """The whole cache of a prompt that was read, as one tape. The ticket stays good."""
@@ -110,21 +144,68 @@ class PrefillNode:
             raise TicketRefused("the ticket expired or was cancelled")
         return tape.record(self.engine.fingerprint, self._welcome(attempt, "raw"), attempt.outbox, limit_bytes)
 
-    def _read(self, attempt: Attempt, asked: float) -> Work[PrefillMetrics]:
-        started = time.perf_counter()
+    def _admit(self, attempt: Attempt, wait_s: float) -> None:
+        """Read it once there is memory."""
+        asked = time.perf_counter()
+
+        def start(claim: Claim) -> None:
+            attempt.claim = claim
+            try:
+                reading = self.worker.start(self._read(attempt, asked))
+            except DisaggError as error:
+                return refuse(error)
+            reading.add_done_callback(lambda done: self._settle(attempt, done))
+
+        def refuse(error: DisaggError) -> None:
+            attempt.outbox.fail(error)
+            self.book.hold(attempt.ticket)
+            self._read_over(attempt, error)
+            self._release(attempt)
+
+        cost = self.engine.kv_cost(len(attempt.tokens))
+        attempt.claim = self.room.admission.ask(cost, 1, start, refuse, wait_s)
+        if attempt.ended:
+            self._release(attempt)
+
+    def _settle(self, attempt: Attempt, done: "Future[PrefillMetrics | None]") -> None:
+        error = done.exception()
+        if error or done.result():  # neither: it waits for memory again
+            self._read_over(attempt, error, None if error else done.result())
+
+    def _opened(self, attempt: Attempt) -> bool:
+        """Memory for the prompt. Where it is there but not in one piece, it waits for others to end."""
+        self._require_wanted(attempt)
         try:
-            if attempt.ended:
-                raise Cancelled("cancelled before the prompt was read")
-            attempt.sequence = self.engine.open(len(attempt.tokens))
-            for part in chunks(attempt.tokens, self.chunk_tokens):
-                if attempt.ended:
-                    raise Cancelled("cancelled while the prompt was being read")
+            attempt.sequence = self.room.open(len(attempt.tokens), counted=attempt.claim is not None)
+            return True
+        except KVMemoryFull as error:
+            if not attempt.claim:
+                attempt.outbox.fail(error)
+                raise
+            self.room.admission.again(attempt.claim)
+            return False
+
+    def _read(self, attempt: Attempt, asked: float) -> Work[PrefillMetrics | None]:
+        started, count = time.perf_counter(), len(attempt.tokens)
+        if not self._opened(attempt):
+            return None
+        assert attempt.sequence
+        try:
+            at = attempt.cached_tokens = yield from self._reuse(attempt)
+            spent = 0.0
+            for part in chunks(attempt.tokens[at:], self.chunk_tokens):
+                self._require_wanted(attempt)
+                begun = time.perf_counter()
                 logits = self.engine.prefill(attempt.sequence, part, attempt.outbox.put)
+                spent += time.perf_counter() - begun
                 yield
+            begun = time.perf_counter()
             attempt.outbox.put_logits(np.ascontiguousarray(logits.numpy()[0]))
+            self.reading.note(count, count - at, spent + time.perf_counter() - begun)
             seconds = time.perf_counter() - started
-            end = End(prompt_tokens=len(attempt.tokens), queue_s=started - asked, prefill_s=seconds)
+            end = End(prompt_tokens=count, queue_s=started - asked, prefill_s=seconds, cached_tokens=at)
             attempt.outbox.finish(end)
+            self._keep(attempt)
         except DisaggError as error:
             attempt.outbox.fail(error)
             raise
@@ -135,24 +216,80 @@ class PrefillNode:
             self.book.hold(attempt.ticket)
             if attempt.ended or attempt.outbox.failed:  # there is nothing to hold, and nobody else will close it
                 self._close(attempt)
-        count = len(attempt.tokens)
-        return PrefillMetrics(count, seconds, count / seconds, started - asked)
+        return PrefillMetrics(count, seconds, count / seconds, started - asked, at)
+
+    def _require_wanted(self, attempt: Attempt) -> None:
+        if attempt.ended:
+            raise Cancelled("cancelled before the prompt was read")
+
+    def _reuse(self, attempt: Attempt) -> Work[int]:
+        """The longest beginning that was read before; the last token is always computed, for its logits."""
+        match = self.room.prefixes.match(attempt.tokens, len(attempt.tokens) - 1) if attempt.ticket else None
+        if not match or not match.tokens:
+            return 0
+        assert attempt.sequence
+        for piece in match.slices(self.chunk_tokens):
+            self._require_wanted(attempt)
+            self.engine.place(attempt.sequence, piece)
+            attempt.outbox.put(piece)
+            if piece.layer == len(attempt.sequence.placed) - 1:
+                yield
+        self.engine.commit(attempt.sequence, match.tokens)
+        return match.tokens
+
+    def _keep(self, attempt: Attempt) -> None:
+        """Copy what was read, for prompts that begin the same way, while the engine reads the next one."""
+        insertion = self.room.prefixes.insert(attempt.tokens) if attempt.ticket else None
+        if insertion is None:
+            return
+
+        def copy() -> None:
+            try:
+                for piece in attempt.outbox.slices():
+                    insertion.put(piece)
+            except Exception:
+                log.exception("a prompt's cache was not kept")
+            insertion.finish()
+            with suppress(NodeBusy):
+                self.worker.post(done)
+
+        def done() -> None:
+            attempt.keeping = False
+            if attempt.ended:
+                self._close(attempt)
+
+        attempt.keeping = True
+        try:
+            self._keeper.submit(copy)
+        except RuntimeError:  # closing
+            insertion.abandon()
+            attempt.keeping = False
 
     def _end(self, attempt: Attempt) -> None:
         """The ticket ended. Rows go back on the engine's thread, after whatever chunk it is at."""
         self._attempts.pop(attempt.ticket, None)
         attempt.ended = True
         attempt.outbox.fail(TicketRefused("the ticket expired or was cancelled"))
+        self._read_over(attempt, Cancelled("cancelled before the prompt was read"))
         with suppress(NodeBusy):  # the engine has stopped, and its memory is gone with it
             self.worker.post(lambda: self._close(attempt))
 
     def _close(self, attempt: Attempt) -> None:
+        """On the engine's thread."""
+        if attempt.keeping:
+            return
         if attempt.sequence:
-            self.engine.close(attempt.sequence)
+            self.room.close(attempt.sequence)
+        self._release(attempt)
+
+    def _release(self, attempt: Attempt) -> None:
+        if attempt.claim:
+            self.room.admission.release(attempt.claim)
 
     def _welcome(self, attempt: Attempt, codec: str) -> Welcome:
         count = len(attempt.tokens)
-        rows = min(self.chunk_tokens, count)
+        whole = any(plan.window for plan in self.engine.spec.layout.layers)  # a prefix comes in one piece there
+        rows = count if whole else min(self.chunk_tokens, count)
         return Welcome(
             epoch=self.epoch,
             prompt_tokens=count,
@@ -176,8 +313,9 @@ class PrefillNode:
             return self._welcome(attempt, codec), attempt.outbox
 
         try:
-            serve(Connection(sock), admit, lambda: self.book.renew(served[0][0].ticket))
-            self._stream_done(*served[0])
+            end = serve(Connection(sock), admit, lambda: self.book.renew(served[0][0].ticket))
+            if end:
+                self._stream_done(*served[0])
         except Cancelled as error:
             self.book.cancel(served[0][0].ticket)
             log.info("a fetch was cancelled: %s", error, extra=_about(served))
@@ -210,15 +348,40 @@ class PrefillNode:
     def _sweep(self) -> None:
         while not self._closing.wait(min(1.0, self.book.lease_s / 4)):
             self.book.sweep()
+            self._end_late()
+
+    def _end_late(self) -> None:
+        now = time.monotonic()
+        for attempt in list(self._attempts.values()):
+            if attempt.deadline < now and not attempt.future.done():
+                error = DeadlineExceeded("the prompt was not read in time; send less, or allow more")
+                attempt.outbox.fail(error)
+                self._read_over(attempt, error)
+                self.book.cancel(attempt.ticket)
+
+    @property
+    def open_requests(self) -> int:
+        """Prompts that are waiting or being read."""
+        return sum(not attempt.future.done() for attempt in list(self._attempts.values()))
+
+    def _read_over(self, attempt: Attempt, error: BaseException | None, metrics: PrefillMetrics | None = None) -> None:
+        """Once: a prompt that was read and a ticket that is cancelled may come at the same moment."""
+        with suppress(InvalidStateError):
+            attempt.future.set_exception(error) if error else attempt.future.set_result(metrics)  # type: ignore[arg-type]
+            self.on_end(metrics, error)
 
     @property
     def healthy(self) -> bool:
         return self.worker.alive and self._listener.alive
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Let the transfers that are under way end, for so long; what is still being read is not read to its end."""
-        self._listener.drain(drain_s)
+        """Let prompts be read and caches be fetched, for so long; what is still here then is given up."""
+        deadline = time.monotonic() + drain_s
+        while len(self.book) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._listener.drain(deadline - time.monotonic())
         self._closing.set()
+        self._keeper.shutdown(wait=False, cancel_futures=True)
         self._listener.close()
         for attempt in list(self._attempts.values()):
             self.book.cancel(attempt.ticket)

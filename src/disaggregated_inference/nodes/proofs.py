@@ -14,7 +14,7 @@ from disaggregated_inference.errors import PeerRefused
 from disaggregated_inference.kv.dtype import Array
 from disaggregated_inference.nodes.canary import Reading, canary_tokens, require_same
 from disaggregated_inference.nodes.context import Context
-from disaggregated_inference.nodes.worker import EngineThread
+from disaggregated_inference.nodes.room import Room
 from disaggregated_inference.wire import Gather, Hello, Paths, Sink
 
 log = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ class Proof(msgspec.Struct, frozen=True):
 class Proofs:
     """One canary per epoch of a peer, for whoever asks first; others wait for it. Verdicts are kept."""
 
-    def __init__(self, worker: EngineThread, paths: Paths) -> None:
-        self._worker, self._engine, self._paths = worker, worker.engine, paths
+    def __init__(self, room: Room, paths: Paths) -> None:
+        self._room, self._worker, self._engine, self._paths = room, room.worker, room.engine, paths
         self._lock = threading.Lock()
         self._known: OrderedDict[str, Future[Proof]] = OrderedDict()
         self.tokens_computed = 0
@@ -79,13 +79,15 @@ class Proofs:
 
     def _compare(self, context: Context, hello: Hello) -> float:
         tokens = canary_tokens(self._engine.spec.vocabulary)
-        sequences = [self._worker.call(lambda: self._engine.open(len(tokens) + 1)) for _ in ("ours", "theirs")]
+        sequences = [
+            self._worker.call(lambda: self._room.open(len(tokens) + 1, counted=False)) for _ in ("ours", "theirs")
+        ]
         try:
             received = self._receive(context, hello, sequences[1], len(tokens))
             return self._worker.call(lambda: self._recompute(tokens, received, *sequences))
         finally:
             for sequence in sequences:
-                self._worker.post(lambda sequence=sequence: self._engine.close(sequence))  # type: ignore[misc]
+                self._worker.post(lambda sequence=sequence: self._room.close(sequence))  # type: ignore[misc]
 
     def _receive(self, context: Context, hello: Hello, target: Sequence, count: int) -> Array:
         logits: list[Array] = []

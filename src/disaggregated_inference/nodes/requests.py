@@ -9,6 +9,9 @@ from starlette.requests import Request
 
 from disaggregated_inference.errors import BadRequest, BodyTooLarge, ContextTooLong, MessagesRefused
 from disaggregated_inference.models import ModelFiles
+from disaggregated_inference.nodes.answers import Rules
+from disaggregated_inference.nodes.guidance import Format
+from disaggregated_inference.nodes.sampling import Sampling
 
 _TICKET = re.compile(r"[\w.:-]{1,200}", re.ASCII)
 BODY_LIMIT_BYTES = 16 << 20
@@ -67,6 +70,8 @@ class PrefillRequest(Prompt, frozen=True, kw_only=True):
     ticket: str | None = None
     wait: bool = True  # false: answer at once, the fetch may begin before the prefill ends
     inline: bool = False  # true: the cache itself in the answer, as base64
+    timeout_s: float = 60.0
+    queue_s: float = 30.0  # of it, for memory
 
     def require_sensible(self) -> None:
         if self.inline and not self.wait:
@@ -78,17 +83,45 @@ class PrefillRequest(Prompt, frozen=True, kw_only=True):
 class DecodeRequest(Prompt, frozen=True, kw_only=True):
     context: str | None = None
     kv_cache: str | None = None
-    max_new_tokens: int = 256
-    temperature: float = 0.0
     stream: bool = False
+    max_new_tokens: int | None = None
+    max_tokens: int | None = None  # the same, by the name other APIs have
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    stop: str | tuple[str, ...] = ()
+    n: int = 1
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    format: Format | None = None
+    written: tuple[int, ...] = ()
+    timeout_s: float = 180.0
+    queue_s: float = 30.0
 
-    def require_supported(self) -> None:
-        if self.max_new_tokens < 1:
-            raise BadRequest("max_new_tokens must be at least 1")
-        if self.temperature != 0:
-            raise BadRequest("this node decodes greedily: leave temperature out, or set it to 0")
+    def rules(self) -> Rules:
         if self.context is not None and self.kv_cache is not None:
             raise BadRequest("give context or kv_cache, not both")
+        if None not in (self.max_tokens, self.max_new_tokens) and self.max_tokens != self.max_new_tokens:
+            raise BadRequest("max_tokens and max_new_tokens are the same thing: give one of them")
+        asked = self.max_new_tokens if self.max_tokens is None else self.max_tokens
+        shared = {name: getattr(self, name) for name in Sampling.__struct_fields__ if name != "stop"}
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        return Rules(
+            max_tokens=256 if asked is None else asked,
+            n=self.n,
+            sampling=Sampling(stop=stop, **shared),
+            format=self.format,
+            written=self.written,
+            timeout_s=self.timeout_s,
+            queue_s=self.queue_s,
+        )
 
     def tape(self) -> bytes:
         try:

@@ -2,90 +2,101 @@
 
 import ipaddress
 import json
+import re
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from disaggregated_inference.engines import Engine, load_engine, require_engine
 from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.kv.disk import DiskTier
 from disaggregated_inference.kv.dtype import require_dtype
 from disaggregated_inference.models import ModelFiles, ModelStore
 from disaggregated_inference.nodes.decode import DecodeNode
-from disaggregated_inference.nodes.http import DRAIN_S, decode_app, prefill_app, serve_app
+from disaggregated_inference.nodes.http import node_app, serve_app
 from disaggregated_inference.nodes.listen import listen, parse_address
 from disaggregated_inference.nodes.logs import log_to_stderr
 from disaggregated_inference.nodes.prefill import PrefillNode
+from disaggregated_inference.nodes.room import Room
+from disaggregated_inference.nodes.served import Served
 from disaggregated_inference.nodes.worker import EngineThread
 from disaggregated_inference.wire.codecs import CODECS
 from disaggregated_inference.wire.paths import Address, spoken
 
+ROLES = {"prefill": 8000, "decode": 8001, "both": 8001}
 
-def run_prefill(
-    model: str,
-    engine: str,
-    host: str,
-    port: int,
-    kv_port: int,
-    kv_address: list[str],
-    token: str,
-    insecure: bool,
-    dtype: str,
-    chunk: int,
-    lease_s: float,
-    log_level: str,
-) -> None:
-    addresses = [parse_address(text, kv_port) for text in kv_address or [host]]
-    _require_token([host, *(name for name, _ in addresses)], token, insecure)
-    _require_free([(host, port), *addresses])
-    files, worker = _load(model, engine, dtype, log_level)
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """`disagg serve`, as it was called. 0 or empty: what suits engine and machine."""
+
+    role: str = "both"
+    model: str = "smollm2"
+    engine: str = ""
+    host: str = "127.0.0.1"
+    port: int | None = None
+    kv_port: int = 0
+    kv_address: tuple[str, ...] = ()
+    token: str = ""
+    insecure: bool = False
+    dtype: str = ""
+    chunk: int = 0
+    lease_s: float = 30.0
+    kv_streams: int = 2
+    kv_codec: str = "raw"
+    kv_memory: str = ""
+    prefix_memory: str = ""
+    prefix_disk: str = ""
+    prefix_disk_size: str = "10G"
+    queue: int = 256
+    idle_unload_s: float = 0.0
+    drain_s: int = 60
+    log_level: str = "warning"
+
+
+def run_node(asked: Settings) -> None:
+    """Load, warm up, listen, until a signal."""
+    log_to_stderr(asked.log_level)
+    if asked.role not in ROLES:
+        raise BadRequest(f"no role {asked.role!r}; there are {', '.join(ROLES)}")
+    if asked.kv_codec not in CODECS:
+        raise BadRequest(f"no codec {asked.kv_codec!r}; there are {', '.join(CODECS)}")
+    port = ROLES[asked.role] if asked.port is None else asked.port
+    reads, writes = asked.role != "decode", asked.role != "prefill"
+    addresses = [parse_address(text, asked.kv_port) for text in asked.kv_address or [asked.host]] if reads else []
+    _require_token([asked.host, *(name for name, _ in addresses)], asked.token, asked.insecure)
+    _require_free([(asked.host, port), *addresses])
+    files, room = _load(asked)
     try:
-        node = PrefillNode(worker, addresses, chunk, lease_s)
-        listening = [spoken(address) for address in node.kv_addresses]
-        say = partial(
-            _ready,
-            role="prefill",
-            model=files.name,
-            backend=engine,
-            host=host,
-            kv_port=node.kv_addresses[0][1],
-            kv_addresses=listening,
+        codecs = tuple(dict.fromkeys((asked.kv_codec, "raw")))
+        prefill = PrefillNode(room, addresses, asked.chunk, asked.lease_s) if reads else None
+        decode = DecodeNode(room, files.tokenizer, asked.chunk, asked.kv_streams, codecs) if writes else None
+        _serve(asked, port, Served(files, room, prefill, decode))
+    finally:
+        room.close_all()
+        room.worker.stop()
+
+
+def _serve(asked: Settings, port: int, served: Served) -> None:
+    room, nodes = served.room, [node for node in (served.prefill, served.decode) if node]
+    about: dict[str, Any] = {"role": served.role, "model": served.model.name, "backend": room.engine.name}
+    about |= {"host": asked.host, "kv_limit_bytes": room.admission.limit_bytes}
+    if served.prefill:
+        listening = [spoken(address) for address in served.prefill.kv_addresses]
+        about |= {"kv_port": served.prefill.kv_addresses[0][1], "kv_addresses": listening}
+
+    def stopping() -> None:
+        room.draining = True
+
+    try:
+        serve_app(
+            node_app(served, asked.token or None), asked.host, port, asked.drain_s, partial(_ready, **about), stopping
         )
-        try:
-            serve_app(prefill_app(node, files, token or None), host, port, say)
-        finally:
-            node.close(drain_s=DRAIN_S)
     finally:
-        worker.stop()
-
-
-def run_decode(
-    model: str,
-    engine: str,
-    host: str,
-    port: int,
-    token: str,
-    insecure: bool,
-    dtype: str,
-    chunk: int,
-    kv_streams: int,
-    kv_codec: str,
-    log_level: str,
-) -> None:
-    if kv_codec not in CODECS:
-        raise BadRequest(f"no codec {kv_codec!r}; there are {', '.join(CODECS)}")
-    _require_token([host], token, insecure)
-    _require_free([(host, port)])
-    files, worker = _load(model, engine, dtype, log_level)
-    codecs = tuple(dict.fromkeys((kv_codec, "raw")))
-    say = partial(_ready, role="decode", model=files.name, backend=engine, host=host)
-    try:
-        node = DecodeNode(worker, chunk, kv_streams, codecs)
-        try:
-            serve_app(decode_app(node, files, token or None), host, port, say)
-        finally:
-            node.close()
-    finally:
-        worker.stop()
+        for node in nodes:
+            node.close(drain_s=asked.drain_s)
 
 
 def _require_token(hosts: list[str], token: str, insecure: bool) -> None:
@@ -103,14 +114,34 @@ def _require_free(addresses: list[Address]) -> None:
         listen(address).close()
 
 
-def _load(model: str, engine: str, dtype: str, log_level: str) -> tuple[ModelFiles, EngineThread]:
-    log_to_stderr(log_level)
+def _load(asked: Settings) -> tuple[ModelFiles, Room]:
+    engine = asked.engine or ("torch" if asked.role == "prefill" else "mlx")
     require_engine(engine)
-    files = ModelStore().resolve(model)
-    options: dict[str, Any] = {"dtype": require_dtype(dtype)} if dtype else {}
-    worker = EngineThread(partial(load_engine, engine, files, **options))
-    worker.call(lambda: _warm_up(worker.engine))
-    return files, worker
+    kv_bytes, prefix_bytes = parse_size(asked.kv_memory), parse_size(asked.prefix_memory)
+    disk_bytes = parse_size(asked.prefix_disk_size)
+    files = ModelStore().resolve(asked.model)
+    options: dict[str, Any] = {"dtype": require_dtype(asked.dtype)} if asked.dtype else {}
+    if kv_bytes:
+        options["kv_bytes"] = kv_bytes
+
+    def load() -> Engine:
+        loaded = load_engine(engine, files, **options)
+        _warm_up(loaded)
+        return loaded
+
+    disk = DiskTier(Path(asked.prefix_disk).expanduser(), disk_bytes or 0) if asked.prefix_disk else None
+    worker = EngineThread(load)
+    return files, Room(worker, kv_bytes or 0, prefix_bytes, disk, asked.queue, asked.idle_unload_s)
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes: `512M`, `8G`, `1.5T`, or a plain number; None where nothing was said."""
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if not found:
+        raise BadRequest(f"{text!r} is no size: give bytes, or a number with K, M, G or T")
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
 
 
 def _warm_up(engine: Engine) -> None:

@@ -1,6 +1,8 @@
-"""The one thread that calls the engine. Work comes as generators, and every `yield` is a place to let others go first.
+"""The one thread that calls the engine. Each round: the small calls that wait, one beat, one piece of one work.
 
-So a long prompt, chunk by chunk, does not starve short ones, and placing a slice waits for one chunk at most.
+The beat is the decode batch's step. Work comes as generators, and every `yield` is a place to let others go first: so
+a long prompt, chunk by chunk, neither starves short ones nor stops the answers that are being written, and placing a
+slice waits for one chunk at most.
 """
 
 import logging
@@ -8,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from disaggregated_inference.engines import Engine
 from disaggregated_inference.errors import NodeBusy
@@ -19,13 +21,33 @@ Result = TypeVar("Result")
 Work = Generator[None, None, Result]
 
 
+class Steps(Protocol):
+    """What is stepped every round as long as it has members: the decode batch."""
+
+    members: list[Any]
+
+    def step(self) -> None: ...
+
+
+class _Nothing:
+    def __init__(self) -> None:
+        self.members: list[Any] = []
+
+    def step(self) -> None: ...
+
+
 class EngineThread:
     """Runs works in turn, a piece at a time. Small calls (`call`) go before the next piece of any work.
 
     A few works take turns, the others wait in line: if all took turns, all would be slow, and all would hold memory.
+    `batch` is stepped every round while it has members; `idle` is called when there is nothing to do.
     """
 
-    def __init__(self, load: Callable[[], Engine], most_works: int = 64, in_turn: int = 8) -> None:
+    def __init__(self, load: Callable[[], Engine], most_works: int = 1024, in_turn: int = 8) -> None:
+        self._load = load
+        self.batch: Steps = _Nothing()
+        self.idle: Callable[[], None] = lambda: None
+        self.loading = False
         self._changed = threading.Condition()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._works: deque[tuple[Work[Any], Future[Any]]] = deque()
@@ -34,7 +56,7 @@ class EngineThread:
         self._running = 0
         self._stopping = self._ended = False
         loaded: Future[Engine] = Future()
-        self._thread = threading.Thread(target=self._run, args=(load, loaded), name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(loaded,), name="engine", daemon=True)
         self._thread.start()
         self.engine = loaded.result()
 
@@ -91,9 +113,19 @@ class EngineThread:
             self._changed.notify()
         self._thread.join()
 
-    def _run(self, load: Callable[[], Engine], loaded: "Future[Engine]") -> None:
+    def require_loaded(self) -> Engine:
+        """On the engine's thread: load the model again if it was unloaded. Whoever comes meanwhile waits in line."""
+        if not self.engine.loaded:
+            self.loading = True
+            try:
+                self.engine.become(self._load())
+            finally:
+                self.loading = False
+        return self.engine
+
+    def _run(self, loaded: "Future[Engine]") -> None:
         try:
-            loaded.set_result(load())
+            loaded.set_result(self._load())
         except BaseException as error:
             loaded.set_exception(error)
             return
@@ -101,6 +133,8 @@ class EngineThread:
             while self._wait():
                 while self._calls:
                     _finish(*self._calls.popleft())
+                if self.batch.members:
+                    self.batch.step()
                 if self._works:
                     self._advance(*self._works.popleft())
         finally:
@@ -108,10 +142,15 @@ class EngineThread:
         self.engine.leave_thread()
 
     def _wait(self) -> bool:
+        if not self._busy():
+            self.idle()
         with self._changed:
-            self._changed.wait_for(lambda: self._calls or self._works or self._stopping)
-            self._ended = not (self._calls or self._works)  # woken for nothing else but to stop
+            self._changed.wait_for(lambda: self._busy() or self._stopping)
+            self._ended = not self._busy()  # woken for nothing else but to stop
             return not self._ended
+
+    def _busy(self) -> bool:
+        return bool(self._calls or self._works or self.batch.members)
 
     def _advance(self, work: Work[Any], future: "Future[Any]") -> None:
         self._running = 1

@@ -1,6 +1,6 @@
 """KV on the move: our own framing over plain TCP. docs/PROTOCOL.md specifies it, the tests hold golden bytes."""
 
-from disaggregated_inference.wire.gather import Gather, Gathered, Sink
+from disaggregated_inference.wire.gather import Gather, Gathered, Sink, gather_tokens, withdraw
 from disaggregated_inference.wire.messages import End, Failure, Hello, Welcome
 from disaggregated_inference.wire.paths import Path, Paths
 from disaggregated_inference.wire.receiver import Receipt, fetch
@@ -19,5 +19,7 @@ __all__ = [
     "Sink",
     "Welcome",
     "fetch",
+    "gather_tokens",
     "serve",
+    "withdraw",
 ]

@@ -58,6 +58,7 @@ class Kind(IntEnum):
     RENEW = 8
     DONE = 9
     ALIVE = 10
+    TOKENS = 11
 
 
 class Frame(NamedTuple):

@@ -9,18 +9,19 @@ sequence is a whole number of chunks, plus a part of one that can be rolled back
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import cycle
 
 import msgspec
 
-from disaggregated_inference.errors import Cancelled, ChecksumMismatch, PeerGone, ProtocolError
+from disaggregated_inference.errors import Cancelled, ChecksumMismatch, DisaggError, PeerGone, ProtocolError
 from disaggregated_inference.kv import KVLayout, KVSlice
 from disaggregated_inference.kv.dtype import Array
-from disaggregated_inference.wire.frames import Connection
+from disaggregated_inference.wire.frames import Connection, Kind
 from disaggregated_inference.wire.messages import End, Hello, failure_of
 from disaggregated_inference.wire.paths import Path, spoken
-from disaggregated_inference.wire.receiver import Receipt, fetch
+from disaggregated_inference.wire.receiver import Receipt, fetch, fetch_tokens
 
 _PATIENCE_S = 0.3
 
@@ -55,6 +56,31 @@ class _Stream:
     received_bytes: int = 0
     resumed: int = 0
     used: list[str] = field(default_factory=list)
+
+
+def gather_tokens(hello: Hello, count: int, vocabulary: int, paths: Sequence[Path]) -> list[int]:
+    """The prompt's ids over the first path that works; given up when every path has failed, and a moment has passed."""
+    since = time.monotonic()
+    for path in cycle(paths):
+        try:
+            return fetch_tokens(path.dial(), hello, count, vocabulary)
+        except (PeerGone, ChecksumMismatch) as error:
+            path.failed(error)
+            if path is paths[-1] and time.monotonic() - since > _PATIENCE_S:
+                raise
+            time.sleep(_PATIENCE_S / 5 if path is paths[-1] else 0)
+    raise AssertionError("there is always a path")
+
+
+def withdraw(hello: Hello, paths: Sequence[Path]) -> None:
+    """Tell the sender that nobody will come for this cache, before anyone did."""
+    for path in paths:
+        with suppress(DisaggError):
+            connection = path.dial()
+            connection.send_message(Kind.HELLO, msgspec.json.encode(msgspec.structs.replace(hello, tokens_only=True)))
+            connection.send_message(Kind.CANCEL)
+            connection.part()
+            return
 
 
 class Gather:

@@ -21,6 +21,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     stream: int = 0
     streams: int = 1
     request_id: str = ""  # for the sender's log
+    tokens_only: bool = False  # not the cache, but the prompt's token ids; other connections of the fetch follow
     canary: bool = False  # not the ticket's own cache, but that of the canary prompt; the ticket stays unspent
 
 
@@ -41,6 +42,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    cached_tokens: int = 0  # of the prompt, that the sender had read before
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):

@@ -126,6 +126,31 @@ def _unexpected(connection: Connection, frame: Frame) -> DisaggError:
     return ProtocolError(f"{frame.kind.name} was not expected here")
 
 
+def fetch_tokens(connection: Connection, hello: Hello, count: int, vocabulary: int) -> list[int]:
+    """The prompt itself, `count` ids of the vocabulary. Closes the connection."""
+    try:
+        welcome = _greet(connection, msgspec.structs.replace(hello, tokens_only=True))
+        if welcome.prompt_tokens != count:
+            raise ProtocolError(f"a prompt of {welcome.prompt_tokens} tokens where {count} were expected")
+        tokens = receive_tokens(connection, count, vocabulary)
+        connection.send_message(Kind.DONE)
+        return tokens
+    finally:
+        connection.part()
+
+
+def receive_tokens(connection: Connection, count: int, vocabulary: int) -> list[int]:
+    frame = connection.receive_header()
+    if frame.kind is not Kind.TOKENS:
+        raise _unexpected(connection, frame)
+    tokens = np.empty(count, "<u4")
+    connection.receive_payload(frame, bytes_of(tokens))
+    if int(tokens.max()) >= vocabulary:
+        raise ProtocolError(f"token {int(tokens.max())} is not in the vocabulary of {vocabulary}")
+    ids: list[int] = tokens.tolist()
+    return ids
+
+
 def fetch(
     connection: Connection,
     hello: Hello,

@@ -2,10 +2,12 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import msgspec
+import numpy as np
 
 from disaggregated_inference.errors import Cancelled, DisaggError, ProtocolError
 from disaggregated_inference.kv import KVSlice
@@ -25,7 +27,8 @@ class Outbox:
     The engine's thread puts, any number of sender threads read. Logits overtake: every reader gets them next.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        self.tokens = tokens
         self._changed = threading.Condition()
         self._slices: list[KVSlice] = []
         self._logits: Array | None = None
@@ -52,6 +55,11 @@ class Outbox:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
+
+    def slices(self) -> list[KVSlice]:
+        """All so far."""
+        with self._changed:
+            return list(self._slices)
 
     @property
     def failed(self) -> bool:
@@ -84,8 +92,8 @@ class Outbox:
 Admit = Callable[[Hello], tuple[Welcome, Outbox]]
 
 
-def serve(connection: Connection, admit: Admit, renew: Callable[[], None] = lambda: None) -> End:
-    """One connection, from HELLO to the receiver's DONE.
+def serve(connection: Connection, admit: Admit, renew: Callable[[], None] = lambda: None) -> End | None:
+    """One connection, from HELLO to the receiver's DONE. Returns what END said; None where only tokens were asked for.
 
     `admit` checks ticket, secret and fingerprint, and raises what it refuses; `renew` is called for every RENEW. Raises
     `Cancelled` when the receiver no longer wants the cache, `PeerGone` when it vanished (it may come back and resume).
@@ -98,7 +106,11 @@ def serve(connection: Connection, admit: Admit, renew: Callable[[], None] = lamb
         welcome, outbox = admit(hello)
         connection.send_message(Kind.WELCOME, msgspec.json.encode(welcome))
         peer = _Peer(connection, outbox, renew)
-        end = _send_all(connection, hello, welcome, outbox, peer)
+        end = None
+        if hello.tokens_only:
+            send_tokens(connection, outbox.tokens)
+        else:
+            end = _send_all(connection, hello, welcome, outbox, peer)
         peer.wait_until_done()
         return end
     except DisaggError as error:
@@ -133,7 +145,7 @@ def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Ou
         if isinstance(item, KVSlice):
             at += 1
             if item.layer % hello.streams == hello.stream and item.stop > hello.held_tokens:
-                send_slice(connection, item, welcome.codec)
+                send_slice(connection, _beyond(item, hello.held_tokens), welcome.codec)
         elif isinstance(item, End):
             connection.send_message(Kind.END, msgspec.json.encode(item))
             return item
@@ -143,6 +155,20 @@ def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Ou
             want_logits = False
             data = bytes_of(item)
             connection.send(Frame(Kind.LOGITS, len(data)), data)
+
+
+def send_tokens(connection: Connection, tokens: Sequence[int]) -> None:
+    data = bytes_of(np.array(tokens, "<u4"))
+    connection.send(Frame(Kind.TOKENS, len(data)), data)
+
+
+def _beyond(piece: KVSlice, held: int) -> KVSlice:
+    """What a receiver lacks of a slice: it may hold a part of the chunk, from an answer that began the same way."""
+    lacking = piece.stop - held
+    if piece.tokens <= lacking:
+        return piece
+    piece.wait()
+    return replace(piece, start=held, keys=piece.keys[-lacking:], values=piece.values[-lacking:])
 
 
 def send_slice(connection: Connection, piece: KVSlice, codec: str) -> None:

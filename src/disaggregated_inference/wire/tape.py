@@ -1,7 +1,7 @@
 """A cache as one piece of memory: the frames that would have gone over the wire, one after the other.
 
 For the inline form of the API: small experiments with nothing but HTTP. A tape begins with a HELLO that says whose
-cache it is; then WELCOME, slices, logits and END, checked as strictly as if they came from a socket.
+cache it is; then WELCOME, TOKENS, slices, logits and END, checked as strictly as if they came from a socket.
 """
 
 import socket
@@ -16,8 +16,8 @@ from disaggregated_inference.wire import codecs
 from disaggregated_inference.wire.frames import Connection, Frame, Kind, bytes_of
 from disaggregated_inference.wire.gather import Sink
 from disaggregated_inference.wire.messages import End, Hello, Welcome, parse
-from disaggregated_inference.wire.receiver import Fetch
-from disaggregated_inference.wire.sender import Outbox, send_slice
+from disaggregated_inference.wire.receiver import Fetch, receive_tokens
+from disaggregated_inference.wire.sender import Outbox, send_slice, send_tokens
 
 
 class _Tape:
@@ -57,6 +57,7 @@ def record(fingerprint: Fingerprint, welcome: Welcome, outbox: Outbox, limit_byt
     hello = Hello(ticket="", secret="", fetch="", fingerprint=fingerprint)
     connection.send_message(Kind.HELLO, msgspec.json.encode(hello))
     connection.send_message(Kind.WELCOME, msgspec.json.encode(welcome))
+    send_tokens(connection, outbox.tokens)
     at, want_logits = 0, True
     while not isinstance(item := outbox.next(at, want_logits, lambda: False), End):
         if isinstance(item, KVSlice):
@@ -83,6 +84,7 @@ class Playback:
         self.welcome = parse(_expect(connection, Kind.WELCOME), Welcome)
         plain = Hello(ticket="", secret="", fetch="", fingerprint=fingerprint, codecs=tuple(codecs.CODECS))
         self._fetch = Fetch(connection, plain, self.welcome, layout, vocabulary, most_tokens)
+        self.tokens = receive_tokens(connection, self.welcome.prompt_tokens, vocabulary)
         self._placed = [0] * len(layout.layers)
 
     def play(self, sink: Sink) -> End:

@@ -1,0 +1,205 @@
+"""`disagg bench decode`: a decode node's batch against mlx-lm's own generators, and what arriving prompts do to it."""
+
+import importlib
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from disaggregated_inference.bench.report import Report, Row, percentile
+from disaggregated_inference.engines import load_engine, require_engine
+from disaggregated_inference.models import ModelFiles, ModelStore
+from disaggregated_inference.nodes.answers import Answer, Item, Piece, Rules
+from disaggregated_inference.nodes.decode import DecodeNode
+from disaggregated_inference.nodes.prefill import PrefillNode
+from disaggregated_inference.nodes.room import Room
+from disaggregated_inference.nodes.sampling import Sampling
+from disaggregated_inference.nodes.worker import EngineThread
+from disaggregated_inference.progress import steps
+
+_BATCHES = (1, 4, 16)
+_CONTEXT = 128
+_STREAMS = 8
+_ARRIVING = 2000
+_LONG = 1500
+
+
+def run(engine: str, reader: str, model_name: str, tokens: int, repeats: int, output: Path) -> Report:
+    console = Console()
+    for name in (engine, reader):
+        require_engine(name)
+    with steps() as fetching:
+        model = ModelStore().resolve(model_name, fetching)
+    report = Report(f"decode node, {engine}, {model.name}, float32, {tokens} tokens after {_CONTEXT}")
+    node = _decode_node(engine, model)
+    try:
+        for batch in _BATCHES:
+            console.print(f"batch of {batch}", style="dim", highlight=False)
+            _batch_rows(report, node, engine, batch, tokens, repeats)
+        console.print(f"a prompt of {_ARRIVING} tokens arrives", style="dim", highlight=False)
+        _arrival_rows(report, node, reader, model, repeats)
+    finally:
+        node.room.close_all()
+        node.worker.stop()
+    report.show(console)
+    path = output / "decode.json"
+    report.save(path)
+    console.print(f"saved {path}", style="dim", highlight=False)
+    return report
+
+
+def _decode_node(engine: str, model: ModelFiles) -> DecodeNode:
+    worker = EngineThread(partial(load_engine, engine, model, dtype="float32"))
+    return DecodeNode(Room(worker, prefix_bytes=0), model.tokenizer)
+
+
+class _Stream:
+    """When each token of an answer came."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.times: list[float] = []
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+        answer.listen(self._take)
+
+    def _take(self, item: Item) -> None:
+        if isinstance(item, Piece):
+            self.times.append(time.perf_counter())
+        elif item is None or isinstance(item, BaseException):
+            self.error = item
+            self.done.set()
+
+    def wait(self) -> "_Stream":
+        self.done.wait()
+        if self.error:
+            raise self.error
+        return self
+
+    def gaps(self, since: float, until: float) -> list[float]:
+        pairs = zip(self.times, self.times[1:], strict=False)
+        return [later - sooner for sooner, later in pairs if later > since and sooner < until]
+
+
+def _prompt(number: int, length: int) -> list[int]:
+    return [(17 * at + number) % 400 + 10 for at in range(length)]
+
+
+def _write(node: DecodeNode, number: int, tokens: int) -> _Stream:
+    rules = Rules(max_tokens=tokens, sampling=Sampling(ignore_eos=True), timeout_s=3600)
+    return _Stream(node.read_and_write(_prompt(number, _CONTEXT), rules=rules))
+
+
+def _node_seconds(node: DecodeNode, batch: int, tokens: int) -> float:
+    """Per step, while everyone writes: `tokens` of them after the last one has joined."""
+    streams = [_write(node, number, _LONG) for number in range(batch)]
+    _await_tokens(streams, 3)
+    begun = [len(stream.times) for stream in streams]
+    _await_tokens(streams, max(begun) + tokens)
+    _leave(streams)
+    since = max(stream.times[at - 1] for stream, at in zip(streams, begun, strict=True))
+    until = min(stream.times[-1] for stream in streams)
+    written = sum(since < at <= until for stream in streams for at in stream.times)
+    return (until - since) / written * batch
+
+
+def _await_tokens(streams: list[_Stream], count: int) -> None:
+    while min(len(stream.times) for stream in streams) < count:
+        time.sleep(0.002)
+
+
+def _leave(streams: list[_Stream]) -> None:
+    for stream in streams:
+        stream.answer.cancel()
+    for stream in streams:
+        stream.done.wait()
+
+
+def _batch_rows(report: Report, node: DecodeNode, engine: str, batch: int, tokens: int, repeats: int) -> None:
+    baseline = importlib.import_module(f"disaggregated_inference.engines.{engine}.baseline").Baseline(node.engine)
+    ours: list[float] = []
+    theirs: list[float] = []
+    bare: list[float] = []
+    for turn in range(repeats + 1):
+        runs = (
+            _node_seconds(node, batch, tokens),
+            node.worker.call(partial(baseline.decode_seconds, _CONTEXT, batch, tokens)) / tokens,
+            node.worker.call(partial(_engine_seconds, node, batch, tokens)) / tokens,
+        )
+        if turn:  # the first is the warm-up
+            for column, seconds in zip((ours, theirs, bare), runs, strict=True):
+                column.append(seconds)
+    mine, other, engine_alone = min(ours), min(theirs), min(bare)
+    goal = 0.95 if engine == "mlx" else None
+    report.add(Row(f"batch {batch}", batch / mine, "tok/s", batch / other, f"{baseline.label}'s own", goal))
+    overhead = (mine - engine_alone) / batch * 1e6
+    report.add(Row(f"batch {batch}, node's overhead per token", overhead, "µs", engine_alone / batch * 1e6, "engine"))
+
+
+def _engine_seconds(node: DecodeNode, batch: int, tokens: int) -> float:
+    """The engine alone, stepped ahead as the node does."""
+    engine = node.engine
+    sequences = [engine.open(_CONTEXT + tokens + 8) for _ in range(batch)]
+    chosen: Any = [engine.prefill(each, _prompt(n, _CONTEXT)).greedy().tolist()[0] for n, each in enumerate(sequences)]
+    for _ in range(2):
+        chosen = engine.step(sequences, chosen).greedy()
+    chosen.tolist()
+    started = time.perf_counter()
+    for _ in range(tokens):
+        before, chosen = chosen, engine.step(sequences, chosen).greedy()
+        before.tolist()
+    chosen.tolist()
+    seconds = time.perf_counter() - started
+    for sequence in sequences:
+        engine.close(sequence)
+    return seconds
+
+
+def _arrival_rows(report: Report, node: DecodeNode, reader: str, model: ModelFiles, repeats: int) -> None:
+    """The prompt was read before it is handed over: on this one machine, reading would take the decoder's cores."""
+    worker = EngineThread(partial(load_engine, reader, model, dtype="float32"))
+    prefill = PrefillNode(Room(worker, prefix_bytes=0), chunk_tokens=512, lease_s=600)
+    gaps: dict[str, list[float]] = {"quiet": [], "hand-over": [], "local prefill": []}
+    arrivals: dict[str, list[float]] = {"hand-over": [], "local prefill": []}
+    try:
+        for _ in range(repeats):
+            for way in gaps:
+                seconds = _disturbed(node, prefill, way, gaps[way])
+                if way in arrivals:
+                    arrivals[way].append(seconds)
+    finally:
+        prefill.close()
+        prefill.room.close_all()
+        worker.stop()
+    name = f"{_STREAMS} streams, gap between tokens, p99"
+    quiet = percentile(gaps["quiet"], 99) * 1e3
+    report.add(Row(f"{name}, nobody arrives", quiet, "ms"))
+    for way in arrivals:
+        report.add(Row(f"{name}, {_ARRIVING} tokens by {way}", percentile(gaps[way], 99) * 1e3, "ms", quiet, "quiet"))
+        report.add(Row(f"longest gap, {way}", max(gaps[way]) * 1e3, "ms", max(gaps["quiet"]) * 1e3, "quiet"))
+        report.add(Row(f"until the newcomer's first token, {way}", min(arrivals[way]), "s"))
+
+
+def _disturbed(node: DecodeNode, prefill: PrefillNode, way: str, gaps: list[float]) -> float:
+    prompt = _prompt(99, _ARRIVING)
+    context = None
+    if way == "hand-over":
+        context, reading = prefill.begin(prompt, timeout_s=600)
+        reading.result()
+    streams = [_write(node, number, _LONG) for number in range(_STREAMS)]
+    _await_tokens(streams, 8)
+    since = time.perf_counter()
+    seconds = 0.0
+    if way == "quiet":
+        time.sleep(2.0)
+    else:
+        newcomer = _Stream(node.fetch_and_write(context, 1) if context else node.read_and_write(prompt, 1)).wait()
+        seconds = newcomer.times[0] - since
+    until = time.perf_counter()
+    for stream in streams:
+        gaps += stream.gaps(since, until)
+    _leave(streams)
+    return seconds

@@ -1,0 +1,168 @@
+"""`disagg bench serve`: a node and mlx_lm.server, one after the other on this machine, the same clients for both."""
+
+import http.client
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from disaggregated_inference.bench.report import Report, Row, percentile
+from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.models import ModelFiles, ModelStore
+from disaggregated_inference.nodes.local import LocalNode
+from disaggregated_inference.progress import steps
+
+_TEXT = "Tell me about number {number}: where it appears in nature, in mathematics and in the history of people. "
+
+
+class Served(NamedTuple):
+    """One request as its client saw it."""
+
+    first_token_s: float
+    total_s: float
+    tokens: int
+
+
+Ask = Callable[[str, int], Served]
+
+
+def run(model_name: str, clients: int, each: int, tokens: int, output: Path) -> Report:
+    console = Console()
+    with steps() as fetching:
+        model = ModelStore().resolve(model_name, fetching)
+    report = Report(
+        f"{clients} clients x {each} requests, about 60 tokens in, {tokens} out, mlx, {model.name}, float32"
+    )
+
+    def measured(name: str, ask: Ask) -> tuple[list[Served], float]:
+        console.print(name, style="dim", highlight=False)
+        ask(_prompt(10_000), 4)
+        started = time.perf_counter()
+        with ThreadPoolExecutor(clients) as pool:
+            served = list(pool.map(lambda number: ask(_prompt(number), tokens), range(clients * each)))
+        return served, time.perf_counter() - started
+
+    with _ours(model) as ask:
+        ours = measured("our node", ask)
+        _overhead_rows(report, ask)
+    with _theirs(model) as ask:
+        theirs = measured("mlx_lm.server", ask)
+    _rows(report, ours, theirs)
+    report.show(console)
+    path = output / "serve.json"
+    report.save(path)
+    console.print(f"saved {path}", style="dim", highlight=False)
+    return report
+
+
+def _prompt(number: int) -> str:
+    return _TEXT.format(number=number) * 2
+
+
+def _rows(report: Report, ours: tuple[list[Served], float], theirs: tuple[list[Served], float]) -> None:
+    against = "mlx_lm.server"
+    rates = [sum(each.tokens for each in served) / seconds for served, seconds in (ours, theirs)]
+    report.add(Row("throughput", rates[0], "tok/s", rates[1], against))
+    for name, field in (("first token", "first_token_s"), ("whole answer", "total_s")):
+        for share in (50, 95, 99):
+            pair = [percentile([getattr(each, field) for each in served], share) for served, _ in (ours, theirs)]
+            report.add(Row(f"{name}, p{share}", pair[0], "s", pair[1], against))
+
+
+def _overhead_rows(report: Report, ask: Ask) -> None:
+    """A request for one token of one token: nearly all of it is the server."""
+    alone = [ask("a", 1).total_s for _ in range(30)]
+    report.add(Row("a request for one token after one, p50", percentile(alone, 50) * 1e3, "ms"))
+
+
+@contextmanager
+def _ours(model: ModelFiles) -> Iterator[Ask]:
+    shared = ("--model", str(model.path), "--dtype", "float32", "--prefix-memory", "0")
+    node = LocalNode("decode", "mlx", *shared)
+    try:
+        port = node.ready()
+
+        def ask(prompt: str, tokens: int) -> Served:
+            body = {"prompt": prompt, "max_new_tokens": tokens, "ignore_eos": True, "stream": True}
+            return _stream(port, "/generate", body, lambda event: "token" in event)
+
+        yield ask
+    finally:
+        node.stop()
+
+
+@contextmanager
+def _theirs(model: ModelFiles) -> Iterator[Ask]:
+    command = shutil.which("mlx_lm.server", path=str(Path(sys.executable).parent)) or shutil.which("mlx_lm.server")
+    if not command:
+        raise DisaggError("mlx_lm.server is not installed: pip install 'disaggregated-inference[mlx]'")
+    port = _free_port()
+    arguments = ["--model", str(model.path), "--port", str(port), "--log-level", "ERROR"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WITH_BLAS, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    eos = model.spec.eos_tokens
+
+    def ask(prompt: str, tokens: int) -> Served:
+        bias = {str(token): -100.0 for token in eos}  # it knows no ignore_eos
+        body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "temperature": 0.0, "logit_bias": bias}
+        return _stream(port, "/v1/completions", body, lambda event: bool(event.get("choices")))
+
+    try:
+        _await_server(port, process)
+        yield ask
+    finally:
+        process.terminate()
+        process.wait()
+
+
+# Its Linux build carries a BLAS sixty times slower than ours: both get the same one.
+_WITH_BLAS = """
+import sys
+from disaggregated_inference.engines.mlx.blas import load_blas
+load_blas()
+from mlx_lm.server import main
+sys.argv[0] = "mlx_lm.server"
+main()
+"""
+
+
+def _await_server(port: int, process: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=1):
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise DisaggError("mlx_lm.server did not start")
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def _stream(port: int, path: str, body: dict[str, Any], is_token: Callable[[dict[str, Any]], bool]) -> Served:
+    started, first, tokens = time.perf_counter(), 0.0, 0
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    if response.status != 200:
+        raise DisaggError(f"{path}: {response.status} {response.read(300)!r}")
+    for line in response:
+        if line.startswith(b"data: {") and is_token(json.loads(line[6:])):
+            first = first or time.perf_counter() - started
+            tokens += 1
+    connection.close()
+    return Served(first, time.perf_counter() - started, tokens)

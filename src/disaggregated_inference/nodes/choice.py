@@ -1,0 +1,85 @@
+"""One choice of an answer: which token comes next, what text that makes, and when it is over."""
+
+from collections.abc import Sequence as Items
+
+from disaggregated_inference.engines import Sequence
+from disaggregated_inference.models.tokenizer import ModelTokenizer
+from disaggregated_inference.nodes.answers import Answer, Piece
+from disaggregated_inference.nodes.guidance import Guide
+from disaggregated_inference.nodes.sampling import Chosen, Row, Sampler
+from disaggregated_inference.nodes.stops import StopText
+
+
+class Choice:
+    """`sequence` holds the prompt and what was fed; `tokens` are those of the answer, the last one not yet fed."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        number: int,
+        prompt: Items[int],
+        tokenizer: ModelTokenizer,
+        eos_tokens: tuple[int, ...],
+        guide: Guide | None,
+    ) -> None:
+        rules = answer.rules
+        self.answer, self.number = answer, number
+        self.sampler = Sampler(rules.sampling, list(prompt), eos_tokens, number, rules.written)
+        self.sequence: Sequence | None = None
+        self.tokens: list[int] = []
+        self.finish: str | None = None
+        self.error: BaseException | None = None
+        self.plain = rules.sampling.plain and guide is None
+        self._guide, self._eos = guide, eos_tokens
+        self._text, self._stops = tokenizer.stream(), StopText(rules.sampling.stop)
+        for token in rules.written:
+            self._show(token)
+        if guide:
+            guide.replay(rules.written)
+
+    @property
+    def over(self) -> bool:
+        return self.finish is not None or self.error is not None or self.answer.cancelled
+
+    def left(self) -> int:
+        """Tokens it may still write."""
+        return self.answer.rules.max_tokens - len(self.tokens)
+
+    def choose(self, row: Row) -> None:
+        """By this request's own rules, from the logits of its last position. What goes wrong is this choice's alone."""
+        try:
+            self._take(self.sampler.choose(row, self._guide.allow() if self._guide else None))
+        except Exception as error:
+            self.error = error
+
+    def take(self, token: int) -> None:
+        """The device's own choice."""
+        try:
+            self._take(Chosen(token))
+        except Exception as error:
+            self.error = error
+
+    def _take(self, chosen: Chosen) -> None:
+        """The next token is known: it becomes text, and may be the last."""
+        token, rules = chosen.token, self.answer.rules
+        self.tokens.append(token)
+        self.sampler.note(token)
+        ended = token in self._eos and not rules.sampling.ignore_eos
+        if self._guide and not ended:
+            self._guide.accept(token)
+            ended = self._guide.finished
+        text = self._show(token)
+        if ended or self._stops.found is not None:
+            self.finish = "stop"
+        elif not self.left():
+            self.finish = "length"
+        if self.finish:
+            text += self._stops.flush()
+        self.answer.metrics.completion_tokens += 1
+        self.answer.put(Piece(token, text, self.number, chosen.logprob, chosen.top, self.finish))
+
+    def _show(self, token: int) -> str:
+        text = self._text.push(token)
+        if self.sampler.written < self.answer.rules.sampling.min_tokens:  # stop strings, too, count from there on
+            return text
+        return self._stops.push(text)

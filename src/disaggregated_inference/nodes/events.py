@@ -1,0 +1,165 @@
+"""An answer on its way to a client: as one JSON document, or as server-sent events while it is being written."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from disaggregated_inference.errors import Cancelled
+from disaggregated_inference.nodes.answers import Answer, Item, Piece
+from disaggregated_inference.nodes.guards import describe
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+async def respond(request: Request, answer: Answer, stream: bool) -> Response:
+    """Once there is memory for it. What fails before that has its own status, streamed or not."""
+    items = _Items(answer)
+    first = await unless_gone(request, items.get(), answer.cancel)
+    if isinstance(first, BaseException):
+        raise first
+    if stream:
+        return StreamingResponse(_events(items), media_type="text/event-stream")
+    pieces = await unless_gone(request, items.rest(), answer.cancel)
+    return json_response(_document(answer, pieces))
+
+
+async def unless_gone(request: Request, result: Awaitable[Result], cancel: Callable[[], object]) -> Result:
+    """Wait for a result; a client that leaves meanwhile cancels it."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    waiting, leaving = asyncio.ensure_future(result), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        cancel()
+        raise
+    finally:
+        leaving.cancel()
+    if not waiting.done():
+        await asyncio.to_thread(cancel)
+        await asyncio.wait({waiting})
+        waiting.exception()
+        raise Cancelled("the client is gone")
+    return waiting.result()
+
+
+class _Items:
+    """As they come from the engine's thread; no thread waits for them here."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Item] = asyncio.Queue()
+        answer.listen(self._deliver)
+
+    def _deliver(self, item: Item) -> None:
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+
+    async def get(self) -> Item:
+        return await self._queue.get()
+
+    async def some(self) -> list[Item]:
+        """All that are there, at least one: a slow client gets several at once."""
+        items = [await self._queue.get()]
+        while not self._queue.empty():
+            items.append(self._queue.get_nowait())
+        return items
+
+    async def rest(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        while (item := await self._queue.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            if isinstance(item, Piece):
+                pieces.append(item)
+        return pieces
+
+
+async def _events(items: _Items) -> AsyncIterator[bytes]:
+    """One event per token; the last one carries the metrics, or the error."""
+    answer = items.answer
+    try:
+        while True:
+            batch = await items.some()
+            pieces = [item for item in batch if isinstance(item, Piece)]
+            if pieces:
+                yield b"".join(_event(_token(answer, piece)) for piece in pieces)
+            if isinstance(batch[-1], BaseException):
+                raise batch[-1]
+            if batch[-1] is None:
+                break
+        yield _event({"done": True} | _summary(answer))
+    except Exception as error:
+        code = describe(error)["error"]["code"]
+        log.warning("an answer failed: %s", error, extra={"request_id": answer.request_id, "code": code})
+        yield _event(describe(error))
+    finally:
+        answer.cancel()
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def _token(answer: Answer, piece: Piece) -> dict[str, Any]:
+    event: dict[str, Any] = {"token": piece.token, "text": piece.text}
+    if answer.rules.n > 1:
+        event["index"] = piece.choice
+    if piece.logprob is not None:
+        event |= _likelihood(piece)
+    if piece.finish_reason:
+        event["finish_reason"] = piece.finish_reason
+    return event
+
+
+def _likelihood(piece: Piece) -> dict[str, Any]:
+    return {"logprob": piece.logprob, "top_logprobs": [{"token": token, "logprob": p} for token, p in piece.top]}
+
+
+def _document(answer: Answer, pieces: list[Piece]) -> dict[str, Any]:
+    choices = [_choice(number, [p for p in pieces if p.choice == number]) for number in range(answer.rules.n)]
+    first = choices[0]
+    document = {"generated_text": first["text"], "tokens": first["tokens"], "finish_reason": first["finish_reason"]}
+    if "logprobs" in first:
+        document["logprobs"] = first["logprobs"]
+    if len(choices) > 1:
+        document["choices"] = choices
+    return document | _summary(answer)
+
+
+def _choice(number: int, pieces: list[Piece]) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": number,
+        "text": "".join(piece.text for piece in pieces),
+        "tokens": [piece.token for piece in pieces],
+        "finish_reason": pieces[-1].finish_reason,
+    }
+    if pieces[-1].logprob is not None:
+        choice["logprobs"] = [{"token": piece.token} | _likelihood(piece) for piece in pieces]
+    return choice
+
+
+def _summary(answer: Answer) -> dict[str, Any]:
+    metrics = answer.metrics
+    log.info("answer done", extra={"request_id": answer.request_id} | msgspec.to_builtins(metrics))
+    usage = {
+        "prompt_tokens": metrics.prompt_tokens,
+        "completion_tokens": metrics.completion_tokens,
+        "total_tokens": metrics.prompt_tokens + metrics.completion_tokens,
+        "cached_tokens": max(metrics.cached_tokens, metrics.prefill_cached_tokens),
+    }
+    return {"usage": usage, "metrics": msgspec.to_builtins(metrics)}

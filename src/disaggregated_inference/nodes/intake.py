@@ -1,0 +1,228 @@
+"""How a request's cache comes to a decode node: from a prefill node, from the request itself, or from its own engine;
+in each case only what earlier requests did not leave here already."""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+
+from disaggregated_inference.engines import Sequence
+from disaggregated_inference.errors import BadRequest, ProtocolError, SliceRefused, WireError
+from disaggregated_inference.kv import KVSlice
+from disaggregated_inference.kv.dtype import Array
+from disaggregated_inference.kv.prefixes import Insertion
+from disaggregated_inference.models.tokenizer import ModelTokenizer
+from disaggregated_inference.nodes.admission import Claim
+from disaggregated_inference.nodes.answers import Answer
+from disaggregated_inference.nodes.batch import Batch
+from disaggregated_inference.nodes.choice import Choice
+from disaggregated_inference.nodes.context import Context
+from disaggregated_inference.nodes.guidance import Guide
+from disaggregated_inference.nodes.proofs import Proofs
+from disaggregated_inference.nodes.rates import Rates
+from disaggregated_inference.nodes.room import Room
+from disaggregated_inference.nodes.worker import Work
+from disaggregated_inference.wire import Gather, Hello, Paths, Sink, gather_tokens, withdraw
+from disaggregated_inference.wire.tape import Playback
+
+log = logging.getLogger(__name__)
+
+_SLOW_TRANSFER_S = 1.0
+_STALL_S = 0.05  # how long answers that are being written may wait for a piece of someone's prompt
+_LEAST_CHUNK = 16
+
+
+@dataclass(eq=False, slots=True)
+class Task:
+    """A request inside the node."""
+
+    answer: Answer
+    prompt: list[int] | None  # None: not known here (yet)
+    capacity: int
+    guides: list[Guide | None]
+    claim: Claim | None = None
+    sequences: list[Sequence] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    writing: int = 0  # choices that are not over
+    finished: bool = False
+    withdraw: Callable[[], None] | None = None  # tells the prefill node that nobody comes, until someone does
+    first_token_at: float = 0.0
+
+
+class Intake:
+    """Each way fills a task's first sequence and chooses its first tokens."""
+
+    def __init__(
+        self,
+        room: Room,
+        tokenizer: ModelTokenizer,
+        batch: Batch,
+        chunk_tokens: int,
+        streams: int,
+        codecs: tuple[str, ...],
+    ) -> None:
+        self.room, self.worker, self.engine = room, room.worker, room.engine
+        self.tokenizer, self.batch = tokenizer, batch
+        self.chunk_tokens, self.streams, self.codecs = chunk_tokens, streams, codecs
+        self.paths = Paths()
+        self.proofs = Proofs(room, self.paths)
+        self.reading = Rates()
+        self._pace = 0.0  # tokens of prompt per second, lately
+
+    def know_prompt(self, task: Task) -> None:
+        """Once the prompt is known."""
+        prompt, written = task.prompt or [], task.answer.rules.written
+        before = prompt[: len(prompt) - len(written)]
+        if prompt[len(before) :] != list(written):
+            raise BadRequest("the prompt must end with the tokens in written")
+        eos = self.engine.spec.eos_tokens
+        task.choices = [
+            Choice(task.answer, number, before, self.tokenizer, eos, guide) for number, guide in enumerate(task.guides)
+        ]
+
+    def fetch(self, context: Context, task: Task) -> None:
+        """The cache into the sequence. The first token is out as soon as the logits are here, whatever still comes."""
+        answer, metrics = task.answer, task.answer.metrics
+        spec, paths = self.engine.spec, self.paths.ordered(context.addresses)
+        hello = self.hello(context, answer)
+        metrics.canary_time = self.proofs.require(context, hello)
+        answer.require_wanted()
+        if task.prompt is None:
+            task.prompt = gather_tokens(hello, context.tokens, spec.vocabulary, paths)
+            self.know_prompt(task)
+        started = time.perf_counter()
+        metrics.cached_tokens = self.worker.start(self._reuse(task, context.tokens), urgent=True).result()
+        hello = msgspec.structs.replace(hello, held_tokens=metrics.cached_tokens)
+        with self._keeping(task) as insertion:
+            sink = self._sink(task, started, insertion)
+            gather = Gather(hello, spec.layout, spec.vocabulary, context.tokens, paths, sink, self.streams)
+            task.withdraw = None
+            answer.on_cancel(gather.stop)
+            gathered = gather.run()
+        metrics.fetch_time = time.perf_counter() - started
+        metrics.exposed_transfer_time = metrics.fetch_time - metrics.first_token_time
+        metrics.kv_bytes, metrics.kv_codec = gathered.payload_bytes, gathered.codec
+        metrics.kv_paths, metrics.resumed = gathered.paths, gathered.resumed
+        metrics.queue_time, metrics.prefill_time = gathered.end.queue_s, gathered.end.prefill_s
+        metrics.prefill_cached_tokens = gathered.end.cached_tokens
+        self._warn_if_slow(answer)
+
+    def hello(self, context: Context, answer: Answer) -> Hello:
+        return Hello(
+            ticket=context.ticket,
+            secret=context.secret,
+            fetch=secrets.token_hex(8),
+            fingerprint=self.engine.fingerprint,
+            epoch=context.epoch,
+            request_id=answer.request_id,
+            codecs=self.codecs,
+        )
+
+    def withdraw(self, context: Context, answer: Answer) -> None:
+        """The client left before its cache was fetched: the prefill node need not read on, nor hold it."""
+        withdraw(self.hello(context, answer), self.paths.ordered(context.addresses))
+
+    def play(self, tape: Playback, task: Task) -> None:
+        with said_of_the_request(), self._keeping(task) as insertion:
+            tape.play(self._sink(task, time.perf_counter(), insertion))
+            if task.sequences[0].length != tape.welcome.prompt_tokens or not task.first_token_at:
+                raise ProtocolError("it ends before its prompt does")
+
+    def _sink(self, task: Task, started: float, insertion: Insertion | None) -> Sink:
+        """Into the first sequence, on the engine's thread, and into the store of prefixes, on this one. The first
+        tokens go to the answer."""
+        metrics, sequence, keeping = task.answer.metrics, task.sequences[0], threading.Lock()
+
+        def place(piece: KVSlice) -> None:
+            begun = time.perf_counter()
+            try:
+                self.worker.call(lambda: self.engine.place(sequence, piece))
+            except SliceRefused as error:
+                raise ProtocolError(f"a slice that does not belong here: {error}") from error
+            metrics.inject_time += time.perf_counter() - begun
+            if insertion:
+                with keeping:
+                    insertion.put(piece)
+
+        def logits(row: Array) -> None:
+            self._first(task, row, started)
+
+        return Sink(place, lambda length: self.worker.call(lambda: self.engine.commit(sequence, length)), logits)
+
+    def _first(self, task: Task, row: Array, started: float) -> None:
+        task.first_token_at = time.perf_counter()
+        task.answer.metrics.first_token_time = task.first_token_at - started
+        for choice in task.choices:
+            choice.choose(row)
+
+    def _warn_if_slow(self, answer: Answer) -> None:
+        exposed = answer.metrics.exposed_transfer_time
+        if exposed > _SLOW_TRANSFER_S:
+            about = {"request_id": answer.request_id, "paths": answer.metrics.kv_paths}
+            log.warning("the KV transfer went on for %.1f s after the prefill", exposed, extra=about)
+
+    def _reuse(self, task: Task, most: int) -> Work[int]:
+        """The longest beginning of the prompt that an earlier request left here."""
+        match = self.room.prefixes.match(task.prompt or [], most)
+        if not match.tokens:
+            return 0
+        sequence = task.sequences[0]
+        for piece in match.slices(self.chunk_tokens):
+            task.answer.require_wanted()
+            self.engine.place(sequence, piece)
+            if piece.layer == len(sequence.placed) - 1:
+                yield
+        self.engine.commit(sequence, match.tokens)
+        return match.tokens
+
+    @contextmanager
+    def _keeping(self, task: Task) -> Iterator[Insertion | None]:
+        """What arrives is kept for others who begin the same way; after a failure, as much of it as is whole."""
+        insertion = self.room.prefixes.insert(task.prompt) if task.prompt else None
+        try:
+            yield insertion
+        finally:
+            if insertion:
+                insertion.finish()
+
+    def read(self, task: Task) -> Work[None]:
+        """This node's own engine reads the prompt, from where the kept prefix ends."""
+        started, prompt, metrics = time.perf_counter(), task.prompt or [], task.answer.metrics
+        sequence = task.sequences[0]
+        at = metrics.cached_tokens = yield from self._reuse(task, len(prompt) - 1)
+        with self._keeping(task) as insertion:
+            spent = 0.0
+            while at < len(prompt):
+                task.answer.require_wanted()
+                part = prompt[at : at + self._chunk()]
+                begun = time.perf_counter()
+                logits = self.engine.prefill(sequence, part, insertion.put if insertion else None)
+                row = logits.numpy()[0] if at + len(part) == len(prompt) else None
+                seconds = time.perf_counter() - begun
+                self._pace = (self._pace or len(part) / seconds) * 0.7 + len(part) / seconds * 0.3
+                at, spent = at + len(part), spent + seconds
+                yield
+        self.reading.note(len(prompt), len(prompt) - metrics.cached_tokens, spent)
+        metrics.prefill_time = time.perf_counter() - started
+        assert row is not None
+        self._first(task, row, task.answer.begun_at)
+
+    def _chunk(self) -> int:
+        """Tokens of prompt at a time: few enough, while answers are being written, that their streams do not stall."""
+        if not self.batch.members or not self._pace:
+            return self.chunk_tokens
+        return max(_LEAST_CHUNK, min(self.chunk_tokens, int(self._pace * _STALL_S)))
+
+
+@contextmanager
+def said_of_the_request() -> Iterator[None]:
+    """What would be another node's fault on the wire is the caller's in a request."""
+    try:
+        yield
+    except WireError as error:
+        raise BadRequest(f"kv_cache: {error}") from error

@@ -1,0 +1,129 @@
+"""The KV memory of one engine, shared by the roles of a node: who may take it, who has it, what stays behind."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from disaggregated_inference.engines import Engine, Sequence
+from disaggregated_inference.errors import NodeBusy, NodeDraining
+from disaggregated_inference.kv.disk import DiskTier
+from disaggregated_inference.kv.prefixes import PrefixStore
+from disaggregated_inference.nodes.admission import Admission
+from disaggregated_inference.nodes.worker import EngineThread
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.2
+_CHECK_S = 1.0
+_PREFIX_SHARE = 4  # one part in four of the memory is for prefixes
+
+
+class Room:
+    """Sequences are opened and closed here, on the engine's thread; everything else may be asked by any thread."""
+
+    def __init__(
+        self,
+        worker: EngineThread,
+        kv_bytes: int = 0,
+        prefix_bytes: int | None = None,
+        disk: DiskTier | None = None,
+        most_waiting: int = 256,
+        idle_s: float = 0.0,
+    ) -> None:
+        self.worker, self.engine = worker, worker.engine
+        limit = kv_bytes or self.engine.kv_limit_bytes
+        kept = limit // _PREFIX_SHARE if prefix_bytes is None else min(prefix_bytes, limit)
+        self.prefixes = PrefixStore(self.engine.fingerprint, self.engine.dtype, kept, disk=disk)
+        self.admission = Admission(limit - kept, self.engine.max_batch, most_waiting)
+        self.draining = False
+        self.faults = 0  # times the books did not add up
+        self.held_bytes = self.peak_held_bytes = 0  # what the engine says it holds, when last asked
+        self._counted: dict[Sequence, int] = {}
+        self._others: set[Sequence] = set()
+        self._checked_at = 0.0
+        self._idle_s, self._used_at = idle_s, time.monotonic()
+        self._ticks: list[Callable[[], None]] = [self.admission.sweep, self._unload_if_idle]
+        self._closing = threading.Event()
+        worker.idle = self.check
+        threading.Thread(target=self._run, name="room", daemon=True).start()
+
+    def require_open(self) -> None:
+        if self.draining:
+            raise NodeDraining("this node is stopping and takes no new work")
+
+    def every_tick(self, action: Callable[[], None]) -> None:
+        """Called a few times a second, for deadlines."""
+        self._ticks.append(action)
+
+    def open(self, capacity: int, counted: bool = True) -> Sequence:
+        """On the engine's thread. `counted`: admission has promised the memory."""
+        self._used_at = time.monotonic()
+        sequence = self.worker.require_loaded().open(capacity)
+        if counted:
+            self._counted[sequence] = self.engine.kv_cost(capacity)
+        else:
+            self._others.add(sequence)
+        self._weigh()
+        return sequence
+
+    def close(self, sequence: Sequence) -> None:
+        self._counted.pop(sequence, None)
+        self._others.discard(sequence)
+        self._used_at = time.monotonic()
+        self.engine.close(sequence)
+        self._weigh()
+
+    def _weigh(self) -> None:
+        self.held_bytes = self.engine.kv_held_bytes
+        self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
+
+    @property
+    def sequences(self) -> int:
+        return len(self._counted)
+
+    def check(self) -> None:
+        """When the engine has nothing to do: do memory, sequences and promises add up?"""
+        now = time.monotonic()
+        if (self._counted and now - self._checked_at < _CHECK_S) or not self.engine.loaded:
+            return
+        self._checked_at = now
+        self._weigh()
+        held, cost = self.held_bytes, sum(self._counted.values())
+        others = sum(self.engine.kv_cost(sequence.capacity) for sequence in self._others)
+        if held > cost + others or cost > self.admission.held_bytes:
+            self.faults += 1
+            promised = self.admission.held_bytes
+            log.error("KV memory does not add up: %d bytes held, %d opened, %d promised", held, cost + others, promised)
+
+    def unload(self) -> None:
+        """On the engine's thread: give the weights back, unless someone needs them."""
+        if self._counted or self._others or self.admission.held_slots or self.worker.waiting > 1:
+            raise NodeBusy("the model is in use; try again when its answers are written")
+        if self.engine.loaded:
+            self.engine.unload()
+            log.info("the model was unloaded")
+
+    def load(self) -> Engine:
+        self._used_at = time.monotonic()
+        return self.worker.require_loaded()
+
+    def _unload_if_idle(self) -> None:
+        idle = self._idle_s and time.monotonic() - self._used_at > self._idle_s
+        if idle and self.engine.loaded and not self._counted:
+            self._used_at = time.monotonic()
+            self.worker.post(self.unload).add_done_callback(lambda done: done.exception())
+
+    def _run(self) -> None:
+        while not self._closing.wait(_TICK_S):
+            for tick in self._ticks:
+                try:
+                    tick()
+                except Exception:
+                    log.exception("a tick failed")
+
+    def close_all(self) -> None:
+        self.draining = True
+        self._closing.set()
+        self.admission.close(NodeDraining("this node is stopping"))
+        self.prefixes.close()

@@ -1,0 +1,94 @@
+"""What one process serves: a model in one engine, and its roles."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from disaggregated_inference.models import ModelFiles
+from disaggregated_inference.nodes.decode import DecodeNode
+from disaggregated_inference.nodes.prefill import PrefillNode
+from disaggregated_inference.nodes.room import Room
+from disaggregated_inference.wire.paths import spoken
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    model: ModelFiles
+    room: Room
+    prefill: PrefillNode | None = None
+    decode: DecodeNode | None = None
+
+    @property
+    def role(self) -> str:
+        return "both" if self.prefill and self.decode else "prefill" if self.prefill else "decode"
+
+    @property
+    def epoch(self) -> str:
+        """Of this run of the node: a restarted one has another."""
+        node = self.prefill or self.decode
+        assert node
+        return node.epoch
+
+    @property
+    def healthy(self) -> bool:
+        return all(node.healthy for node in (self.prefill, self.decode) if node)
+
+    def health(self) -> dict[str, Any]:
+        """Live truth, without asking the engine's thread: it may be busy."""
+        room = self.room
+        state = "draining" if room.draining else "loading" if room.worker.loading else "healthy"
+        return {
+            "status": state if self.healthy else "unhealthy",
+            "model": self.model.name,
+            "loaded": room.engine.loaded,
+            "backend": room.engine.name,
+            "role": self.role,
+            "epoch": self.epoch,
+        }
+
+    def status(self) -> dict[str, Any]:
+        """What a router needs to decide."""
+        engine, room = self.room.engine, self.room
+        counters, proofs = engine.counters, self.decode.proofs if self.decode else None
+        about = self.health() | {
+            "dtype": engine.dtype,
+            "context_window": engine.spec.context_window,
+            "kv_token_bytes": engine.spec.kv_token_bytes(engine.dtype),
+            "waiting": sum(node.open_requests for node in (self.prefill, self.decode) if node),
+            "queue": {"waiting": room.admission.waiting, "retry_after_s": room.admission.retry_after_s()},
+            "slots": {"used": room.admission.held_slots, "most": engine.max_batch},
+            "kv": {
+                "limit_bytes": room.admission.limit_bytes,
+                "reserved_bytes": room.admission.held_bytes,
+                "peak_reserved_bytes": room.admission.peak_bytes,
+                "held_bytes": room.held_bytes,
+                "peak_held_bytes": room.peak_held_bytes,
+            },
+            "prefixes": msgspec.to_builtins(room.prefixes.seen()),
+            "integrity_faults": room.faults,
+            "prompt_tokens_computed": counters.prompt_tokens - (proofs.tokens_computed if proofs else 0),
+            "tokens_written": counters.step_tokens,
+        }
+        rates: dict[str, Any] = {}
+        if self.prefill:
+            about |= _prefill_status(self.prefill)
+            rates["prefill"] = self.prefill.reading.seen()
+        if self.decode:
+            about |= _decode_status(self.decode)
+            rates |= {"decode": self.decode.batch.rates.seen(), "local_prefill": self.decode.intake.reading.seen()}
+        return about | {"rates": msgspec.to_builtins(rates)}
+
+
+def _prefill_status(node: PrefillNode) -> dict[str, Any]:
+    return {
+        "tickets": len(node.book),
+        "endings": msgspec.to_builtins(node.book.endings),
+        "kv_addresses": [spoken(address) for address in node.kv_addresses],
+    }
+
+
+def _decode_status(node: DecodeNode) -> dict[str, Any]:
+    seen = {"paths": node.paths.seen(), "peers": node.proofs.seen(), "canary_tokens": node.proofs.tokens_computed}
+    builtins: dict[str, Any] = msgspec.to_builtins(seen)
+    return builtins | {"running": len(node.batch.members), "steps": node.batch.steps}

@@ -1,0 +1,371 @@
+"""A decode node with many requests at once: whatever the batch, everyone gets the answer they would have got alone."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+
+from disaggregated_inference.engines import load_engine
+from disaggregated_inference.errors import BadRequest, Cancelled, DeadlineExceeded, KVMemoryFull, NodeBusy
+from disaggregated_inference.models import ModelFiles
+from disaggregated_inference.nodes.answers import Answer, Rules
+from disaggregated_inference.nodes.decode import DecodeNode
+from disaggregated_inference.nodes.prefill import PrefillNode
+from disaggregated_inference.nodes.room import Room
+from disaggregated_inference.nodes.sampling import Sampling
+from disaggregated_inference.nodes.worker import EngineThread
+from tests.conftest import ENGINE_OPTIONS, LoadTiny, Pair, until
+from tests.handoff import alone, prompt_of
+
+SAMPLINGS = [
+    Sampling(),
+    Sampling(),
+    Sampling(temperature=0.8, seed=7),
+    Sampling(temperature=1.2, top_p=0.9, top_k=40, seed=11),
+    Sampling(repetition_penalty=1.3),
+    Sampling(frequency_penalty=0.5, presence_penalty=0.5, temperature=0.7, seed=3),
+    Sampling(logit_bias={5: 20.0}, logprobs=3),
+    Sampling(min_tokens=6, temperature=1.0, min_p=0.05, seed=9),
+]
+
+
+@dataclass(frozen=True)
+class Asked:
+    origin: str  # remote, local, or again: a prompt that begins as an earlier one did
+    prompt: list[int]
+    rules: Rules
+
+    def begin(self, pair: Pair) -> Answer:
+        prefill, decode = pair
+        if self.origin == "local":
+            return decode.read_and_write(self.prompt, rules=self.rules)
+        context, _ = prefill.begin(self.prompt)
+        return decode.fetch_and_write(context, rules=self.rules)
+
+
+def mixed(count: int, seed: int = 0) -> list[Asked]:
+    draw = random.Random(seed)
+    asked: list[Asked] = []
+    for number in range(count):
+        origin = draw.choice(["remote", "local", "again"]) if asked else "remote"
+        length = draw.choice([3, 20, 90, 130, 300, 500])
+        prompt = prompt_of(length, seed=number)
+        if origin == "again":
+            prompt = [*draw.choice(asked).prompt, *prompt[: draw.choice([1, 40])]]
+        rules = Rules(
+            max_tokens=draw.choice([1, 2, 9, 24]), sampling=draw.choice(SAMPLINGS), timeout_s=120, queue_s=120
+        )
+        asked.append(Asked(draw.choice(["remote", "local"]) if origin == "again" else origin, prompt, rules))
+    return asked
+
+
+def in_a_crowd(pair: Pair, requests: list[Asked], concurrency: int, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    delays = [draw.random() * 0.03 for _ in requests]
+
+    def run(number: int) -> list[int]:
+        time.sleep(delays[number])
+        return list(requests[number].begin(pair))
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(run, range(len(requests))))
+
+
+def nothing_left(pair: Pair) -> bool:
+    prefill, decode = pair
+    rooms = (prefill.room, decode.room)
+    held = [room.worker.call(lambda room=room: room.engine.kv_held_bytes) for room in rooms]  # type: ignore[misc]
+    promised = [room.admission.held_bytes + room.admission.held_slots for room in rooms]
+    return not any(held) and not any(promised) and not decode.open_requests and not len(prefill.book)
+
+
+@pytest.mark.parametrize(("reader", "writer"), [("torch", "mlx"), ("mlx", "torch")])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gpt_oss"])
+def test_token_exact_in_a_crowd(
+    architecture: str, reader: str, writer: str, nodes: Callable[..., Pair], tiny_engine: LoadTiny
+) -> None:
+    """At 1, 16 and 64 at once; one by one, without kept prefixes, is what they are compared with."""
+    requests = mixed(64)
+    lonely = nodes(reader, writer, architecture)
+    expected = [list(asked.begin(lonely)) for asked in requests]
+    greedy = [at for at, asked in enumerate(requests) if asked.rules.sampling == Sampling()][:6]
+    for at in greedy:
+        asked = requests[at]
+        assert expected[at] == alone(tiny_engine(writer, architecture), asked.prompt, asked.rules.max_tokens)
+    for concurrency in (1, 16, 64):
+        pair = nodes(reader, writer, architecture, prefix_bytes=64 << 20)
+        assert in_a_crowd(pair, requests, concurrency) == expected
+        assert pair[1].room.prefixes.seen().hits > 5, "prefixes were to be part of this"
+        assert until(lambda: nothing_left(pair))  # noqa: B023
+        if concurrency > 1:
+            sizes = [rate.size for rate in pair[1].batch.rates.seen()]
+            assert max(sizes) >= 4, f"nothing was batched: {sizes}"
+
+
+def test_choices(nodes: Callable[..., Pair]) -> None:
+    """n answers to one prompt: the first is the one that n = 1 gives, the others are others."""
+    pair = nodes()
+    for origin in ("local", "remote"):
+        sampling = Sampling(temperature=1.5, seed=42)
+        one = list(Asked(origin, prompt_of(100), Rules(max_tokens=12, sampling=sampling)).begin(pair))
+        answer = Asked(origin, prompt_of(100), Rules(max_tokens=12, sampling=sampling, n=3)).begin(pair)
+        pieces = list(answer.pieces())
+        choices = [[piece.token for piece in pieces if piece.choice == n] for n in range(3)]
+        assert choices[0] == one
+        assert len({tuple(choice) for choice in choices}) == 3
+        assert answer.metrics.completion_tokens == sum(map(len, choices))
+        assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["length"] * 3
+    assert until(lambda: nothing_left(pair))
+
+
+def test_an_answer_goes_on_elsewhere(nodes: Callable[..., Pair]) -> None:
+    """Mid-answer failover: prompt plus what was written, the same seed, and the rest is the same."""
+    pair = nodes()
+    prompt, sampling = prompt_of(100), Sampling(temperature=1.2, seed=5, frequency_penalty=0.4, min_tokens=30)
+    whole = list(Asked("local", prompt, Rules(max_tokens=30, sampling=sampling)).begin(pair))
+    for cut in (1, 10, 29):
+        rules = Rules(max_tokens=30 - cut, sampling=sampling, written=tuple(whole[:cut]))
+        assert list(Asked("remote", prompt + whole[:cut], rules).begin(pair)) == whole[cut:]
+    with pytest.raises(BadRequest, match="end with the tokens in written"):
+        Asked("local", prompt, Rules(written=(3, 4))).begin(pair)
+
+
+def test_stop_strings_end_an_answer(nodes: Callable[..., Pair]) -> None:
+    pair = nodes()
+    text = "".join(piece.text for piece in pair[1].read_and_write(prompt_of(60), 40).pieces())
+    middle = text[len(text) // 2 : len(text) // 2 + 3]
+    rules = Rules(max_tokens=40, sampling=Sampling(stop=(middle,)))
+    answer = pair[1].read_and_write(prompt_of(60), rules=rules)
+    assert "".join(piece.text for piece in answer.pieces()) == text[: text.index(middle)]
+    assert answer.metrics.finish_reason == "stop"
+
+
+def slow(node: DecodeNode | PrefillNode, name: str, seconds: float) -> None:
+    """Make one of the engine's calls take its time, as a large model's would."""
+    original = getattr(node.engine, name)
+
+    def slowed(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return original(*arguments)
+
+    setattr(node.engine, name, slowed)
+
+
+def test_cancelled_in_every_phase(nodes: Callable[..., Pair]) -> None:
+    """Within a second, on both nodes: queued, waiting for the prefill, transferring, reading, writing."""
+    pair = nodes("torch", "mlx")
+    prefill, decode = pair
+    slow(prefill, "_prefill", 0.2)
+    slow(decode, "_step", 0.02)
+    slow(decode, "_prefill", 0.1)
+
+    def ends(answer: Answer, error: type[Exception] = Cancelled) -> None:
+        answer.cancel()
+        with pytest.raises(error):
+            list(answer)
+
+    def transferring() -> Answer:
+        context, _ = prefill.begin(prompt_of(2000))
+        return decode.fetch_and_write(context, 10)
+
+    def writing() -> Answer:
+        answer = decode.read_and_write(prompt_of(5), 3000)
+        assert until(lambda: answer.metrics.completion_tokens > 2)
+        return answer
+
+    def reading() -> Answer:
+        answer = decode.read_and_write(prompt_of(2000), 10)
+        assert until(lambda: decode.engine.counters.prompt_tokens > 0)
+        return answer
+
+    for phase in (transferring, writing, reading):
+        for delay in (0.0, 0.1, 0.5):
+            answer = phase()
+            time.sleep(delay)
+            started = time.monotonic()
+            ends(answer)
+            assert until(lambda: nothing_left(pair), 1.5), f"{phase.__name__} left something behind"
+            assert time.monotonic() - started < 2
+    # In the queue: all the memory is promised to someone else.
+    claim = decode.room.admission.ask(decode.room.admission.limit_bytes, 1, lambda claim: None, lambda error: None, 0)
+    queued = decode.read_and_write(prompt_of(5), 10)
+    assert decode.room.admission.waiting == 1
+    ends(queued)
+    assert until(lambda: decode.room.admission.waiting == 0)
+    decode.room.admission.release(claim)
+    assert until(lambda: nothing_left(pair))
+
+
+def test_every_wait_has_an_end(nodes: Callable[..., Pair]) -> None:
+    prefill, decode = nodes()
+    slow(decode, "_step", 0.02)
+    with pytest.raises(DeadlineExceeded, match="not done within"):
+        list(decode.read_and_write(prompt_of(5), rules=Rules(max_tokens=3000, timeout_s=0.5)))
+    everything = decode.room.admission.limit_bytes
+    claim = decode.room.admission.ask(everything, 1, lambda claim: None, lambda error: None, 0)
+    started = time.monotonic()
+    with pytest.raises(KVMemoryFull):
+        list(decode.read_and_write(prompt_of(5), rules=Rules(max_tokens=10, queue_s=0.3)))
+    assert 0.2 < time.monotonic() - started < 1.5
+    with pytest.raises(NodeBusy):
+        decode.read_and_write(prompt_of(5), rules=Rules(max_tokens=10, queue_s=0))
+    decode.room.admission.release(claim)
+    slow(prefill, "_prefill", 0.3)
+    _, reading = prefill.begin(prompt_of(2000), timeout_s=0.5)
+    with pytest.raises(DeadlineExceeded):
+        reading.result(5)
+    assert until(lambda: nothing_left((prefill, decode)))
+
+
+def test_a_budget_for_eight(tiny_folder: Any, tiny_engine: LoadTiny) -> None:
+    """A hundred at once where there is room for eight: all are served, none beyond the budget."""
+    model = ModelFiles("llama", tiny_folder("llama"))
+    for name in ENGINE_OPTIONS:
+        worker = EngineThread(partial(load_engine, name, model, **ENGINE_OPTIONS[name]))
+        cost = worker.engine.kv_cost(120 + 8)
+        room = Room(worker, kv_bytes=8 * cost, prefix_bytes=0)
+        node = DecodeNode(room, model.tokenizer)
+        seen: list[int] = []
+        original = node.batch.step
+
+        def watched(seen: list[int] = seen, original: Any = original, room: Room = room) -> None:
+            seen.append(room.engine.kv_held_bytes)
+            original()
+
+        node.batch.step = watched  # type: ignore[method-assign]
+        prompts = [prompt_of(120, seed=number) for number in range(100)]
+        answers = [node.read_and_write(prompt, rules=Rules(max_tokens=8, queue_s=100)) for prompt in prompts]
+        assert room.admission.waiting > 80
+        tokens = [list(answer) for answer in answers]
+        for number in (0, 50, 99):
+            assert tokens[number] == alone(tiny_engine(name, "llama"), prompts[number], 8)
+        assert max(seen) <= 8 * cost
+        assert room.admission.peak_bytes <= 8 * cost
+        assert room.peak_held_bytes <= 8 * cost
+        assert until(lambda: room.held_bytes == 0 and room.admission.held_bytes == 0)  # noqa: B023
+        few = Room(worker, kv_bytes=8 * cost, prefix_bytes=0, most_waiting=10)
+        crowded = DecodeNode(few, model.tokenizer)
+        outcomes = [_outcome(crowded, prompt) for prompt in prompts]
+        assert outcomes.count("refused") > 0
+        assert outcomes.count("refused") + outcomes.count("begun") == 100
+        with pytest.raises(KVMemoryFull, match="can never fit"):
+            crowded.read_and_write(prompt_of(2000), 100)
+        assert until(lambda: few.admission.held_bytes == 0, 10)  # noqa: B023
+        for each in (room, few):
+            assert each.faults == 0
+            each.close_all()
+        worker.stop()
+
+
+def _outcome(node: DecodeNode, prompt: list[int]) -> str:
+    try:
+        node.read_and_write(prompt, rules=Rules(max_tokens=8, queue_s=100))
+    except NodeBusy:
+        return "refused"
+    return "begun"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
+def test_the_second_turn_moves_only_what_is_new(architecture: str, nodes: Callable[..., Pair]) -> None:
+    """Both nodes remember: the bytes of turn two are those of its new tokens, and the answer is the same."""
+    pair = nodes("torch", "mlx", architecture, prefix_bytes=64 << 20)
+    decode = pair[1]
+    fresh = nodes("torch", "mlx", architecture)
+    prompt = prompt_of(2000)
+    first = Asked("remote", prompt, Rules(max_tokens=50)).begin(pair)
+    said = list(first)
+    second = [*prompt, *said, *prompt_of(100, seed=3)]
+    answer = Asked("remote", second, Rules(max_tokens=20)).begin(pair)
+    assert list(answer) == list(Asked("remote", second, Rules(max_tokens=20)).begin(fresh))
+    layout = decode.engine.spec.layout
+    new = len(second) - answer.metrics.cached_tokens
+    assert new <= 101, "the last token of an answer is never fed, everything else is held"
+    rows = sum(min(new, plan.window or new) for plan in layout.layers)
+    assert answer.metrics.kv_bytes <= 1.05 * rows * layout.row_bytes("float32")
+    assert answer.metrics.prompt_tokens_recomputed == 0
+    assert answer.metrics.prefill_cached_tokens == 2000
+    assert until(lambda: nothing_left(pair))
+
+
+def test_a_prompt_that_is_all_there(nodes: Callable[..., Pair]) -> None:
+    """The same prompt again: no slice moves, the logits alone do."""
+    pair = nodes(prefix_bytes=64 << 20)
+    asked = Asked("remote", prompt_of(300), Rules(max_tokens=16))
+    first = list(asked.begin(pair))
+    again = asked.begin(pair)
+    assert list(again) == first
+    assert (again.metrics.cached_tokens, again.metrics.kv_bytes) == (300, 0)
+    local = Asked("local", prompt_of(300), Rules(max_tokens=16)).begin(pair)
+    assert list(local) == first
+    assert (local.metrics.cached_tokens, local.metrics.prompt_tokens_recomputed) == (299, 1)
+
+
+def test_streams_go_on_while_a_long_prompt_is_read(nodes: Callable[..., Pair]) -> None:
+    """A local prompt is read in small pieces between steps once someone is writing."""
+    _, decode = nodes()
+    running = decode.read_and_write(prompt_of(10), 400)
+    assert until(lambda: running.metrics.completion_tokens > 5)
+    slow(decode, "_prefill", 0.01)
+    sizes: list[int] = []
+    original = decode.engine._prefill
+
+    def seen(sequence: Any, tokens: Any, emit: Any) -> Any:
+        sizes.append(len(tokens))
+        return original(sequence, tokens, emit)
+
+    decode.engine._prefill = seen  # type: ignore[method-assign]
+    before = running.metrics.completion_tokens
+    assert list(decode.read_and_write(prompt_of(900), 1))
+    assert len(sizes) >= 18
+    assert running.metrics.completion_tokens - before >= len(sizes) // 2, "one step between two pieces"
+    running.cancel()
+
+
+def test_unload_and_load(nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> None:
+    for writer in ENGINE_OPTIONS:
+        _, decode = nodes(writer, writer)
+        room = decode.room
+        expected = alone(tiny_engine(writer, "llama"), prompt_of(50), 8)
+        running = decode.read_and_write(prompt_of(5), 2000)
+        with pytest.raises(NodeBusy, match="in use"):
+            room.worker.call(room.unload)
+        running.cancel()
+        assert until(lambda: room.sequences == 0)  # noqa: B023
+        for _ in range(3):
+            room.worker.call(room.unload)
+            assert not room.engine.loaded
+            with ThreadPoolExecutor(8) as pool:
+                answers = list(pool.map(lambda _: list(decode.read_and_write(prompt_of(50), 8)), range(8)))  # noqa: B023
+            assert answers == [expected] * 8
+            assert room.engine.loaded
+
+
+def test_idle_models_are_unloaded(tiny_folder: Any, tiny_engine: LoadTiny) -> None:
+    model, loads = ModelFiles("llama", tiny_folder("llama")), [0]
+
+    def load() -> Any:
+        loads[0] += 1
+        return load_engine("torch", model, **ENGINE_OPTIONS["torch"])
+
+    worker = EngineThread(load)
+    room = Room(worker, idle_s=0.3)
+    node = DecodeNode(room, model.tokenizer)
+    assert until(lambda: not room.engine.loaded, 3)
+    expected = alone(tiny_engine("torch", "llama"), prompt_of(50), 8)
+    gate = threading.Barrier(8)
+
+    def ask(_: int) -> list[int]:
+        gate.wait()
+        return list(node.read_and_write(prompt_of(50), 8))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(8))) == [expected] * 8
+    assert loads[0] == 2, "one load for all who came"
+    room.close_all()
+    worker.stop()
