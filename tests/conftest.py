@@ -20,10 +20,14 @@ from disaggregated_inference.nodes.worker import EngineThread
 # Some virtual machines announce AMX and then trap on it; torch's bfloat16 on the CPU would take the process down.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 
+# Two processes whose OpenMP threads spin for each other on two cores are sixty times slower than one; tiny models need
+# one thread anyway. For the nodes that tests start, too. OpenMP reads it when torch is imported, which is below.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # On a CUDA machine without MLX: DISAGG_TEST_ENGINES=torch DISAGG_TEST_DEVICE=cuda pytest
 _DEVICE = os.environ.get("DISAGG_TEST_DEVICE", "cpu")
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "torch": {"device": _DEVICE, "dtype": "float32", "threads": 2},
+    "torch": {"device": _DEVICE, "dtype": "float32", "threads": 1, "kv_bytes": 1 << 30},
     "mlx": {"dtype": "float32"},
 }
 ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
@@ -89,7 +93,7 @@ def nodes(tiny_folder: Callable[[str], Path]) -> Iterator[Callable[..., Pair]]:
 
     def make(
         reader: str = "torch",
-        writer: str = "mlx",
+        writer: str = list(ENGINE_OPTIONS)[-1],
         architecture: str = "llama",
         writer_options: dict[str, Any] | None = None,
         streams: int = 2,

@@ -31,7 +31,7 @@ from disaggregated_inference.nodes.intake import Intake, Task, said_of_the_reque
 from disaggregated_inference.nodes.proofs import Proofs
 from disaggregated_inference.nodes.room import Room
 from disaggregated_inference.nodes.worker import Work
-from disaggregated_inference.wire import Paths
+from disaggregated_inference.wire import Paths, withdraw
 from disaggregated_inference.wire.tape import Playback
 
 log = logging.getLogger(__name__)
@@ -96,8 +96,9 @@ class DecodeNode:
         if tokens is not None and prompt_hash(tokens) != context.prompt_hash:
             raise BadRequest("these tokens are not the prompt that the context is of; leave them out, or send the same")
         task = self._task(tokens, context.tokens, rules or Rules(max_tokens=max_tokens), request_id)
-        task.withdraw = lambda: self.intake.withdraw(context, task.answer)
-        return self._admit(task, lambda: self._in_thread(task, lambda: self.intake.fetch(context, task)))
+        hello = self.intake.hello(context, request_id)
+        task.withdraw = lambda: withdraw(hello, self.paths.ordered(context.addresses))
+        return self._admit(task, lambda: self._in_thread(task, lambda: self.intake.fetch(context, hello, task)))
 
     def play_and_write(
         self, content: bytes, max_tokens: int = 0, request_id: str = "", rules: Rules | None = None
@@ -238,7 +239,7 @@ class DecodeNode:
                 return
             task.finished = True
         self._measure(task)
-        if task.withdraw and isinstance(error, Cancelled | DeadlineExceeded):
+        if task.withdraw and isinstance(error, Cancelled | DeadlineExceeded):  # whatever the transfer was at
             threading.Thread(target=task.withdraw, name="withdraw", daemon=True).start()
         try:
             if error:

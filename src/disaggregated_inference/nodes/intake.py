@@ -27,7 +27,7 @@ from disaggregated_inference.nodes.proofs import Proofs
 from disaggregated_inference.nodes.rates import Rates
 from disaggregated_inference.nodes.room import Room
 from disaggregated_inference.nodes.worker import Work
-from disaggregated_inference.wire import Gather, Hello, Paths, Sink, gather_tokens, withdraw
+from disaggregated_inference.wire import Gather, Hello, Paths, Sink, gather_tokens
 from disaggregated_inference.wire.tape import Playback
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Task:
     choices: list[Choice] = field(default_factory=list)
     writing: int = 0  # choices that are not over
     finished: bool = False
-    withdraw: Callable[[], None] | None = None  # tells the prefill node that nobody comes, until someone does
+    withdraw: Callable[[], None] | None = None  # tells the prefill node that nobody wants its cache any more
     first_token_at: float = 0.0
 
 
@@ -85,11 +85,10 @@ class Intake:
             Choice(task.answer, number, before, self.tokenizer, eos, guide) for number, guide in enumerate(task.guides)
         ]
 
-    def fetch(self, context: Context, task: Task) -> None:
+    def fetch(self, context: Context, hello: Hello, task: Task) -> None:
         """The cache into the sequence. The first token is out as soon as the logits are here, whatever still comes."""
         answer, metrics = task.answer, task.answer.metrics
         spec, paths = self.engine.spec, self.paths.ordered(context.addresses)
-        hello = self.hello(context, answer)
         metrics.canary_time = self.proofs.require(context, hello)
         answer.require_wanted()
         if task.prompt is None:
@@ -101,7 +100,6 @@ class Intake:
         with self._keeping(task) as insertion:
             sink = self._sink(task, started, insertion)
             gather = Gather(hello, spec.layout, spec.vocabulary, context.tokens, paths, sink, self.streams)
-            task.withdraw = None
             answer.on_cancel(gather.stop)
             gathered = gather.run()
         metrics.fetch_time = time.perf_counter() - started
@@ -112,20 +110,17 @@ class Intake:
         metrics.prefill_cached_tokens = gathered.end.cached_tokens
         self._warn_if_slow(answer)
 
-    def hello(self, context: Context, answer: Answer) -> Hello:
+    def hello(self, context: Context, request_id: str) -> Hello:
+        """One for all connections of a request: the ticket is good for one fetch."""
         return Hello(
             ticket=context.ticket,
             secret=context.secret,
             fetch=secrets.token_hex(8),
             fingerprint=self.engine.fingerprint,
             epoch=context.epoch,
-            request_id=answer.request_id,
+            request_id=request_id,
             codecs=self.codecs,
         )
-
-    def withdraw(self, context: Context, answer: Answer) -> None:
-        """The client left before its cache was fetched: the prefill node need not read on, nor hold it."""
-        withdraw(self.hello(context, answer), self.paths.ordered(context.addresses))
 
     def play(self, tape: Playback, task: Task) -> None:
         with said_of_the_request(), self._keeping(task) as insertion:

@@ -316,6 +316,8 @@ class PrefillNode:
             end = serve(Connection(sock), admit, lambda: self.book.renew(served[0][0].ticket))
             if end:
                 self._stream_done(*served[0])
+        except TicketRefused as error:  # often no more than a client that left, told twice
+            log.info("a fetch was refused: %s", error, extra=_about(served) | {"code": error.code})
         except Cancelled as error:
             self.book.cancel(served[0][0].ticket)
             log.info("a fetch was cancelled: %s", error, extra=_about(served))

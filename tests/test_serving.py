@@ -1,0 +1,325 @@
+"""Nodes as servers to lean on: both roles in one process, structured answers, metrics, drain, death and return."""
+
+import json
+import re
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.conftest import LoadTiny
+from tests.handoff import alone, prompt_of
+from tests.test_http import Node, wait_for
+
+TINY = ("--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folder: Any) -> Path:
+    path: Path = tiny_folder("llama")
+    return path
+
+
+@pytest.fixture(scope="module")
+def both(folder: Path) -> Iterator[Node]:
+    node = Node("both", "--model", str(folder), *TINY, "--engine", "mlx", "--kv-memory", "64M")
+    yield node
+    assert node.stop() == 0
+
+
+def scraped(node: Node) -> dict[str, float]:
+    with urllib.request.urlopen(node.url + "/metrics", timeout=30) as response:
+        text = response.read().decode()
+    return {
+        sample.name + "".join(f"[{value}]" for value in sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_both_roles_in_one_process(both: Node, tiny_engine: LoadTiny) -> None:
+    prompt = prompt_of(200)
+    expected = alone(tiny_engine("mlx", "llama"), prompt, 12)
+    assert both.ask("/health")[1]["role"] == "both"
+    context = both.ask("/prefill", {"tokens": prompt})[1]["context"]
+    status, answer = both.ask("/decode", {"context": context, "max_tokens": 12})
+    assert (status, answer["tokens"], answer["finish_reason"]) == (200, expected, "length")
+    assert answer["usage"] == {
+        "prompt_tokens": 200,
+        "completion_tokens": 12,
+        "total_tokens": 212,
+        "cached_tokens": answer["metrics"]["cached_tokens"],
+    }
+    assert both.ask("/generate", {"tokens": prompt, "max_tokens": 12})[1]["tokens"] == expected
+
+
+def test_a_router_finds_what_it_needs(both: Node) -> None:
+    """Status and metrics, after some work of every kind."""
+    for _ in range(2):
+        context = both.ask("/prefill", {"tokens": prompt_of(300)})[1]["context"]
+        assert both.ask("/decode", {"context": context, "max_tokens": 20})[0] == 200
+        assert both.ask("/generate", {"tokens": prompt_of(90), "max_tokens": 20})[0] == 200
+    assert both.ask("/generate", {"tokens": [9999], "max_tokens": 20})[0] == 400
+    status = both.ask("/status")[1]
+    assert status["queue"]["waiting"] == status["running"] == status["slots"]["used"] == 0
+    assert status["kv"]["reserved_bytes"] == status["kv"]["held_bytes"] == 0
+    assert 0 < status["kv"]["peak_held_bytes"] <= status["kv"]["peak_reserved_bytes"] <= status["kv"]["limit_bytes"]
+    assert status["prefixes"]["hits"] >= 2
+    assert status["prefixes"]["size_bytes"] <= status["prefixes"]["limit_bytes"] == 16 << 20
+    assert status["integrity_faults"] == 0
+    for kind in ("prefill", "decode"):
+        assert all(rate["tokens_per_s"] > 0 for rate in status["rates"][kind]), status["rates"]
+    assert status["paths"][0]["goodput_bytes_s"] > 0
+    metrics = scraped(both)
+    assert metrics["disagg_requests_total[length][decode]"] >= 4
+    assert metrics["disagg_requests_total[read][prefill]"] >= 2
+    assert metrics["disagg_generation_tokens_total"] >= 80
+    assert metrics["disagg_time_to_first_token_seconds_count"] >= 4
+    assert metrics["disagg_kv_limit_bytes"] == status["kv"]["limit_bytes"]
+    assert metrics["disagg_tickets_ended_total[fetched]"] >= 2
+    assert metrics["disagg_transfer_exposed_seconds_count"] >= 2
+
+
+def test_choices_logprobs_and_stops(both: Node) -> None:
+    asked = {"tokens": prompt_of(50), "max_tokens": 10, "temperature": 1.3, "seed": 4, "n": 3, "logprobs": 2}
+    whole = both.ask("/generate", asked)[1]
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    events = both.stream("/generate", asked | {"stream": True})
+    for choice in whole["choices"]:
+        mine = [event for event in events if event.get("index") == choice["index"]]
+        assert [event["token"] for event in mine] == choice["tokens"]
+        assert mine[-1]["finish_reason"] == choice["finish_reason"] == "length"
+        assert [event["logprob"] for event in mine] == pytest.approx([item["logprob"] for item in choice["logprobs"]])
+        assert all(len(event["top_logprobs"]) == 2 for event in mine)
+    assert events[-1]["usage"]["completion_tokens"] == 30
+    again = both.ask("/generate", asked | {"n": 1, "seed": None})[1]
+    seed = again["metrics"]["seed"]
+    assert both.ask("/generate", asked | {"n": 1, "seed": seed})[1]["tokens"] == again["tokens"]
+
+
+def test_no_room_is_503_with_a_reason(folder: Path) -> None:
+    node = Node("decode", "--model", str(folder), *TINY, "--engine", "torch", "--kv-memory", "1M", "--queue", "1")
+    long = {"tokens": [5, 6], "max_tokens": 900, "ignore_eos": True}
+    with ThreadPoolExecutor(3) as pool:
+        running = pool.submit(node.ask, "/generate", long)
+        assert wait_for(lambda: node.ask("/status")[1]["slots"]["used"] == 1)
+        refused = pool.submit(node.ask, "/generate", long | {"queue_s": 0.3})
+        assert wait_for(lambda: node.ask("/status")[1]["queue"]["waiting"] == 1)
+        body = json.dumps(long | {"stream": True}).encode()
+        with pytest.raises(urllib.error.HTTPError) as full:
+            urllib.request.urlopen(urllib.request.Request(node.url + "/generate", body), timeout=30)
+        with full.value as error:
+            assert (error.code, error.headers["Retry-After"].isdigit()) == (503, True)
+            assert "wait for KV memory already" in json.loads(error.read())["error"]["message"]
+        status, answer = refused.result()
+        assert (status, answer["error"]["code"]) == (503, "kv_memory_full")
+        assert re.search(r"\d+ of \d+ bytes", answer["error"]["message"])
+        assert running.result()[0] == 200
+    status, answer = node.ask("/generate", {"tokens": [5], "max_tokens": 4000})
+    assert (status, "can never fit" in answer["error"]["message"]) == (503, True)
+    assert node.stop() == 0
+
+
+def test_load_and_unload_by_request(folder: Path, tiny_engine: LoadTiny) -> None:
+    node = Node("decode", "--model", str(folder), *TINY, "--engine", "torch", "--idle-unload", "600")
+    expected = alone(tiny_engine("torch", "llama"), prompt_of(40), 8)
+    assert node.ask("/unload", {})[1]["loaded"] is False
+    assert node.ask("/health")[1] == node.ask("/health")[1] | {"status": "healthy", "loaded": False}
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(node.ask, "/generate", {"tokens": prompt_of(40), "max_tokens": 8}) for _ in range(8)]
+    assert [future.result()[1]["tokens"] for future in asked] == [expected] * 8
+    assert node.ask("/unload", {})[0] == 200
+    assert node.ask("/load", {})[1]["loaded"] is True
+    assert node.stop() == 0
+
+
+def test_a_stop_lets_everyone_finish(folder: Path, tiny_engine: LoadTiny) -> None:
+    """SIGTERM to both nodes, eight answers being written, four caches on their way: all arrive, both exit with 0."""
+    shared = ("--model", str(folder), *TINY, "--prefix-memory", "0")
+    prefill = Node("prefill", *shared, "--engine", "torch", "--chunk", "16")
+    decode = Node("decode", *shared, "--engine", "torch")
+    engine = tiny_engine("torch", "llama")
+    written, moved = alone(engine, prompt_of(20), 600), alone(engine, prompt_of(3000), 20)
+    with ThreadPoolExecutor(12) as pool:
+        asked = {"tokens": prompt_of(20), "max_tokens": 600, "stream": True, "ignore_eos": True}
+        writing = [pool.submit(decode.stream, "/generate", asked) for _ in range(8)]
+        assert wait_for(lambda: decode.ask("/status")[1]["running"] == 8)
+        contexts = [prefill.ask("/prefill", {"tokens": prompt_of(3000), "wait": False})[1]["context"] for _ in range(4)]
+        moving = [
+            pool.submit(decode.stream, "/decode", {"context": c, "max_tokens": 20, "stream": True}) for c in contexts
+        ]
+        assert wait_for(lambda: decode.ask("/status")[1]["waiting"] == 12)
+        assert wait_for(lambda: 0 < prefill.ask("/status")[1]["prompt_tokens_computed"] < 12000)
+        for node in (prefill, decode):
+            node.process.send_signal(signal.SIGTERM)
+        for future in writing:
+            assert [event["token"] for event in future.result() if "token" in event] == written
+        for future in moving:
+            assert [event["token"] for event in future.result() if "token" in event] == moved
+    assert [node.process.wait(30) for node in (prefill, decode)] == [0, 0]
+    prefill.stop()
+    decode.stop()
+
+
+def test_drain_by_request(folder: Path, tiny_engine: LoadTiny) -> None:
+    node = Node("decode", "--model", str(folder), *TINY, "--engine", "torch")
+    asked = {"tokens": prompt_of(20), "max_tokens": 600, "stream": True, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(node.stream, "/generate", asked)
+        assert wait_for(lambda: node.ask("/status")[1]["running"] == 1)
+        assert node.ask("/drain", {})[1] == {"draining": True, "waiting": 1}
+        tokens = [event["token"] for event in writing.result() if "token" in event]
+    assert tokens == alone(tiny_engine("torch", "llama"), prompt_of(20), 600)
+    assert node.process.wait(20) == 0
+    node.stop()
+
+
+def test_killed_and_back(folder: Path, tiny_engine: LoadTiny) -> None:
+    """kill -9 of either; the one that comes back is used, and the other one was never restarted."""
+    shared = ("--model", str(folder), *TINY)
+    expected = alone(tiny_engine("torch", "llama"), prompt_of(300), 8)
+    prefill = Node("prefill", *shared, "--engine", "torch", "--lease", "1")
+    decode = Node("decode", *shared, "--engine", "torch")
+
+    def handed_over() -> list[int]:
+        context = prefill.ask("/prefill", {"tokens": prompt_of(300)})[1]["context"]
+        tokens: list[int] = decode.ask("/decode", {"context": context, "max_tokens": 8})[1]["tokens"]
+        return tokens
+
+    assert handed_over() == expected
+    prefill.process.kill()
+    prefill.process.wait()
+    prefill.stop()
+    prefill = Node("prefill", *shared, "--engine", "torch", "--lease", "1")
+    assert handed_over() == expected
+    prefill.ask("/prefill", {"tokens": prompt_of(200), "wait": False})
+    decode.process.kill()
+    decode.process.wait()
+    decode.stop()
+    assert wait_for(lambda: prefill.ask("/status")[1]["tickets"] == 0, 5)
+    decode = Node("decode", *shared, "--engine", "torch")
+    assert handed_over() == expected
+    assert [prefill.stop(), decode.stop()] == [0, 0]
+
+
+def test_prefixes_survive_a_restart(folder: Path, tmp_path: Path) -> None:
+    arguments = ("--model", str(folder), *TINY, "--engine", "mlx", "--prefix-disk", str(tmp_path / "kv"))
+    first = Node("decode", *arguments)
+    answer = first.ask("/generate", {"tokens": prompt_of(300), "max_tokens": 8})[1]
+    assert first.stop() == 0
+    second = Node("decode", *arguments)
+    again = second.ask("/generate", {"tokens": prompt_of(300), "max_tokens": 8})[1]
+    assert again["tokens"] == answer["tokens"]
+    assert again["usage"]["cached_tokens"] == 299
+    assert second.ask("/status")[1]["prefixes"]["disk_hits"] > 0
+    assert second.stop() == 0
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["star", "planet", "moon"]},
+        "mass": {"type": "integer", "minimum": 0, "maximum": 999},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 2},
+    },
+    "required": ["name", "kind", "mass", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[Node]:
+    node = Node("both", "--model", "smollm2", "--engine", "mlx")
+    yield node
+    assert node.stop() == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_fifty_of_fifty_validate(stream: bool, embedded: Node) -> None:
+    """Half of them handed over: then the first token, from the received logits, obeys the schema too."""
+
+    def ask(number: int) -> str:
+        prompt = [{"role": "user", "content": f"Describe heavenly body number {number} as JSON."}]
+        rules: dict[str, Any] = {
+            "max_tokens": 120,
+            "format": {"type": "json_schema", "schema": SCHEMA},
+            "stream": stream,
+        }
+        rules |= {"temperature": (number % 5) * 0.4, "seed": number}
+        asked, path = {"messages": prompt} | rules, "/generate"
+        if number % 2:
+            asked, path = {"context": embedded.ask("/prefill", {"messages": prompt})[1]["context"]} | rules, "/decode"
+        if stream:
+            return "".join(event.get("text", "") for event in embedded.stream(path, asked))
+        text: str = embedded.ask(path, asked)[1]["generated_text"]
+        return text
+
+    with ThreadPoolExecutor(16) as pool:
+        texts = list(pool.map(ask, range(50)))
+    for text in texts:
+        jsonschema.validate(json.loads(text), SCHEMA)
+
+
+def test_other_forms(embedded: Node) -> None:
+    question = {"messages": [{"role": "user", "content": "Is the sky blue?"}], "max_tokens": 40}
+
+    def said(format: dict[str, Any]) -> str:
+        text: str = embedded.ask("/generate", question | {"format": format})[1]["generated_text"]
+        return text
+
+    assert said({"type": "choice", "choices": ["yes", "no", "perhaps"]}) in ("yes", "no", "perhaps")
+    assert re.fullmatch(r"[A-Z]{3}-\d{4}", said({"type": "regex", "pattern": r"[A-Z]{3}-\d{4}"}))
+    assert re.fullmatch(
+        r"(up|down)( (up|down))*",
+        said({"type": "grammar", "grammar": 'start: W (" " W)*\nW: "up" | "down"'}).strip() or "up",
+    )
+    whole = embedded.ask("/generate", question | {"format": {"type": "json_object"}, "max_tokens": 200})[1]
+    if whole["finish_reason"] == "stop":
+        assert isinstance(json.loads(whole["generated_text"]), dict)
+
+
+def test_stop_strings_are_never_seen(embedded: Node) -> None:
+    asked = {"prompt": "The colours of the rainbow are red, orange,", "max_tokens": 40}
+    whole = embedded.ask("/generate", asked)[1]["generated_text"]
+    stop = whole[9:14]
+    answer = embedded.ask("/generate", asked | {"stop": [stop]})[1]
+    assert (answer["generated_text"], answer["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+    events = embedded.stream("/generate", asked | {"stop": stop, "stream": True})
+    assert "".join(event.get("text", "") for event in events) == whole[: whole.index(stop)]
+
+
+def test_a_client_that_leaves_the_queue(folder: Path) -> None:
+    """Gone within a second while it waits for memory."""
+    node = Node("decode", "--model", str(folder), *TINY, "--engine", "torch", "--kv-memory", "1M", "--drain", "1")
+    long = {"tokens": [5, 6], "max_tokens": 900, "ignore_eos": True, "stream": True}
+    leaving = threading.Event()
+
+    def client() -> None:
+        try:
+            urllib.request.urlopen(
+                urllib.request.Request(node.url + "/generate", json.dumps(long).encode()), timeout=0.5
+            )
+        except OSError:
+            leaving.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        holding = pool.submit(node.ask, "/generate", long | {"stream": False})
+        assert wait_for(lambda: node.ask("/status")[1]["slots"]["used"] == 1)
+        pool.submit(client)
+        assert wait_for(lambda: node.ask("/status")[1]["queue"]["waiting"] == 1)
+        assert leaving.wait(5)
+        started = time.monotonic()
+        assert wait_for(lambda: node.ask("/status")[1]["queue"]["waiting"] == 0)
+        assert time.monotonic() - started < 1
+        holding.result()
+    assert node.stop() == 0
