@@ -176,7 +176,7 @@ def bench_decode(
     model: Model = "smollm2",
     engine: Annotated[str, typer.Option(help="Engine that writes.")] = "mlx",
     prefill: Annotated[str, typer.Option(help="Engine that reads what is handed over.")] = "torch",
-    tokens: Annotated[int, typer.Option(min=8, help="Tokens per answer.")] = 64,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens per answer.")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="Runs, the best of which counts.")] = 3,
     output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("bench-results"),
 ) -> None:

@@ -21,7 +21,7 @@ from disaggregated_inference.nodes.worker import EngineThread
 from disaggregated_inference.progress import steps
 
 _BATCHES = (1, 4, 16)
-_CONTEXT = 128
+_CONTEXT = 32
 _STREAMS = 8
 _ARRIVING = 2000
 _LONG = 1500

@@ -30,6 +30,7 @@ class Batch:
         self._flight: _Flight | None = None
         self.rates = Rates()
         self.steps = 0
+        self.step_s = 0.0  # of the last one
 
     def join(self, choice: Choice) -> None:
         self.members.append(choice)
@@ -59,7 +60,8 @@ class Batch:
         if not self._flight:
             self._choose(members, logits)
         self.steps += 1
-        self.rates.note(len(members), len(members), time.perf_counter() - started)
+        self.step_s = time.perf_counter() - started
+        self.rates.note(len(members), len(members), self.step_s)
 
     def _due(self) -> list[Choice]:
         """Who is stepped now. Tokens in flight are fed unread only to the very batch that they are for."""

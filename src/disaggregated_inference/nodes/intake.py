@@ -33,7 +33,7 @@ from disaggregated_inference.wire.tape import Playback
 log = logging.getLogger(__name__)
 
 _SLOW_TRANSFER_S = 1.0
-_STALL_S = 0.05  # how long answers that are being written may wait for a piece of someone's prompt
+_STALL_S = 0.05  # how long answers that are being written may wait for a piece of someone's prompt, or one step's time
 _LEAST_CHUNK = 16
 
 
@@ -211,7 +211,8 @@ class Intake:
         """Tokens of prompt at a time: few enough, while answers are being written, that their streams do not stall."""
         if not self.batch.members or not self._pace:
             return self.chunk_tokens
-        return max(_LEAST_CHUNK, min(self.chunk_tokens, int(self._pace * _STALL_S)))
+        stall_s = max(_STALL_S, self.batch.step_s)
+        return max(_LEAST_CHUNK, min(self.chunk_tokens, int(self._pace * stall_s)))
 
 
 @contextmanager
