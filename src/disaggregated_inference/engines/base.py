@@ -115,6 +115,10 @@ class Engine(ABC):
         rows = sum(2 * plan.window or self._kv_rows(capacity) for plan in self.spec.layout.layers)
         return rows * self.spec.layout.row_bytes(self.dtype)
 
+    def handed_out_bytes(self, tokens: int) -> int:
+        """What the slices of a prompt take of the same memory, beside the sequence, until nobody needs them."""
+        return 0
+
     @property
     def kv_held_bytes(self) -> int:
         """What the open sequences take now, measured; nothing open, nothing held."""

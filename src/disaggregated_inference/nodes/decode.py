@@ -119,6 +119,7 @@ class DecodeNode:
             raise BadRequest("the prompt is empty")
         self.engine.require_vocabulary(tokens)
         task = self._task(tokens, len(tokens), rules or Rules(max_tokens=max_tokens), request_id)
+        self.room.prefixes.recall(tokens)
         return self._admit(task, lambda: self._at_once(task))
 
     def _task(self, prompt: list[int] | None, prompt_tokens: int, rules: Rules, request_id: str) -> Task:

@@ -100,7 +100,7 @@ def _prefill_routes(served: Served) -> list[Route]:
     async def prefill(request: Request) -> Response:
         asked = await body_of(request, PrefillRequest)
         asked.require_sensible()
-        tokens = await asyncio.to_thread(asked.to_tokens, model)
+        tokens = await asyncio.to_thread(recalled, asked)
         context, reading = node.begin(tokens, asked.ticket, request.scope["server"][0], asked.queue_s, asked.timeout_s)
         answer: dict[str, Any] = {"context": context.encode(), "ticket": context.ticket, "prompt_tokens": len(tokens)}
         about = {"request_id": request_id(request), "ticket": context.ticket, "prompt_tokens": len(tokens)}
@@ -114,6 +114,11 @@ def _prefill_routes(served: Served) -> list[Route]:
         if not asked.inline:
             return json_response(answer)
         return await asyncio.to_thread(with_cache, answer | {"input_ids": tokens}, context.ticket)
+
+    def recalled(asked: PrefillRequest) -> list[int]:
+        tokens = asked.to_tokens(model)
+        node.room.prefixes.recall(tokens)
+        return tokens
 
     def with_cache(answer: dict[str, Any], ticket: str) -> Response:
         content = node.inline(ticket, INLINE_LIMIT_BYTES)

@@ -94,6 +94,7 @@ class Intake:
         if task.prompt is None:
             task.prompt = gather_tokens(hello, context.tokens, spec.vocabulary, paths)
             self.know_prompt(task)
+        self.room.prefixes.recall(task.prompt)
         started = time.perf_counter()
         metrics.cached_tokens = self.worker.start(self._reuse(task, context.tokens), urgent=True).result()
         hello = msgspec.structs.replace(hello, held_tokens=metrics.cached_tokens)

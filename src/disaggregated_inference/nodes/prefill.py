@@ -162,7 +162,7 @@ class PrefillNode:
             self._read_over(attempt, error)
             self._release(attempt)
 
-        cost = self.engine.kv_cost(len(attempt.tokens))
+        cost = self.engine.kv_cost(len(attempt.tokens)) + self.engine.handed_out_bytes(len(attempt.tokens))
         attempt.claim = self.room.admission.ask(cost, 1, start, refuse, wait_s)
         if attempt.ended:
             self._release(attempt)

@@ -30,11 +30,12 @@ class Room:
         disk: DiskTier | None = None,
         most_waiting: int = 256,
         idle_s: float = 0.0,
+        codec: str = "raw",
     ) -> None:
         self.worker, self.engine = worker, worker.engine
         limit = kv_bytes or self.engine.kv_limit_bytes
         kept = limit // _PREFIX_SHARE if prefix_bytes is None else min(prefix_bytes, limit)
-        self.prefixes = PrefixStore(self.engine.fingerprint, self.engine.dtype, kept, disk=disk)
+        self.prefixes = PrefixStore(self.engine.fingerprint, self.engine.dtype, kept, disk=disk, codec=codec)
         self.admission = Admission(limit - kept, self.engine.max_batch, most_waiting)
         self.draining = False
         self.faults = 0  # times the books did not add up

@@ -131,7 +131,7 @@ def _load(asked: Settings) -> tuple[ModelFiles, Room]:
 
     disk = DiskTier(Path(asked.prefix_disk).expanduser(), disk_bytes or 0) if asked.prefix_disk else None
     worker = EngineThread(load)
-    return files, Room(worker, kv_bytes or 0, prefix_bytes, disk, asked.queue, asked.idle_unload_s)
+    return files, Room(worker, kv_bytes or 0, prefix_bytes, disk, asked.queue, asked.idle_unload_s, asked.kv_codec)
 
 
 def parse_size(text: str) -> int | None:

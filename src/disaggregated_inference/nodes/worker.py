@@ -66,7 +66,7 @@ class EngineThread:
         future: Future[Result] = Future()
         with self._changed:
             self._require_running()
-            if self.waiting >= self._most_works:
+            if not urgent and self.waiting >= self._most_works:
                 raise NodeBusy(f"{self.waiting} requests are being worked on already")
             if urgent:
                 self._works.appendleft((work, future))

@@ -86,6 +86,10 @@ class MlxEngine(Engine):
         if mx.default_device() == mx.gpu:
             self.chunk_tokens = 2048
 
+    def handed_out_bytes(self, tokens: int) -> int:
+        """Slices are copies, in the portable layout, in the memory that the GPU shares."""
+        return self.spec.layout.total_bytes(tokens, self.dtype)
+
     def _free(self) -> None:
         gc.collect()
         mx.clear_cache()
