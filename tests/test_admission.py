@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from disaggregated_inference.errors import DisaggError, KVMemoryFull, NodeBusy
+from disaggregated_inference.errors import DisaggError, KVMemoryFull, NodeBusy, RequestTooLarge
 from disaggregated_inference.nodes.admission import Admission, Claim
 
 
@@ -65,9 +65,9 @@ def test_slots_are_a_limit_too() -> None:
 
 def test_what_can_never_fit() -> None:
     gate = Gate()
-    with pytest.raises(KVMemoryFull, match=r"101 bytes .* never fit 100 bytes"):
+    with pytest.raises(RequestTooLarge, match=r"101 bytes .* never fit 100 bytes"):
         gate.ask("large", 101)
-    with pytest.raises(KVMemoryFull, match=r"5 slots .* 4 slots"):
+    with pytest.raises(RequestTooLarge, match=r"5 slots .* 4 slots"):
         gate.ask("many", 1, slots=5)
 
 

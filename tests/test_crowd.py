@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from disaggregated_inference.engines import load_engine
-from disaggregated_inference.errors import BadRequest, Cancelled, DeadlineExceeded, KVMemoryFull, NodeBusy
+from disaggregated_inference.errors import (
+    BadRequest,
+    Cancelled,
+    DeadlineExceeded,
+    KVMemoryFull,
+    NodeBusy,
+    RequestTooLarge,
+)
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.nodes.answers import Answer, Rules
 from disaggregated_inference.nodes.decode import DecodeNode
@@ -264,7 +271,7 @@ def test_a_budget_for_eight(tiny_folder: Any, tiny_engine: LoadTiny) -> None:
         outcomes = [_outcome(crowded, prompt) for prompt in prompts]
         assert outcomes.count("refused") > 0
         assert outcomes.count("refused") + outcomes.count("begun") == 100
-        with pytest.raises(KVMemoryFull, match="can never fit"):
+        with pytest.raises(RequestTooLarge, match="can never fit"):
             crowded.read_and_write(prompt_of(2000), 100)
         assert until(lambda: few.admission.held_bytes == 0, 10)  # noqa: B023
         for each in (room, few):

@@ -324,12 +324,11 @@ def test_off() -> None:
         lambda disk: PrefixStore(fingerprint(tokenizer="u"), "float32", LOTS, BLOCK, disk=disk),
         lambda disk: PrefixStore(fingerprint(), "float16", LOTS, BLOCK, disk=disk),
         lambda disk: PrefixStore(fingerprint(), "float32", LOTS, 2 * BLOCK, disk=disk),
-        lambda disk: PrefixStore(fingerprint(), "float32", LOTS, BLOCK, disk=disk, codec="int8"),
         lambda disk: PrefixStore(
             msgspec.structs.replace(fingerprint(), rope_frequencies=(1.0, 0.2)), "float32", LOTS, BLOCK, disk=disk
         ),
     ],
-    ids=["tokenizer", "dtype", "block", "codec", "rope"],
+    ids=["tokenizer", "dtype", "block", "rope"],
 )
 def test_another_model_finds_nothing(other: Callable[[DiskTier], PrefixStore], tmp_path: Path) -> None:
     disk = DiskTier(tmp_path, LOTS)

@@ -128,7 +128,7 @@ def test_no_room_is_503_with_a_reason(folder: Path) -> None:
         assert re.search(r"\d+ of \d+ bytes", answer["error"]["message"])
         assert running.result()[0] == 200
     status, answer = node.ask("/generate", {"tokens": [5], "max_tokens": 4000})
-    assert (status, "can never fit" in answer["error"]["message"]) == (503, True)
+    assert (status, "can never fit" in answer["error"]["message"]) == (413, True)
     assert node.stop() == 0
 
 

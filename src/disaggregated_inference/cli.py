@@ -218,7 +218,7 @@ def serve(
         list[str] | None,
         typer.Option(help="HOST or HOST:PORT for KV connections, best link first; repeatable. Default: --host."),
     ] = None,
-    lease: Annotated[float, typer.Option(min=1, help="Seconds a cache is held for someone who does not come.")] = 30.0,
+    lease: Annotated[float, typer.Option(min=1, help="Seconds a cache is held for someone who does not come.")] = 60.0,
     kv_streams: Annotated[int, typer.Option(min=1, max=64, help="Connections per transfer.")] = 2,
     kv_codec: Annotated[str, typer.Option(help="raw, or int8 for links slower than the prefill.")] = "raw",
     kv_memory: Annotated[str, typer.Option(help="KV memory in all, such as 8G. Default: from free memory.")] = "",

@@ -13,7 +13,8 @@ DisaggError
 │   ├── TokensRefused          400  token ids outside the vocabulary, or not one per sequence
 │   ├── SequenceBroken         500  an earlier call failed half-way; close it and start again
 │   ├── FingerprintMismatch    409  two sides do not hold the same model
-│   └── KVMemoryFull           503  no room for the sequence's KV
+│   ├── KVMemoryFull           503  no room for the sequence's KV
+│   └── RequestTooLarge        413  more KV than this node could ever hold
 ├── WireError
 │   ├── ProtocolError          502  frames out of order, too large, or not ours
 │   ├── VersionUnsupported     502  the other side speaks another version
@@ -99,6 +100,10 @@ class KVMemoryFull(KVError):
     @property
     def code(self) -> str:
         return "kv_memory_full"
+
+
+class RequestTooLarge(KVError):
+    status = 413
 
 
 class WireError(DisaggError):

@@ -79,6 +79,7 @@ class Engine(ABC):
 
     name: str
     kv_limit_bytes: int  # what all sequences together may take
+    own_memory = False  # whether KV memory was taken when the engine was loaded, and nobody else could use it
     max_batch = 256
     warm_lengths: tuple[int, ...] = (64,)  # chunks worth reading once before the first request
     chunk_tokens = 512  # at a time: enough to keep the device busy, not so much that others wait for seconds

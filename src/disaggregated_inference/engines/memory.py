@@ -1,5 +1,6 @@
 """How much memory this machine has left: what an engine's default KV budget is a share of."""
 
+import math
 import os
 import platform
 import re
@@ -14,13 +15,22 @@ def available_bytes() -> int:
     """Memory that new allocations can have without pushing anyone else out; a quarter of all where nothing says."""
     try:
         if platform.system() == "Linux":
-            return parse_meminfo(Path("/proc/meminfo").read_text())
+            return int(min(parse_meminfo(Path("/proc/meminfo").read_text()), _container_bytes()))
         if platform.system() == "Darwin":
             told = subprocess.run(["/usr/bin/vm_stat"], capture_output=True, text=True, check=True, timeout=5)
             return parse_vm_stat(told.stdout)
     except (OSError, ValueError, subprocess.SubprocessError):
         pass
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _FALLBACK_SHARE
+
+
+def _container_bytes() -> float:
+    """What a container may still take; no bound where there is none."""
+    try:
+        most, now = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+        return max(int(most) - int(now), 0)
+    except (OSError, ValueError):  # no container, or "max"
+        return math.inf
 
 
 def parse_meminfo(text: str) -> int:

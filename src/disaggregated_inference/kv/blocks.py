@@ -124,9 +124,9 @@ class BlockShape(msgspec.Struct, frozen=True):
         return np.empty(shape, storage), np.empty(shape, storage)
 
 
-def root_of(fingerprint: Fingerprint, dtype: KVDType, block_tokens: int, codec: str) -> bytes:
+def root_of(fingerprint: Fingerprint, dtype: KVDType, block_tokens: int) -> bytes:
     """Where a model's addresses begin: rows made under anything else have other addresses, and are never found."""
-    said = msgspec.json.encode(("prefix-1", fingerprint, dtype, block_tokens, codec))
+    said = msgspec.json.encode(("prefix-1", fingerprint, dtype, block_tokens))
     return hashlib.blake2b(said, digest_size=HASH_BYTES).digest()
 
 

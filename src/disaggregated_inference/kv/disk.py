@@ -161,7 +161,7 @@ class DiskTier:
             self.dropped += 1
             return
         path = self._path(label)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         try:
             with temporary.open("wb") as file:
@@ -227,7 +227,7 @@ class DiskTier:
         """Learn from the files' heads what is here. Only folders named like ours are looked into."""
         found: list[tuple[int, Label]] = []
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds what people said
             for folder in self.folder.iterdir():
                 if _NAME.fullmatch(folder.name) and folder.is_dir():
                     found += self._scan_root(folder)

@@ -53,8 +53,7 @@ class PrefixSeen(msgspec.Struct, frozen=True):
 
 class PrefixStore:
     """Any thread may call. `limit_bytes` 0 turns it off, and so does a model whose layers all slide: such a cache has
-    nothing that two positions could share. `codec`: rows that were rounded on the wire are not found by who wants them
-    exact, after a restart with a disk for example."""
+    nothing that two positions could share."""
 
     def __init__(
         self,
@@ -64,12 +63,11 @@ class PrefixStore:
         block_tokens: int = 64,
         max_age_s: float = 3600.0,
         disk: DiskTier | None = None,
-        codec: str = "raw",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.layout, self.dtype, self.block_tokens = fingerprint.layout, dtype, block_tokens
         self._shape = BlockShape.of(fingerprint.layout, dtype)
-        self._root = root_of(fingerprint, dtype, block_tokens, codec)
+        self._root = root_of(fingerprint, dtype, block_tokens)
         self._tree = BlockTree(self._root, limit_bytes if self._shape.full_layers else 0)
         self._reach = snapshot_reached if self._shape.windows else rows_reached
         self._max_age_s, self._disk, self._clock = max_age_s, disk, clock

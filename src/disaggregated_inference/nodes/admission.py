@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from disaggregated_inference.errors import DisaggError, KVMemoryFull, NodeBusy
+from disaggregated_inference.errors import DisaggError, KVMemoryFull, NodeBusy, RequestTooLarge
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class Admission:
 
     def _require_possible(self, cost_bytes: int, slots: int) -> None:
         if cost_bytes > self.limit_bytes or slots > self.most_slots:
-            raise KVMemoryFull(
+            raise RequestTooLarge(
                 f"{cost_bytes} bytes of KV memory and {slots} slots can never fit {self.limit_bytes} bytes and "
                 f"{self.most_slots} slots; ask for a shorter answer or fewer choices, or give the node more memory"
             )

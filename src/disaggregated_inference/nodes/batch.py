@@ -94,9 +94,16 @@ class Batch:
             self.members = [choice for choice in self.members if not choice.over]
             self._flight = self._flight if self.members else None
             for choice in over:
-                self._done(choice, choice.error or choice.answer.gave_up)
+                self._tell(choice, choice.error or choice.answer.gave_up)
 
     def _fail(self, error: Exception) -> None:
         failed, self.members, self._flight = self.members, [], None
         for choice in failed:
+            self._tell(choice, error)
+
+    def _tell(self, choice: Choice, error: BaseException | None) -> None:
+        """One request's end must not become another's."""
+        try:
             self._done(choice, error)
+        except Exception:
+            log.exception("an answer could not be ended")

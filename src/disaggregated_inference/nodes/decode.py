@@ -108,7 +108,7 @@ class DecodeNode:
         with said_of_the_request():
             tape = Playback(content, self.engine.fingerprint, spec.layout, spec.vocabulary, spec.context_window)
         task = self._task(tape.tokens, len(tape.tokens), rules or Rules(max_tokens=max_tokens), request_id)
-        task.answer.metrics.kv_bytes = len(content)
+        task.answer.metrics.kv_bytes = task.extra_bytes = len(content)
         return self._admit(task, lambda: self._in_thread(task, lambda: self.intake.play(tape, task)))
 
     def read_and_write(
@@ -149,7 +149,7 @@ class DecodeNode:
 
         answer.on_cancel(lambda error: None if task.sequences else self._finish(task, error))
         self._tasks.add(task)
-        cost = rules.n * self.engine.kv_cost(task.capacity)
+        cost = rules.n * self.engine.kv_cost(task.capacity) + task.extra_bytes
         wait_s = min(rules.queue_s, rules.timeout_s)
         try:
             claim = self.room.admission.ask(cost, rules.n, start, lambda error: self._finish(task, error), wait_s)
@@ -271,11 +271,14 @@ class DecodeNode:
         for choice in task.choices:
             assert choice.sequence
             tokens = [*(task.prompt or []), *choice.tokens][: choice.sequence.length]
-            insertion = self.room.prefixes.insert(tokens) if task.prompt else None
+            insertion = self.room.prefixes.insert(tokens) if task.prompt and task.exact else None
             if insertion:
-                for piece in self.engine.export(choice.sequence, insertion.start):
-                    insertion.put(piece)
-                insertion.finish()
+                try:
+                    for piece in self.engine.export(choice.sequence, insertion.start):
+                        insertion.put(piece)
+                    insertion.finish()
+                finally:
+                    insertion.abandon()
                 yield
 
     def _end(self, task: Task, error: BaseException | None) -> None:

@@ -44,7 +44,11 @@ def node_app(served: Served, token: str | None) -> Starlette:
         assert isinstance(error, DisaggError)
         about = {"request_id": request_id(request), "path": request.url.path, "code": error.code}
         log.warning("refused: %s", error, extra=about)
-        headers = {"Retry-After": str(served.room.admission.retry_after_s())} if error.status == 503 else {}
+        headers = (
+            {"Retry-After": str(max(each.retry_after_s() for each in served.room.admissions))}
+            if error.status == 503
+            else {}
+        )
         return json_response(describe(error), error.status, headers)
 
     guards = [Middleware(RequestId), *([Middleware(Bearer, token=token)] if token else [])]
@@ -108,7 +112,12 @@ def _prefill_routes(served: Served) -> list[Route]:
             reading.add_done_callback(lambda done: done.exception())  # the fetch hears of it
             log.info("prefill begun", extra=about)
             return json_response(answer)
-        metrics = await unless_gone(request, asyncio.wrap_future(reading), lambda: node.book.cancel(context.ticket))
+        try:
+            done = asyncio.wrap_future(reading)
+            metrics = await unless_gone(request, done, lambda: node.book.cancel(context.ticket))
+        except DisaggError:
+            node.book.cancel(context.ticket)  # nobody will ever have its context
+            raise
         answer["metrics"] = msgspec.to_builtins(metrics)
         log.info("prefill done", extra=about | answer["metrics"])
         if not asked.inline:

@@ -21,20 +21,18 @@ from disaggregated_inference.nodes.admission import Claim
 from disaggregated_inference.nodes.answers import Answer
 from disaggregated_inference.nodes.batch import Batch
 from disaggregated_inference.nodes.choice import Choice
-from disaggregated_inference.nodes.context import Context
+from disaggregated_inference.nodes.context import Context, prompt_hash
 from disaggregated_inference.nodes.guidance import Guide
 from disaggregated_inference.nodes.proofs import Proofs
 from disaggregated_inference.nodes.rates import Rates
 from disaggregated_inference.nodes.room import Room
-from disaggregated_inference.nodes.worker import Work
+from disaggregated_inference.nodes.worker import LEAST_CHUNK, STALL_S, Work
 from disaggregated_inference.wire import Gather, Hello, Paths, Sink, gather_tokens
 from disaggregated_inference.wire.tape import Playback
 
 log = logging.getLogger(__name__)
 
 _SLOW_TRANSFER_S = 1.0
-_STALL_S = 0.05  # how long answers that are being written may wait for a piece of someone's prompt, or one step's time
-_LEAST_CHUNK = 16
 
 
 @dataclass(eq=False, slots=True)
@@ -45,11 +43,13 @@ class Task:
     prompt: list[int] | None  # None: not known here (yet)
     capacity: int
     guides: list[Guide | None]
+    extra_bytes: int = 0  # that it holds beside its sequences
     claim: Claim | None = None
     sequences: list[Sequence] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
     writing: int = 0  # choices that are not over
     finished: bool = False
+    exact: bool = True  # its rows are what this model computes: not rounded on the wire, not brought by a client
     withdraw: Callable[[], None] | None = None  # tells the prefill node that nobody wants its cache any more
     first_token_at: float = 0.0
 
@@ -89,7 +89,7 @@ class Intake:
         """The cache into the sequence. The first token is out as soon as the logits are here, whatever still comes."""
         answer, metrics = task.answer, task.answer.metrics
         spec, paths = self.engine.spec, self.paths.ordered(context.addresses)
-        metrics.canary_time = self.proofs.require(context, hello)
+        metrics.canary_time = self.proofs.require(context, hello, answer.require_wanted)
         answer.require_wanted()
         if task.prompt is None:
             task.prompt = gather_tokens(hello, context.tokens, spec.vocabulary, paths)
@@ -97,14 +97,17 @@ class Intake:
         self.room.prefixes.recall(task.prompt)
         started = time.perf_counter()
         metrics.cached_tokens = self.worker.start(self._reuse(task, context.tokens), urgent=True).result()
-        hello = msgspec.structs.replace(hello, held_tokens=metrics.cached_tokens)
+        held = {"held_tokens": metrics.cached_tokens, "prompt_hash": prompt_hash(task.prompt)}
+        hello = msgspec.structs.replace(hello, **held)
+        task.exact = self.codecs[0] == "raw"
         with self._keeping(task) as insertion:
-            sink = self._sink(task, started, insertion)
+            sink = self._sink(task, insertion)
             gather = Gather(hello, spec.layout, spec.vocabulary, context.tokens, paths, sink, self.streams)
             answer.on_cancel(gather.stop)
-            gathered = gather.run()
+            with self.worker.receiving():
+                gathered = gather.run()
         metrics.fetch_time = time.perf_counter() - started
-        metrics.exposed_transfer_time = metrics.fetch_time - metrics.first_token_time
+        metrics.exposed_transfer_time = time.perf_counter() - task.first_token_at
         metrics.kv_bytes, metrics.kv_codec = gathered.payload_bytes, gathered.codec
         metrics.kv_paths, metrics.resumed = gathered.paths, gathered.resumed
         metrics.queue_time, metrics.prefill_time = gathered.end.queue_s, gathered.end.prefill_s
@@ -124,12 +127,13 @@ class Intake:
         )
 
     def play(self, tape: Playback, task: Task) -> None:
-        with said_of_the_request(), self._keeping(task) as insertion:
-            tape.play(self._sink(task, time.perf_counter(), insertion))
+        task.exact = False
+        with said_of_the_request():
+            tape.play(self._sink(task, None))
             if task.sequences[0].length != tape.welcome.prompt_tokens or not task.first_token_at:
                 raise ProtocolError("it ends before its prompt does")
 
-    def _sink(self, task: Task, started: float, insertion: Insertion | None) -> Sink:
+    def _sink(self, task: Task, insertion: Insertion | None) -> Sink:
         """Into the first sequence, on the engine's thread, and into the store of prefixes, on this one. The first
         tokens go to the answer."""
         metrics, sequence, keeping = task.answer.metrics, task.sequences[0], threading.Lock()
@@ -146,13 +150,13 @@ class Intake:
                     insertion.put(piece)
 
         def logits(row: Array) -> None:
-            self._first(task, row, started)
+            self._first(task, row)
 
         return Sink(place, lambda length: self.worker.call(lambda: self.engine.commit(sequence, length)), logits)
 
-    def _first(self, task: Task, row: Array, started: float) -> None:
+    def _first(self, task: Task, row: Array) -> None:
         task.first_token_at = time.perf_counter()
-        task.answer.metrics.first_token_time = task.first_token_at - started
+        task.answer.metrics.first_token_time = task.first_token_at - task.answer.begun_at
         for choice in task.choices:
             choice.choose(row)
 
@@ -179,7 +183,7 @@ class Intake:
     @contextmanager
     def _keeping(self, task: Task) -> Iterator[Insertion | None]:
         """What arrives is kept for others who begin the same way; after a failure, as much of it as is whole."""
-        insertion = self.room.prefixes.insert(task.prompt) if task.prompt else None
+        insertion = self.room.prefixes.insert(task.prompt) if task.prompt and task.exact else None
         try:
             yield insertion
         finally:
@@ -206,14 +210,14 @@ class Intake:
         self.reading.note(len(prompt), len(prompt) - metrics.cached_tokens, spent)
         metrics.prefill_time = time.perf_counter() - started
         assert row is not None
-        self._first(task, row, task.answer.begun_at)
+        self._first(task, row)
 
     def _chunk(self) -> int:
         """Tokens of prompt at a time: few enough, while answers are being written, that their streams do not stall."""
         if not self.batch.members or not self._pace:
             return self.chunk_tokens
-        stall_s = max(_STALL_S, self.batch.step_s)
-        return max(_LEAST_CHUNK, min(self.chunk_tokens, int(self._pace * stall_s)))
+        stall_s = max(STALL_S, self.batch.step_s)
+        return max(LEAST_CHUNK, min(self.chunk_tokens, int(self._pace * stall_s)))
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class NodeMetrics:
         self._total.labels("decode").observe(metrics.total_time)
         self._queue.labels("decode").observe(metrics.admission_time)
         if metrics.completion_tokens:
-            self._first.observe(metrics.admission_time + metrics.first_token_time)
+            self._first.observe(metrics.first_token_time)
             self._count_prompt(answer)
         if metrics.decode_speed:
             self._token.observe(1 / metrics.decode_speed)
@@ -93,14 +93,14 @@ class _Live(Collector):
 
     def collect(self) -> Iterator[Metric]:
         served, room = self._served, self._served.room
-        admission, prefixes = room.admission, room.prefixes.seen()
+        admissions, prefixes = room.admissions, room.prefixes.seen()
         yield _gauge("model_loaded", "Whether the model is in memory", room.engine.loaded)
         yield _gauge("draining", "Whether the node takes no new work", room.draining)
-        yield _gauge("kv_limit_bytes", "KV memory for requests", admission.limit_bytes)
-        yield _gauge("kv_reserved_bytes", "KV memory promised to requests", admission.held_bytes)
+        yield _gauge("kv_limit_bytes", "KV memory for requests", sum(each.limit_bytes for each in admissions))
+        yield _gauge("kv_reserved_bytes", "KV memory promised to requests", room.promised_bytes)
         yield _gauge("kv_held_bytes", "KV memory that the engine holds, measured", room.held_bytes)
-        yield _gauge("slots_used", "Sequences that may be open", admission.held_slots)
-        yield _gauge("requests_waiting", "Requests that wait for KV memory", admission.waiting)
+        yield _gauge("slots_used", "Sequences that may be open", room.held_slots)
+        yield _gauge("requests_waiting", "Requests that wait for KV memory", sum(each.waiting for each in admissions))
         yield _gauge("prefix_bytes", "Kept prefixes in memory", prefixes.size_bytes)
         yield _gauge("prefix_disk_bytes", "Kept prefixes on disk", prefixes.disk_bytes)
         yield _count("prefix_hits", "Prompts whose beginning was here", prefixes.hits)

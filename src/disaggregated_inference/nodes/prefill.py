@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from disaggregated_inference.engines import Sequence, chunks
+from disaggregated_inference.engines import Sequence
 from disaggregated_inference.errors import (
     BadRequest,
     Cancelled,
@@ -33,7 +33,7 @@ from disaggregated_inference.nodes.context import Context, prompt_hash
 from disaggregated_inference.nodes.listen import Listener
 from disaggregated_inference.nodes.rates import Rates
 from disaggregated_inference.nodes.room import Room
-from disaggregated_inference.nodes.worker import Work
+from disaggregated_inference.nodes.worker import LEAST_CHUNK, STALL_S, Work
 from disaggregated_inference.wire import End, Hello, Outbox, Welcome, serve, tape
 from disaggregated_inference.wire.codecs import CODECS
 from disaggregated_inference.wire.frames import Connection
@@ -120,6 +120,7 @@ class PrefillNode:
         attempt = Attempt(list(tokens), ticket_id or secrets.token_urlsafe(16), Outbox(tokens), deadline)
         ticket = self.book.issue(self.engine.fingerprint, lambda: self._end(attempt), attempt.ticket)
         self._attempts[ticket.id] = attempt
+        attempt.outbox.unread = lambda: self._close_soon(attempt)
         try:
             self._admit(attempt, wait_s)
         except DisaggError:
@@ -163,7 +164,7 @@ class PrefillNode:
             self._release(attempt)
 
         cost = self.engine.kv_cost(len(attempt.tokens)) + self.engine.handed_out_bytes(len(attempt.tokens))
-        attempt.claim = self.room.admission.ask(cost, 1, start, refuse, wait_s)
+        attempt.claim = self.room.reading.ask(cost, 1, start, refuse, wait_s)
         if attempt.ended:
             self._release(attempt)
 
@@ -182,23 +183,25 @@ class PrefillNode:
             if not attempt.claim:
                 attempt.outbox.fail(error)
                 raise
-            self.room.admission.again(attempt.claim)
+            self.room.reading.again(attempt.claim)
             return False
 
     def _read(self, attempt: Attempt, asked: float) -> Work[PrefillMetrics | None]:
-        started, count = time.perf_counter(), len(attempt.tokens)
-        if not self._opened(attempt):
-            return None
-        assert attempt.sequence
+        started, count, waits = time.perf_counter(), len(attempt.tokens), False
         try:
+            if waits := not self._opened(attempt):
+                return None
+            assert attempt.sequence
             at = attempt.cached_tokens = yield from self._reuse(attempt)
             spent = 0.0
-            for part in chunks(attempt.tokens[at:], self.chunk_tokens):
+            while attempt.sequence.length < count:
                 self._require_wanted(attempt)
+                part = attempt.tokens[attempt.sequence.length :][: self._chunk(count)]
                 begun = time.perf_counter()
                 logits = self.engine.prefill(attempt.sequence, part, attempt.outbox.put)
                 spent += time.perf_counter() - begun
                 yield
+            self._require_wanted(attempt)  # its rows may be someone else's already
             begun = time.perf_counter()
             attempt.outbox.put_logits(np.ascontiguousarray(logits.numpy()[0]))
             self.reading.note(count, count - at, spent + time.perf_counter() - begun)
@@ -213,10 +216,18 @@ class PrefillNode:
             attempt.outbox.fail(DisaggError(f"the prefill failed: {error}"))
             raise
         finally:
-            self.book.hold(attempt.ticket)
-            if attempt.ended or attempt.outbox.failed:  # there is nothing to hold, and nobody else will close it
-                self._close(attempt)
+            if not waits:
+                self.book.hold(attempt.ticket)
+                if attempt.ended or attempt.outbox.failed:  # there is nothing to hold, and nobody else will close it
+                    self._close(attempt)
         return PrefillMetrics(count, seconds, count / seconds, started - asked, at)
+
+    def _chunk(self, count: int) -> int:
+        """Tokens at a time. Where this engine writes answers, too, no more than they can wait for."""
+        batch, rate = self.worker.batch, self.reading.expect(count)
+        if not batch.members or not rate:
+            return self.chunk_tokens
+        return max(LEAST_CHUNK, min(self.chunk_tokens, int(rate * max(STALL_S, batch.step_s))))
 
     def _require_wanted(self, attempt: Attempt) -> None:
         if attempt.ended:
@@ -239,7 +250,7 @@ class PrefillNode:
 
     def _keep(self, attempt: Attempt) -> None:
         """Copy what was read, for prompts that begin the same way, while the engine reads the next one."""
-        insertion = self.room.prefixes.insert(attempt.tokens) if attempt.ticket else None
+        insertion = self.room.prefixes.insert(attempt.tokens) if attempt.ticket and not attempt.ended else None
         if insertion is None:
             return
 
@@ -271,12 +282,15 @@ class PrefillNode:
         attempt.ended = True
         attempt.outbox.fail(TicketRefused("the ticket expired or was cancelled"))
         self._read_over(attempt, Cancelled("cancelled before the prompt was read"))
+        self._close_soon(attempt)
+
+    def _close_soon(self, attempt: Attempt) -> None:
         with suppress(NodeBusy):  # the engine has stopped, and its memory is gone with it
             self.worker.post(lambda: self._close(attempt))
 
     def _close(self, attempt: Attempt) -> None:
         """On the engine's thread."""
-        if attempt.keeping:
+        if attempt.keeping or attempt.outbox.readers:  # whose end calls this again
             return
         if attempt.sequence:
             self.room.close(attempt.sequence)
@@ -284,7 +298,7 @@ class PrefillNode:
 
     def _release(self, attempt: Attempt) -> None:
         if attempt.claim:
-            self.room.admission.release(attempt.claim)
+            self.room.reading.release(attempt.claim)
 
     def _welcome(self, attempt: Attempt, codec: str) -> Welcome:
         count = len(attempt.tokens)
@@ -308,6 +322,8 @@ class PrefillNode:
             if hello.epoch not in ("", self.epoch):
                 raise TicketRefused("this node has restarted since it gave out the ticket: its cache is gone")
             attempt = self._canary(hello) if hello.canary else self._redeem(hello)
+            if not hello.canary and hello.prompt_hash not in ("", prompt_hash(attempt.tokens)):
+                raise TicketRefused("the tokens that came with this ticket are not those of its prompt")
             served.append((hello, attempt))
             codec = next((name for name in hello.codecs if name in CODECS), "raw")
             return self._welcome(attempt, codec), attempt.outbox

@@ -4,7 +4,8 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ from disaggregated_inference.wire import Gather, Hello, Paths, Sink
 log = logging.getLogger(__name__)
 
 _MOST_PEERS = 256
+_PATIENCE_S = 0.2
 
 
 class Proof(msgspec.Struct, frozen=True):
@@ -39,7 +41,7 @@ class Proofs:
         self._known: OrderedDict[str, Future[Proof]] = OrderedDict()
         self.tokens_computed = 0
 
-    def require(self, context: Context, hello: Hello) -> float:
+    def require(self, context: Context, hello: Hello, wanted: Callable[[], None] = lambda: None) -> float:
         """Seconds it took, 0 for a peer that is known. Raises `PeerRefused`, or why the canary did not arrive: that is
         this request's own trouble, and the next one tries for itself."""
         started = time.perf_counter()
@@ -51,6 +53,8 @@ class Proofs:
                     self._known.popitem(last=False)
             if future is mine:
                 self._prove(context, hello, mine)
+            while not wait([future], _PATIENCE_S).done:
+                wanted()  # raises, where the one who waits is gone
             if future is mine or not future.exception():
                 break
         if refused := future.result().refused:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from disaggregated_inference.engines import Engine, Sequence
+from disaggregated_inference.engines.memory import available_bytes
 from disaggregated_inference.errors import NodeBusy, NodeDraining
 from disaggregated_inference.kv.disk import DiskTier
 from disaggregated_inference.kv.prefixes import PrefixStore
@@ -30,13 +31,18 @@ class Room:
         disk: DiskTier | None = None,
         most_waiting: int = 256,
         idle_s: float = 0.0,
-        codec: str = "raw",
+        both_roles: bool = False,
     ) -> None:
         self.worker, self.engine = worker, worker.engine
+        kept = self.default_prefix_bytes(worker.engine) if prefix_bytes is None else prefix_bytes
+        self.prefixes = PrefixStore(self.engine.fingerprint, self.engine.dtype, kept, disk=disk)
         limit = kv_bytes or self.engine.kv_limit_bytes
-        kept = limit // _PREFIX_SHARE if prefix_bytes is None else min(prefix_bytes, limit)
-        self.prefixes = PrefixStore(self.engine.fingerprint, self.engine.dtype, kept, disk=disk, codec=codec)
-        self.admission = Admission(limit - kept, self.engine.max_batch, most_waiting)
+        if not kv_bytes and not self.engine.own_memory:
+            limit = max(limit - kept, 0)
+        parts = 2 if both_roles else 1
+        self.admission = Admission(limit // parts, self.engine.max_batch, most_waiting)
+        # Where one engine has both roles, caches that wait to be fetched must leave room for those who fetch them.
+        self.reading = Admission(limit // 2, self.engine.max_batch, most_waiting) if both_roles else self.admission
         self.draining = False
         self.faults = 0  # times the books did not add up
         self.held_bytes = self.peak_held_bytes = 0  # what the engine says it holds, when last asked
@@ -44,10 +50,15 @@ class Room:
         self._others: set[Sequence] = set()
         self._checked_at = 0.0
         self._idle_s, self._used_at = idle_s, time.monotonic()
-        self._ticks: list[Callable[[], None]] = [self.admission.sweep, self._unload_if_idle]
+        self._ticks: list[Callable[[], None]] = [self.admission.sweep, self.reading.sweep, self._unload_if_idle]
         self._closing = threading.Event()
         worker.idle = self.check
         threading.Thread(target=self._run, name="room", daemon=True).start()
+
+    @staticmethod
+    def default_prefix_bytes(engine: Engine) -> int:
+        """A share of the KV memory, and never much of what the machine has left."""
+        return min(engine.kv_limit_bytes // _PREFIX_SHARE, available_bytes() // 4)
 
     def require_open(self) -> None:
         if self.draining:
@@ -80,6 +91,18 @@ class Room:
         self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
 
     @property
+    def admissions(self) -> set[Admission]:
+        return {self.admission, self.reading}
+
+    @property
+    def promised_bytes(self) -> int:
+        return sum(admission.held_bytes for admission in self.admissions)
+
+    @property
+    def held_slots(self) -> int:
+        return sum(admission.held_slots for admission in self.admissions)
+
+    @property
     def sequences(self) -> int:
         return len(self._counted)
 
@@ -92,14 +115,14 @@ class Room:
         self._weigh()
         held, cost = self.held_bytes, sum(self._counted.values())
         others = sum(self.engine.kv_cost(sequence.capacity) for sequence in self._others)
-        if held > cost + others or cost > self.admission.held_bytes:
+        promised = self.promised_bytes
+        if held > cost + others or cost > promised:
             self.faults += 1
-            promised = self.admission.held_bytes
             log.error("KV memory does not add up: %d bytes held, %d opened, %d promised", held, cost + others, promised)
 
     def unload(self) -> None:
         """On the engine's thread: give the weights back, unless someone needs them."""
-        if self._counted or self._others or self.admission.held_slots or self.worker.waiting > 1:
+        if self._counted or self._others or self.held_slots or self.worker.waiting > 1:
             raise NodeBusy("the model is in use; try again when its answers are written")
         if self.engine.loaded:
             self.engine.unload()
@@ -126,5 +149,6 @@ class Room:
     def close_all(self) -> None:
         self.draining = True
         self._closing.set()
-        self.admission.close(NodeDraining("this node is stopping"))
+        for admission in self.admissions:
+            admission.close(NodeDraining("this node is stopping"))
         self.prefixes.close()

@@ -2,8 +2,10 @@
 
 import ipaddress
 import json
+import math
 import re
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     insecure: bool = False
     dtype: str = ""
     chunk: int = 0
-    lease_s: float = 30.0
+    lease_s: float = 60.0
     kv_streams: int = 2
     kv_codec: str = "raw"
     kv_memory: str = ""
@@ -87,16 +89,19 @@ def _serve(asked: Settings, port: int, served: Served) -> None:
         listening = [spoken(address) for address in served.prefill.kv_addresses]
         about |= {"kv_port": served.prefill.kv_addresses[0][1], "kv_addresses": listening}
 
+    deadline = math.inf
+
     def stopping() -> None:
+        nonlocal deadline
         room.draining = True
+        deadline = time.monotonic() + asked.drain_s
 
     try:
-        serve_app(
-            node_app(served, asked.token or None), asked.host, port, asked.drain_s, partial(_ready, **about), stopping
-        )
+        app = node_app(served, asked.token or None)
+        serve_app(app, asked.host, port, asked.drain_s, partial(_ready, **about), stopping)
     finally:
         for node in nodes:
-            node.close(drain_s=asked.drain_s)
+            node.close(drain_s=max(0.0, min(deadline - time.monotonic(), asked.drain_s)))
 
 
 def _require_token(hosts: list[str], token: str, insecure: bool) -> None:
@@ -121,8 +126,13 @@ def _load(asked: Settings) -> tuple[ModelFiles, Room]:
     disk_bytes = parse_size(asked.prefix_disk_size)
     files = ModelStore().resolve(asked.model)
     options: dict[str, Any] = {"dtype": require_dtype(asked.dtype)} if asked.dtype else {}
-    if kv_bytes:
-        options["kv_bytes"] = kv_bytes
+    if kv_bytes is not None:
+        prefix_bytes = kv_bytes // 4 if prefix_bytes is None else prefix_bytes
+        if prefix_bytes >= kv_bytes:
+            raise BadRequest("--kv-memory is for everything, prefixes included: give more of it, or less to them")
+        options["kv_bytes"] = kv_bytes - prefix_bytes
+    if asked.prefix_disk and prefix_bytes == 0:
+        raise BadRequest("--prefix-disk needs memory to bring prefixes back to: leave out --prefix-memory 0")
 
     def load() -> Engine:
         loaded = load_engine(engine, files, **options)
@@ -131,7 +141,8 @@ def _load(asked: Settings) -> tuple[ModelFiles, Room]:
 
     disk = DiskTier(Path(asked.prefix_disk).expanduser(), disk_bytes or 0) if asked.prefix_disk else None
     worker = EngineThread(load)
-    return files, Room(worker, kv_bytes or 0, prefix_bytes, disk, asked.queue, asked.idle_unload_s, asked.kv_codec)
+    both = asked.role == "both"
+    return files, Room(worker, options.get("kv_bytes", 0), prefix_bytes, disk, asked.queue, asked.idle_unload_s, both)
 
 
 def parse_size(text: str) -> int | None:

@@ -7,15 +7,23 @@ slice waits for one chunk at most.
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from disaggregated_inference.engines import Engine
 from disaggregated_inference.errors import NodeBusy
 
 log = logging.getLogger(__name__)
+
+STALL_S = 0.05  # how long answers that are being written may wait for a piece of someone's prompt, or one step's time
+LEAST_CHUNK = 16
+_LINGER_SHARE = 0.25
+_LEAST_LINGER_S = 0.005
+_NEXT_SLICE_S = 0.002
 
 Result = TypeVar("Result")
 Work = Generator[None, None, Result]
@@ -25,11 +33,14 @@ class Steps(Protocol):
     """What is stepped every round as long as it has members: the decode batch."""
 
     members: list[Any]
+    step_s: float  # how long the last one took
 
     def step(self) -> None: ...
 
 
 class _Nothing:
+    step_s = 0.0
+
     def __init__(self) -> None:
         self.members: list[Any] = []
 
@@ -54,6 +65,7 @@ class EngineThread:
         self._line: deque[tuple[Work[Any], Future[Any]]] = deque()
         self._most_works, self._in_turn = most_works, in_turn
         self._running = 0
+        self._inbound = 0
         self._stopping = self._ended = False
         loaded: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._run, args=(loaded,), name="engine", daemon=True)
@@ -131,23 +143,62 @@ class EngineThread:
             return
         try:
             while self._wait():
-                while self._calls:
-                    _finish(*self._calls.popleft())
+                self._answer_calls()
                 if self.batch.members:
                     self.batch.step()
                 if self._works:
                     self._advance(*self._works.popleft())
         finally:
-            self._ended = True
+            self._give_up()
         self.engine.leave_thread()
+
+    def _answer_calls(self) -> None:
+        """All that wait. While a cache arrives, a share of a step's time longer: its slices come one after the other,
+        and one per step would take the transfer as many steps as it has slices."""
+        until = time.perf_counter() + max(_LEAST_LINGER_S, _LINGER_SHARE * self.batch.step_s)
+        while True:
+            while self._calls:
+                _finish(*self._calls.popleft())
+            if not self._inbound or not self.batch.members or time.perf_counter() >= until:
+                return
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._calls, _NEXT_SLICE_S):
+                    return
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """Around a transfer whose slices will be placed."""
+        with self._changed:
+            self._inbound += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inbound -= 1
 
     def _wait(self) -> bool:
         if not self._busy():
-            self.idle()
+            self._idle()
         with self._changed:
             self._changed.wait_for(lambda: self._busy() or self._stopping)
             self._ended = not self._busy()  # woken for nothing else but to stop
             return not self._ended
+
+    def _idle(self) -> None:
+        try:
+            self.idle()
+        except Exception:
+            log.exception("the check of an idle engine failed")
+
+    def _give_up(self) -> None:
+        """The thread ends: nobody may wait for it for ever."""
+        with self._changed:
+            self._ended = True
+            waiting = [future for _, future in (*self._calls, *self._works, *self._line)]
+            for line in (self._calls, self._works, self._line):
+                line.clear()
+        for future in waiting:
+            future.set_exception(NodeBusy("this node's engine has stopped"))
 
     def _busy(self) -> bool:
         return bool(self._calls or self._works or self.batch.members)

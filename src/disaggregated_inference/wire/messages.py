@@ -17,6 +17,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: Fingerprint
     epoch: str = ""  # of the sender that is meant; empty: whoever answers
     held_tokens: int = 0
+    prompt_hash: str = ""  # of the tokens that the receiver takes the cache to be of; empty: it does not know them
     codecs: tuple[str, ...] = ("raw",)
     stream: int = 0
     streams: int = 1

@@ -2,8 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import msgspec
@@ -34,6 +34,24 @@ class Outbox:
         self._logits: Array | None = None
         self._end: End | None = None
         self._error: DisaggError | None = None
+        self.readers = 0  # senders in the middle of a slice
+        self.unread: Callable[[], None] = lambda: None  # called when the last of them is done with a failed outbox
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around the use of a slice's memory: it must not be given to anyone else meanwhile."""
+        with self._changed:
+            if self._error:
+                raise self._error
+            self.readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.readers -= 1
+                last = self._error is not None and not self.readers
+            if last:
+                self.unread()
 
     def put(self, piece: KVSlice) -> None:
         with self._changed:
@@ -145,7 +163,8 @@ def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Ou
         if isinstance(item, KVSlice):
             at += 1
             if item.layer % hello.streams == hello.stream and item.stop > hello.held_tokens:
-                send_slice(connection, _beyond(item, hello.held_tokens), welcome.codec)
+                with outbox.reading():
+                    send_slice(connection, _beyond(item, hello.held_tokens), welcome.codec)
         elif isinstance(item, End):
             connection.send_message(Kind.END, msgspec.json.encode(item))
             return item

@@ -196,7 +196,8 @@ def _default_limit() -> int:
     working_set = int(mx.device_info().get("max_recommended_working_set_size", 0))
     if not working_set:
         return available_bytes() // 2
-    return max(int((working_set - mx.get_active_memory()) * _METAL_KV_SHARE), 0)
+    free = min(working_set - int(mx.get_active_memory()), available_bytes())
+    return max(int(free * _METAL_KV_SHARE), 0)
 
 
 def _bound_freed_buffers() -> None:

@@ -76,6 +76,7 @@ class TorchEngine(Engine):
     """See `engines.base.Engine` for the contract."""
 
     name = "torch"
+    own_memory = True
 
     def __init__(
         self, model: Any, spec: ModelSpec, fingerprint: Fingerprint, kv_bytes: int | None = None, sequences: int = 64

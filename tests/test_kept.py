@@ -1,0 +1,113 @@
+"""What a node must not remember, and what must not stay behind: each gave a wrong answer or held memory once."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+
+from disaggregated_inference.errors import DisaggError, PeerFailed
+from disaggregated_inference.nodes.answers import Rules
+from disaggregated_inference.nodes.context import prompt_hash
+from tests.conftest import LoadTiny, Pair, until
+from tests.handoff import alone, prompt_of
+from tests.test_crowd import nothing_left
+from tests.test_http import Node
+
+LOTS = 64 << 20
+
+
+def test_a_prompt_cancelled_in_its_last_chunk_is_not_kept(nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> None:
+    """Its rows are given back at the end of that chunk, and the next prompt writes there."""
+    pair = nodes("torch", "torch", prefix_bytes=LOTS, chunk_tokens=500)
+    prefill, decode = pair
+    cancelled, other = prompt_of(400), prompt_of(400, seed=9)
+    original = prefill.engine._prefill
+    ticket: list[str] = []
+
+    def cancelling(*arguments: Any) -> Any:
+        done = original(*arguments)
+        if ticket:
+            prefill.book.cancel(ticket.pop())
+        return done
+
+    prefill.engine._prefill = cancelling  # type: ignore[method-assign, assignment]
+    ticket.append("doomed")
+    prefill._keeper.submit(time.sleep, 0.2)  # a keeper that is behind
+    _, reading = prefill.begin(cancelled, "doomed")
+    with pytest.raises(DisaggError):
+        reading.result(5)
+    list(decode.fetch_and_write(prefill.begin(other)[0], 4))
+    time.sleep(0.4)
+    again = [*cancelled, 7]
+    answer = decode.fetch_and_write(prefill.begin(again)[0], 8)
+    assert list(answer) == alone(tiny_engine("torch", "llama"), again, 8)
+    assert answer.metrics.prefill_cached_tokens < 100
+    assert until(lambda: nothing_left(pair))
+
+
+def test_rounded_rows_are_not_kept(nodes: Callable[..., Pair]) -> None:
+    prefill, decode = nodes(prefix_bytes=LOTS, codecs=("int8", "raw"))
+    list(decode.fetch_and_write(prefill.begin(prompt_of(300))[0], 8))
+    assert decode.room.prefixes.seen().blocks == 0
+    assert decode.read_and_write(prompt_of(300), 1).metrics.cached_tokens == 0
+
+
+def test_rows_that_a_client_brings_are_not_kept(nodes: Callable[..., Pair]) -> None:
+    prefill, decode = nodes(prefix_bytes=LOTS)
+    context, reading = prefill.begin(prompt_of(300))
+    reading.result(10)
+    list(decode.play_and_write(prefill.inline(context.ticket, 1 << 24), 8))
+    assert decode.room.prefixes.seen().blocks == 0
+
+
+def test_a_forged_context_poisons_nothing(nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> None:
+    """The cache of one prompt, said to be that of another: the prefill node knows better."""
+    prefill, decode = nodes(prefix_bytes=LOTS)
+    context, _ = prefill.begin(prompt_of(300))
+    others = prompt_of(300, seed=5)
+    forged = msgspec.structs.replace(context, prompt_hash=prompt_hash(others))
+    with pytest.raises(PeerFailed, match="not those of its prompt"):
+        list(decode.fetch_and_write(forged, 8, tokens=others))
+    assert list(decode.read_and_write(others, 8)) == alone(tiny_engine("mlx", "llama"), others, 8)
+
+
+def test_an_engine_that_cannot_open_holds_nothing(nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> None:
+    pair = nodes(lease_s=0.3)
+    prefill, decode = pair
+    for node in pair:
+        original = node.room.open
+
+        def broken(*arguments: Any, **named: Any) -> Any:
+            raise RuntimeError("no such file any more")
+
+        node.room.open = broken  # type: ignore[method-assign]
+        if node is prefill:
+            with pytest.raises(RuntimeError):
+                prefill.begin(prompt_of(50))[1].result(5)
+        else:
+            with pytest.raises(RuntimeError):
+                list(decode.read_and_write(prompt_of(50), 4))
+        node.room.open = original  # type: ignore[method-assign]
+    assert until(lambda: nothing_left(pair), 3)
+    answer = decode.fetch_and_write(prefill.begin(prompt_of(50))[0], rules=Rules(max_tokens=4))
+    assert list(answer) == alone(tiny_engine("mlx", "llama"), prompt_of(50), 4)
+
+
+def test_both_roles_do_not_wait_for_each_other(tiny_folder: Any) -> None:
+    """Caches that wait to be fetched leave room for those who fetch them."""
+    arguments = ("--model", str(tiny_folder("llama")), "--dtype", "float32", "--engine", "torch", "--lease", "5")
+    node = Node("both", *arguments, "--kv-memory", "4M", "--prefix-memory", "0")
+
+    def ask(number: int) -> int:
+        prompt = prompt_of(480, seed=number)
+        status, read = node.ask("/prefill", {"tokens": prompt, "queue_s": 20})
+        if status == 200:
+            status = node.ask("/decode", {"context": read["context"], "max_tokens": 4, "queue_s": 20})[0]
+        return status
+
+    with ThreadPoolExecutor(30) as pool:
+        assert list(pool.map(ask, range(30))) == [200] * 30
+    assert node.stop() == 0
