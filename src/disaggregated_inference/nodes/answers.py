@@ -140,6 +140,10 @@ class Answer:
         elif self.gave_up:
             raise self.gave_up
 
+    def forget(self) -> None:
+        """It is over: what could have stopped it is let go."""
+        self._stop = lambda error: None
+
     def pieces(self) -> Iterator[Piece]:
         while (item := self._items.get()) is not None:
             if isinstance(item, BaseException):

@@ -286,9 +286,10 @@ class DecodeNode:
         task.answer.metrics.prompt_tokens_recomputed = sum(sequence.computed for sequence in task.sequences)
         self._close_sequences(task)
         with self._lock:
-            claim = task.claim
+            claim, task.claim, task.withdraw = task.claim, None, None  # they know the task: memory would wait for a GC
         if claim:
             self.room.admission.release(claim)
+        task.answer.forget()
         self._tasks.discard(task)
         self.on_end(task.answer, error)
         task.answer.put(error)

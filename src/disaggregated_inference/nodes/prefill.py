@@ -143,7 +143,8 @@ class PrefillNode:
         attempt = self._attempts.get(ticket)
         if attempt is None:
             raise TicketRefused("the ticket expired or was cancelled")
-        return tape.record(self.engine.fingerprint, self._welcome(attempt, "raw"), attempt.outbox, limit_bytes)
+        with attempt.outbox.reading():
+            return tape.record(self.engine.fingerprint, self._welcome(attempt, "raw"), attempt.outbox, limit_bytes)
 
     def _admit(self, attempt: Attempt, wait_s: float) -> None:
         """Read it once there is memory."""
@@ -294,6 +295,7 @@ class PrefillNode:
             return
         if attempt.sequence:
             self.room.close(attempt.sequence)
+        attempt.outbox.forget()
         self._release(attempt)
 
     def _release(self, attempt: Attempt) -> None:

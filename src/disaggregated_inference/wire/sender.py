@@ -79,6 +79,11 @@ class Outbox:
         with self._changed:
             return list(self._slices)
 
+    def forget(self) -> None:
+        """Let go of everything now: pinned memory that waits for the garbage collector is missed by the next prompt."""
+        with self._changed:
+            self._slices, self._logits, self.unread = [], None, lambda: None
+
     @property
     def failed(self) -> bool:
         return self._error is not None
