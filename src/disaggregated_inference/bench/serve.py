@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from rich.console import Console
 from disaggregated_inference.bench.report import Report, Row, percentile
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.models import ModelFiles, ModelStore
-from disaggregated_inference.nodes.local import LocalNode
+from disaggregated_inference.nodes.local import LocalNode, shared_cores
 from disaggregated_inference.progress import steps
 
 _TEXT = "Tell me about number {number}: where it appears in nature, in mathematics and in the history of people. "
@@ -108,7 +109,10 @@ def _theirs(model: ModelFiles) -> Iterator[Ask]:
     port = _free_port()
     arguments = ["--model", str(model.path), "--port", str(port), "--log-level", "ERROR"]
     process = subprocess.Popen(
-        [sys.executable, "-c", _WITH_BLAS, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", _WITH_BLAS, *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=shared_cores() | os.environ,  # as many threads as our node has
     )
     eos = model.spec.eos_tokens
 

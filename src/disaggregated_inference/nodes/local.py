@@ -13,6 +13,11 @@ from typing import IO, Any
 from disaggregated_inference.errors import DisaggError
 
 
+def shared_cores() -> dict[str, str]:
+    """OpenMP threads of two processes that spin for each other make both sixty times slower: half of the cores each."""
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2))}
+
+
 class LocalNode:
     """A node process; it answers once `ready` has returned."""
 
@@ -20,14 +25,12 @@ class LocalNode:
         self.role, self.engine, self.url = role, engine, ""
         command = [sys.executable, "-m", "disaggregated_inference", "serve", "--role", role]
         command += ["--engine", engine, *arguments]
-        # The cores are shared: OpenMP threads of two processes that spin for each other make both sixty times slower.
-        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2))}
         self._process = subprocess.Popen(
             [*command, "--port", "0"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=threads | os.environ,
+            env=shared_cores() | os.environ,
         )
 
     def ready(self) -> int:

@@ -140,7 +140,8 @@ def _load(asked: Settings) -> tuple[ModelFiles, Room]:
         return loaded
 
     disk = DiskTier(Path(asked.prefix_disk).expanduser(), disk_bytes or 0) if asked.prefix_disk else None
-    worker = EngineThread(load)
+    # Prompts take turns, so that a long one does not starve short ones; few of them where answers are written between.
+    worker = EngineThread(load, in_turn=8 if asked.role == "prefill" else 2)
     both = asked.role == "both"
     return files, Room(worker, options.get("kv_bytes", 0), prefix_bytes, disk, asked.queue, asked.idle_unload_s, both)
 
