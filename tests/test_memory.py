@@ -233,7 +233,7 @@ def test_a_change_of_the_batch_that_fails_breaks_everyone_in_it(
 @pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
 def test_torch_has_room_for_what_was_reckoned(architecture: str, tiny_folder: Callable[[str], Path]) -> None:
     model = ModelFiles(architecture, tiny_folder(architecture))
-    engine = load_engine("torch", model, **ENGINE_OPTIONS["torch"], kv_bytes=8 << 20, sequences=16)
+    engine = load_engine("torch", model, **ENGINE_OPTIONS["torch"] | {"kv_bytes": 8 << 20, "sequences": 16})
     assert 0 < engine.kv_limit_bytes <= 8 << 20
     left = engine.kv_limit_bytes
     sequences: list[Sequence] = []

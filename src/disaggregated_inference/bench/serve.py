@@ -157,11 +157,22 @@ def _free_port() -> int:
         return port
 
 
+def _posted(port: int, path: str, body: str) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    """Some servers let five clients wait to be accepted and reset the rest: those come again."""
+    for _ in range(100):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+        try:
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            return connection, connection.getresponse()
+        except (ConnectionError, http.client.RemoteDisconnected):
+            connection.close()
+            time.sleep(0.05)
+    raise DisaggError(f"port {port} accepts no connection")
+
+
 def _stream(port: int, path: str, body: dict[str, Any], is_token: Callable[[dict[str, Any]], bool]) -> Served:
     started, first, tokens = time.perf_counter(), 0.0, 0
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-    response = connection.getresponse()
+    connection, response = _posted(port, path, json.dumps(body))
     if response.status != 200:
         raise DisaggError(f"{path}: {response.status} {response.read(300)!r}")
     for line in response:

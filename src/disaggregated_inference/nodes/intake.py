@@ -26,7 +26,7 @@ from disaggregated_inference.nodes.guidance import Guide
 from disaggregated_inference.nodes.proofs import Proofs
 from disaggregated_inference.nodes.rates import Rates
 from disaggregated_inference.nodes.room import Room
-from disaggregated_inference.nodes.worker import LEAST_CHUNK, STALL_S, Work
+from disaggregated_inference.nodes.worker import LEAST_CHUNK, STALL_S, STALL_STEPS, Work
 from disaggregated_inference.wire import Gather, Hello, Paths, Sink, gather_tokens
 from disaggregated_inference.wire.tape import Playback
 
@@ -216,7 +216,7 @@ class Intake:
         """Tokens of prompt at a time: few enough, while answers are being written, that their streams do not stall."""
         if not self.batch.members or not self._pace:
             return self.chunk_tokens
-        stall_s = max(STALL_S, self.batch.step_s)
+        stall_s = max(STALL_S, STALL_STEPS * self.batch.step_s)
         return max(LEAST_CHUNK, min(self.chunk_tokens, int(self._pace * stall_s)))
 
 

@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.nodes.answers import Answer
-from disaggregated_inference.nodes.prefill import PrefillMetrics
+from disaggregated_inference.nodes.attempt import PrefillMetrics
 from disaggregated_inference.nodes.served import Served
 from disaggregated_inference.wire.paths import spoken
 

@@ -1,7 +1,6 @@
 """The prefill node: reads prompts and holds their KV, under a ticket, until it was fetched or its lease is over."""
 
 import logging
-import math
 import secrets
 import socket
 import threading
@@ -10,12 +9,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 
-from disaggregated_inference.engines import Sequence
 from disaggregated_inference.errors import (
     BadRequest,
     Cancelled,
@@ -28,12 +24,13 @@ from disaggregated_inference.errors import (
 )
 from disaggregated_inference.kv.tickets import TicketBook
 from disaggregated_inference.nodes.admission import Claim
+from disaggregated_inference.nodes.attempt import Attempt, PrefillMetrics
 from disaggregated_inference.nodes.canary import canary_tokens
 from disaggregated_inference.nodes.context import Context, prompt_hash
 from disaggregated_inference.nodes.listen import Listener
 from disaggregated_inference.nodes.rates import Rates
 from disaggregated_inference.nodes.room import Room
-from disaggregated_inference.nodes.worker import LEAST_CHUNK, STALL_S, Work
+from disaggregated_inference.nodes.worker import LEAST_CHUNK, STALL_S, STALL_STEPS, Work
 from disaggregated_inference.wire import End, Hello, Outbox, Welcome, serve, tape
 from disaggregated_inference.wire.codecs import CODECS
 from disaggregated_inference.wire.frames import Connection
@@ -43,31 +40,6 @@ log = logging.getLogger(__name__)
 
 _SILENCE_S = 15.0  # three lease renewals that never came
 _MOST_CONNECTIONS = 1024
-
-
-class PrefillMetrics(msgspec.Struct, frozen=True):
-    prompt_tokens: int
-    prefill_time: float
-    prefill_speed: float
-    queue_time: float
-    cached_tokens: int = 0  # of the prompt, that this node had read before
-
-
-@dataclass(slots=True)
-class Attempt:
-    """One prompt being read, or read and waiting to be fetched."""
-
-    tokens: list[int]
-    ticket: str = ""
-    outbox: Outbox = field(default_factory=Outbox)
-    deadline: float = math.inf
-    future: "Future[PrefillMetrics]" = field(default_factory=Future)
-    claim: Claim | None = None
-    sequence: Sequence | None = None
-    cached_tokens: int = 0
-    ended: bool = False
-    keeping: bool = False  # its rows are being copied for later prompts
-    streams_done: set[int] = field(default_factory=set)
 
 
 class PrefillNode:
@@ -228,7 +200,7 @@ class PrefillNode:
         batch, rate = self.worker.batch, self.reading.expect(count)
         if not batch.members or not rate:
             return self.chunk_tokens
-        return max(LEAST_CHUNK, min(self.chunk_tokens, int(rate * max(STALL_S, batch.step_s))))
+        return max(LEAST_CHUNK, min(self.chunk_tokens, int(rate * max(STALL_S, STALL_STEPS * batch.step_s))))
 
     def _require_wanted(self, attempt: Attempt) -> None:
         if attempt.ended:

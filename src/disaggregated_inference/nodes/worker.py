@@ -19,7 +19,8 @@ from disaggregated_inference.errors import NodeBusy
 
 log = logging.getLogger(__name__)
 
-STALL_S = 0.05  # how long answers that are being written may wait for a piece of someone's prompt, or one step's time
+STALL_S = 0.05  # how long answers that are being written may wait for a piece of someone's prompt, or so many steps
+STALL_STEPS = 2
 LEAST_CHUNK = 16
 _LINGER_SHARE = 0.25
 _LEAST_LINGER_S = 0.005

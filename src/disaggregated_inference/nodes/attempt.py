@@ -1,0 +1,36 @@
+"""One prompt on a prefill node: while it is read, and until it was fetched."""
+
+import math
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import msgspec
+
+from disaggregated_inference.engines import Sequence
+from disaggregated_inference.nodes.admission import Claim
+from disaggregated_inference.wire import Outbox
+
+
+class PrefillMetrics(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    prefill_time: float
+    prefill_speed: float
+    queue_time: float
+    cached_tokens: int = 0  # of the prompt, that this node had read before
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One prompt being read, or read and waiting to be fetched."""
+
+    tokens: list[int]
+    ticket: str = ""
+    outbox: Outbox = field(default_factory=Outbox)
+    deadline: float = math.inf
+    future: "Future[PrefillMetrics]" = field(default_factory=Future)
+    claim: Claim | None = None
+    sequence: Sequence | None = None
+    cached_tokens: int = 0
+    ended: bool = False
+    keeping: bool = False  # its rows are being copied for later prompts
+    streams_done: set[int] = field(default_factory=set)
