@@ -49,7 +49,7 @@ class Node:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         request = urllib.request.Request(self.url + path, data, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(request, timeout=240) as response:
                 return response.status, json.loads(response.read())
         except urllib.error.HTTPError as error:
             with error:
@@ -57,7 +57,7 @@ class Node:
 
     def stream(self, path: str, body: Any) -> list[Any]:
         request = urllib.request.Request(self.url + path, json.dumps(body).encode())
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=240) as response:
             return [json.loads(line[6:]) for line in response if line.startswith(b"data: ")]
 
     def logged(self) -> list[dict[str, Any]]:
