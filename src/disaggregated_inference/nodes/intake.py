@@ -94,6 +94,7 @@ class Intake:
         if task.prompt is None:
             task.prompt = gather_tokens(hello, context.tokens, spec.vocabulary, paths)
             self.know_prompt(task)
+            paths = self.paths.ordered(context.addresses)  # one that just failed goes last
         self.room.prefixes.recall(task.prompt)
         started = time.perf_counter()
         metrics.cached_tokens = self.worker.start(self._reuse(task, context.tokens), urgent=True).result()

@@ -6,6 +6,7 @@ are placed one after the other, and each is committed when all its layers are th
 sequence is a whole number of chunks, plus a part of one that can be rolled back.
 """
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -106,6 +107,7 @@ class Gather:
         self._got_logits = False
         self._error: BaseException | None = None
         self._connections: dict[int, Connection] = {}
+        self._via: dict[int, Path] = {}
         self.committed = hello.held_tokens
 
     def run(self) -> Gathered:
@@ -167,6 +169,7 @@ class Gather:
                 if self._error:
                     raise
                 path.failed(error)
+                self._leave_path(path)
                 if self._held(stream) > before:
                     stream.resumed += 1
                     failures, since = 0, time.monotonic()
@@ -177,13 +180,23 @@ class Gather:
                         raise
                     time.sleep(_PATIENCE_S / 5)
 
+    def _leave_path(self, path: Path) -> None:
+        """Where there is another way, a path that failed one stream is left by all: each would wait for it in turn."""
+        if len(self._paths) == 1:
+            return
+        with self._changed:
+            others = [self._connections[number] for number, via in self._via.items() if via is path]
+        for connection in others:
+            with suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RD)
+
     def _connect(self, stream: _Stream, path: Path) -> None:
         connection = path.dial()
         with self._changed:
             if self._error:
                 connection.sock.close()
                 raise self._error
-            self._connections[stream.number] = connection
+            self._connections[stream.number], self._via[stream.number] = connection, path
         stream.used.append(spoken(path.address))
         hello = msgspec.structs.replace(
             self._hello, held_tokens=self._held(stream), stream=stream.number, streams=len(self._streams)
