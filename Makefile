@@ -23,6 +23,8 @@ bench: $(READY)
 	$(BIN)/disagg bench engine
 	$(BIN)/disagg bench wire
 	$(BIN)/disagg bench handoff
+	$(BIN)/disagg bench decode
+	$(BIN)/disagg bench serve
 
 # Frames, handshakes, tapes and contexts of any shape, for some minutes.
 fuzz: $(READY)

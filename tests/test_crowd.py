@@ -219,6 +219,20 @@ def test_cancelled_in_every_phase(nodes: Callable[..., Pair]) -> None:
     assert until(lambda: nothing_left(pair))
 
 
+def test_cancelled_while_a_peer_is_being_proven(nodes: Callable[..., Pair]) -> None:
+    """The first contact, with a prefill node that is busy: the client need not wait for the canary to leave."""
+    prefill, decode = nodes()
+    slow(prefill, "_prefill", 2.0)
+    context, _ = prefill.begin(prompt_of(100))
+    answer = decode.fetch_and_write(context, 4)
+    others = [decode.fetch_and_write(prefill.begin(prompt_of(100))[0], 4) for _ in range(2)]
+    time.sleep(0.4)
+    for each in (answer, *others):
+        each.cancel()
+    assert until(lambda: decode.open_requests == 0, 1.0)
+    assert until(lambda: nothing_left((prefill, decode)), 10)
+
+
 def test_every_wait_has_an_end(nodes: Callable[..., Pair]) -> None:
     prefill, decode = nodes()
     slow(decode, "_step", 0.02)

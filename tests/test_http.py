@@ -350,6 +350,8 @@ def test_bad_requests_to_prefill(path: str, body: Any, status: int, says: str, p
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [
+        ({"context": _context(), "tokens": [-1], "max_tokens": 2}, 400, "vocabulary"),
+        ({"context": _context(), "tokens": [5], "max_tokens": 2}, 400, "not the prompt that the context is of"),
         ({"context": "nonsense", "max_new_tokens": 2}, 403, "not one that a prefill node gave out"),
         ({"tokens": [5], "max_new_tokens": 0}, 400, "at least 1"),
         ({"tokens": [5], "temperature": -1}, 400, "temperature must be between 0 and"),

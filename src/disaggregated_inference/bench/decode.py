@@ -180,7 +180,9 @@ def _arrival_rows(report: Report, node: DecodeNode, reader: str, model: ModelFil
     for way in arrivals:
         report.add(Row(f"{name}, {_ARRIVING} tokens by {way}", percentile(gaps[way], 99) * 1e3, "ms", quiet, "quiet"))
         report.add(Row(f"longest gap, {way}", max(gaps[way]) * 1e3, "ms", max(gaps["quiet"]) * 1e3, "quiet"))
-        report.add(Row(f"until the newcomer's first token, {way}", min(arrivals[way]), "s"))
+    first = {way: min(seconds) for way, seconds in arrivals.items()}
+    name = "until the newcomer's first token, hand-over"
+    report.add(Row(name, first["hand-over"], "s", first["local prefill"], "local prefill"))
 
 
 def _disturbed(node: DecodeNode, prefill: PrefillNode, way: str, gaps: list[float]) -> float:

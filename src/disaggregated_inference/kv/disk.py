@@ -22,6 +22,7 @@ from disaggregated_inference.kv.blocks import HASH_BYTES, Address, Block, BlockS
 
 log = logging.getLogger(__name__)
 
+_LAST_WRITES_S = 10.0
 _STALE_S = 3600.0  # a temporary file this old has lost its writer
 _NAME = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
 
@@ -109,12 +110,13 @@ class DiskTier:
             self._remove(label)
 
     def close(self) -> None:
-        """Write what is queued, and the order of use, for the next start."""
+        """Write what is queued, for so long as a node that stops can wait, and the order of use, for the next start."""
         if self._closed:
             return
         self._closed = True
-        self._queue.put(None)
-        self._writer.join()
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=_LAST_WRITES_S)
+        self._writer.join(_LAST_WRITES_S)
         for label in [label for hash, label in self._labels.items() if hash in self._used]:
             self._touch(label)
 

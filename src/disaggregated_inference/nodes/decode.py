@@ -52,7 +52,7 @@ class DecodeNode:
         self.batch = Batch(self.engine, self._choice_over)
         self.worker.batch = self.batch
         chunk = chunk_tokens or self.engine.chunk_tokens
-        self.intake = Intake(room, tokenizer, self.batch, chunk, streams, codecs)
+        self.intake = Intake(room, tokenizer, chunk, streams, codecs)
         self.on_end: Callable[[Answer, BaseException | None], None] = lambda answer, error: None
         self._lock = threading.Lock()
         self._tasks: set[Task] = set()
@@ -93,6 +93,8 @@ class DecodeNode:
         tokens: list[int] | None = None,
     ) -> Answer:
         """From the cache of a prefill node. `tokens`, where the caller knows the prompt, saves a question."""
+        if tokens:
+            self.engine.require_vocabulary(tokens)
         if tokens is not None and prompt_hash(tokens) != context.prompt_hash:
             raise BadRequest("these tokens are not the prompt that the context is of; leave them out, or send the same")
         task = self._task(tokens, context.tokens, rules or Rules(max_tokens=max_tokens), request_id)

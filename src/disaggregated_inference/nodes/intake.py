@@ -19,14 +19,13 @@ from disaggregated_inference.kv.prefixes import Insertion
 from disaggregated_inference.models.tokenizer import ModelTokenizer
 from disaggregated_inference.nodes.admission import Claim
 from disaggregated_inference.nodes.answers import Answer
-from disaggregated_inference.nodes.batch import Batch
 from disaggregated_inference.nodes.choice import Choice
 from disaggregated_inference.nodes.context import Context, prompt_hash
 from disaggregated_inference.nodes.guidance import Guide
 from disaggregated_inference.nodes.proofs import Proofs
 from disaggregated_inference.nodes.rates import Rates
 from disaggregated_inference.nodes.room import Room
-from disaggregated_inference.nodes.worker import LEAST_CHUNK, STALL_S, STALL_STEPS, Work
+from disaggregated_inference.nodes.worker import Work
 from disaggregated_inference.wire import Gather, Hello, Paths, Sink, gather_tokens
 from disaggregated_inference.wire.tape import Playback
 
@@ -61,14 +60,12 @@ class Intake:
         self,
         room: Room,
         tokenizer: ModelTokenizer,
-        batch: Batch,
         chunk_tokens: int,
         streams: int,
         codecs: tuple[str, ...],
     ) -> None:
         self.room, self.worker, self.engine = room, room.worker, room.engine
-        self.tokenizer, self.batch = tokenizer, batch
-        self.chunk_tokens, self.streams, self.codecs = chunk_tokens, streams, codecs
+        self.tokenizer, self.chunk_tokens, self.streams, self.codecs = tokenizer, chunk_tokens, streams, codecs
         self.paths = Paths()
         self.proofs = Proofs(room, self.paths)
         self.reading = Rates()
@@ -89,7 +86,7 @@ class Intake:
         """The cache into the sequence. The first token is out as soon as the logits are here, whatever still comes."""
         answer, metrics = task.answer, task.answer.metrics
         spec, paths = self.engine.spec, self.paths.ordered(context.addresses)
-        metrics.canary_time = self.proofs.require(context, hello, answer.require_wanted)
+        metrics.canary_time = self.proofs.require(context, hello, answer)
         answer.require_wanted()
         if task.prompt is None:
             task.prompt = gather_tokens(hello, context.tokens, spec.vocabulary, paths)
@@ -200,7 +197,7 @@ class Intake:
             spent = 0.0
             while at < len(prompt):
                 task.answer.require_wanted()
-                part = prompt[at : at + self._chunk()]
+                part = prompt[at : at + self.worker.chunk_tokens(self._pace, self.chunk_tokens)]
                 begun = time.perf_counter()
                 logits = self.engine.prefill(sequence, part, insertion.put if insertion else None)
                 row = logits.numpy()[0] if at + len(part) == len(prompt) else None
@@ -212,13 +209,6 @@ class Intake:
         metrics.prefill_time = time.perf_counter() - started
         assert row is not None
         self._first(task, row)
-
-    def _chunk(self) -> int:
-        """Tokens of prompt at a time: few enough, while answers are being written, that their streams do not stall."""
-        if not self.batch.members or not self._pace:
-            return self.chunk_tokens
-        stall_s = max(STALL_S, STALL_STEPS * self.batch.step_s)
-        return max(LEAST_CHUNK, min(self.chunk_tokens, int(self._pace * stall_s)))
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from disaggregated_inference.nodes.context import Context, prompt_hash
 from disaggregated_inference.nodes.listen import Listener
 from disaggregated_inference.nodes.rates import Rates
 from disaggregated_inference.nodes.room import Room
-from disaggregated_inference.nodes.worker import LEAST_CHUNK, STALL_S, STALL_STEPS, Work
+from disaggregated_inference.nodes.worker import Work
 from disaggregated_inference.wire import End, Hello, Outbox, Welcome, serve, tape
 from disaggregated_inference.wire.codecs import CODECS
 from disaggregated_inference.wire.frames import Connection
@@ -169,7 +169,8 @@ class PrefillNode:
             spent = 0.0
             while attempt.sequence.length < count:
                 self._require_wanted(attempt)
-                part = attempt.tokens[attempt.sequence.length :][: self._chunk(count)]
+                size = self.worker.chunk_tokens(self.reading.expect(count), self.chunk_tokens)
+                part = attempt.tokens[attempt.sequence.length :][:size]
                 begun = time.perf_counter()
                 logits = self.engine.prefill(attempt.sequence, part, attempt.outbox.put)
                 spent += time.perf_counter() - begun
@@ -194,13 +195,6 @@ class PrefillNode:
                 if attempt.ended or attempt.outbox.failed:  # there is nothing to hold, and nobody else will close it
                     self._close(attempt)
         return PrefillMetrics(count, seconds, count / seconds, started - asked, at)
-
-    def _chunk(self, count: int) -> int:
-        """Tokens at a time. Where this engine writes answers, too, no more than they can wait for."""
-        batch, rate = self.worker.batch, self.reading.expect(count)
-        if not batch.members or not rate:
-            return self.chunk_tokens
-        return max(LEAST_CHUNK, min(self.chunk_tokens, int(rate * max(STALL_S, STALL_STEPS * batch.step_s))))
 
     def _require_wanted(self, attempt: Attempt) -> None:
         if attempt.ended:

@@ -4,7 +4,6 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 import msgspec
@@ -13,6 +12,7 @@ import numpy as np
 from disaggregated_inference.engines import Sequence
 from disaggregated_inference.errors import PeerRefused
 from disaggregated_inference.kv.dtype import Array
+from disaggregated_inference.nodes.answers import Answer
 from disaggregated_inference.nodes.canary import Reading, canary_tokens, require_same
 from disaggregated_inference.nodes.context import Context
 from disaggregated_inference.nodes.room import Room
@@ -41,7 +41,7 @@ class Proofs:
         self._known: OrderedDict[str, Future[Proof]] = OrderedDict()
         self.tokens_computed = 0
 
-    def require(self, context: Context, hello: Hello, wanted: Callable[[], None] = lambda: None) -> float:
+    def require(self, context: Context, hello: Hello, answer: Answer) -> float:
         """Seconds it took, 0 for a peer that is known. Raises `PeerRefused`, or why the canary did not arrive: that is
         this request's own trouble, and the next one tries for itself."""
         started = time.perf_counter()
@@ -52,9 +52,9 @@ class Proofs:
                 if len(self._known) > _MOST_PEERS:
                     self._known.popitem(last=False)
             if future is mine:
-                self._prove(context, hello, mine)
+                self._prove(context, hello, mine, answer)
             while not wait([future], _PATIENCE_S).done:
-                wanted()  # raises, where the one who waits is gone
+                answer.require_wanted()
             if future is mine or not future.exception():
                 break
         if refused := future.result().refused:
@@ -66,10 +66,10 @@ class Proofs:
             done = [future for future in self._known.values() if future.done() and not future.exception()]
         return [future.result() for future in done]
 
-    def _prove(self, context: Context, hello: Hello, future: "Future[Proof]") -> None:
+    def _prove(self, context: Context, hello: Hello, future: "Future[Proof]", answer: Answer) -> None:
         about = {"peer": context.epoch, "request_id": hello.request_id}
         try:
-            distance = self._compare(context, hello)
+            distance = self._compare(context, hello, answer)
         except PeerRefused as error:
             log.error("prefill node %s is refused: %s", context.epoch, error, extra=about)
             future.set_result(Proof(context.epoch, refused=str(error)))
@@ -81,19 +81,19 @@ class Proofs:
             log.info("prefill node %s is proven", context.epoch, extra=about | {"distance": distance})
             future.set_result(Proof(context.epoch, distance))
 
-    def _compare(self, context: Context, hello: Hello) -> float:
+    def _compare(self, context: Context, hello: Hello, answer: Answer) -> float:
         tokens = canary_tokens(self._engine.spec.vocabulary)
         sequences = [
             self._worker.call(lambda: self._room.open(len(tokens) + 1, counted=False)) for _ in ("ours", "theirs")
         ]
         try:
-            received = self._receive(context, hello, sequences[1], len(tokens))
+            received = self._receive(context, hello, sequences[1], len(tokens), answer)
             return self._worker.call(lambda: self._recompute(tokens, received, *sequences))
         finally:
             for sequence in sequences:
                 self._worker.post(lambda sequence=sequence: self._room.close(sequence))  # type: ignore[misc]
 
-    def _receive(self, context: Context, hello: Hello, target: Sequence, count: int) -> Array:
+    def _receive(self, context: Context, hello: Hello, target: Sequence, count: int, answer: Answer) -> Array:
         logits: list[Array] = []
         sink = Sink(
             place=lambda piece: self._worker.call(lambda: self._engine.place(target, piece)),
@@ -101,7 +101,9 @@ class Proofs:
             logits=logits.append,
         )
         spec, asked = self._engine.spec, msgspec.structs.replace(hello, canary=True)
-        Gather(asked, spec.layout, spec.vocabulary, count, self._paths.ordered(context.addresses), sink).run()
+        gather = Gather(asked, spec.layout, spec.vocabulary, count, self._paths.ordered(context.addresses), sink)
+        answer.on_cancel(gather.stop)  # the client may leave; whoever waits for the same proof tries for itself
+        gather.run()
         return logits[0]
 
     def _recompute(self, tokens: list[int], received: Array, ours: Sequence, theirs: Sequence) -> float:

@@ -19,9 +19,9 @@ from disaggregated_inference.errors import NodeBusy
 
 log = logging.getLogger(__name__)
 
-STALL_S = 0.05  # how long answers that are being written may wait for a piece of someone's prompt, or so many steps
-STALL_STEPS = 2
-LEAST_CHUNK = 16
+_STALL_S = 0.05  # how long answers that are being written may wait for a piece of someone's prompt, or so many steps
+_STALL_STEPS = 2
+_LEAST_CHUNK = 16
 _LINGER_SHARE = 0.25
 _LEAST_LINGER_S = 0.005
 _NEXT_SLICE_S = 0.002
@@ -165,6 +165,14 @@ class EngineThread:
             with self._changed:
                 if not self._changed.wait_for(lambda: self._calls, _NEXT_SLICE_S):
                     return
+
+    def chunk_tokens(self, rate: float | None, most: int) -> int:
+        """Tokens of a prompt at a time, of which this engine reads `rate` a second: few enough, while answers are being
+        written, that their streams do not stall."""
+        if not self.batch.members or not rate:
+            return most
+        stall_s = max(_STALL_S, _STALL_STEPS * self.batch.step_s)
+        return max(_LEAST_CHUNK, min(most, int(rate * stall_s)))
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
