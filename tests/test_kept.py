@@ -11,6 +11,7 @@ import pytest
 from disaggregated_inference.errors import DisaggError, PeerFailed
 from disaggregated_inference.nodes.answers import Rules
 from disaggregated_inference.nodes.context import prompt_hash
+from disaggregated_inference.wire import End, Outbox
 from tests.conftest import LoadTiny, Pair, until
 from tests.handoff import alone, prompt_of
 from tests.test_crowd import nothing_left
@@ -46,6 +47,25 @@ def test_a_prompt_cancelled_in_its_last_chunk_is_not_kept(nodes: Callable[..., P
     assert list(answer) == alone(tiny_engine("torch", "llama"), again, 8)
     assert answer.metrics.prefill_cached_tokens < 100
     assert until(lambda: nothing_left(pair))
+
+
+def test_a_prompt_fetched_before_its_reader_looks_up_was_read(
+    nodes: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other side may have it all, and end the ticket, before the engine's thread does its next thing."""
+    prefill, decode = nodes("torch", "torch", prefix_bytes=LOTS)
+    prompt, finish = prompt_of(400), Outbox.finish
+
+    def finish_and_stay(outbox: Outbox, end: End) -> None:
+        finish(outbox, end)
+        if end.prompt_tokens == len(prompt):
+            assert until(lambda: prefill.book.endings.fetched == 1, 5)
+
+    monkeypatch.setattr(Outbox, "finish", finish_and_stay)
+    context, reading = prefill.begin(prompt)
+    list(decode.fetch_and_write(context, 4))
+    assert reading.result(5).prompt_tokens == 400
+    assert until(lambda: prefill.room.prefixes.seen().blocks > 0)
 
 
 def test_rounded_rows_are_not_kept(nodes: Callable[..., Pair]) -> None:

@@ -180,9 +180,11 @@ class PrefillNode:
             attempt.outbox.put_logits(np.ascontiguousarray(logits.numpy()[0]))
             self.reading.note(count, count - at, spent + time.perf_counter() - begun)
             seconds = time.perf_counter() - started
-            end = End(prompt_tokens=count, queue_s=started - asked, prefill_s=seconds, cached_tokens=at)
-            attempt.outbox.finish(end)
+            metrics = PrefillMetrics(count, seconds, count / seconds, started - asked, at)
+            self._read_over(attempt, None, metrics)
             self._keep(attempt)
+            end = End(prompt_tokens=count, queue_s=started - asked, prefill_s=seconds, cached_tokens=at)
+            attempt.outbox.finish(end)  # last: whoever has it all ends the ticket
         except DisaggError as error:
             attempt.outbox.fail(error)
             raise
@@ -194,7 +196,7 @@ class PrefillNode:
                 self.book.hold(attempt.ticket)
                 if attempt.ended or attempt.outbox.failed:  # there is nothing to hold, and nobody else will close it
                     self._close(attempt)
-        return PrefillMetrics(count, seconds, count / seconds, started - asked, at)
+        return metrics
 
     def _require_wanted(self, attempt: Attempt) -> None:
         if attempt.ended:
