@@ -39,6 +39,17 @@ class ModelTokenizer:
             raise ModelDamaged(f"{path}: {error}") from error
         return cls(tokenizer, _read_template(folder, settings), special)
 
+    def whole(self) -> dict[str, Any]:
+        """Everything about it, for `from_whole` on another machine."""
+        return {"tokenizer": self.json, "chat_template": self.chat_template, "special": self._special}
+
+    @classmethod
+    def from_whole(cls, whole: dict[str, Any]) -> "ModelTokenizer":
+        try:
+            return cls(Tokenizer.from_str(whole["tokenizer"]), whole["chat_template"], whole["special"])
+        except Exception as error:  # the Rust side raises no narrower class
+            raise ModelDamaged(f"this is no tokenizer: {error}") from error
+
     def encode(self, text: str) -> list[int]:
         """Special tokens written out in the text are recognised, none are added."""
         # As a batch, because that lets other threads run meanwhile: a long text takes seconds.

@@ -23,6 +23,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     format: Format | None = None
     written: tuple[int, ...] = ()  # tokens of the answer that the prompt already ends with: another node wrote them
+    choice: int = 0  # which of several this is, where one of them goes on by itself: it has its own random numbers
     timeout_s: float = 180.0
     queue_s: float = 30.0  # how long it may wait for memory
 
@@ -39,8 +40,10 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
             raise BadRequest("max_new_tokens must be at least 1")
         if not 1 <= self.n <= _MOST_CHOICES:
             raise BadRequest(f"n must be between 1 and {_MOST_CHOICES}, not {self.n}")
-        if self.written and self.n > 1:
-            raise BadRequest("an answer that goes on has one choice: give written with n = 1")
+        if (self.written or self.choice) and self.n > 1:
+            raise BadRequest("an answer that goes on has one choice: give written and choice with n = 1")
+        if not 0 <= self.choice < _MOST_CHOICES:
+            raise BadRequest(f"choice must be between 0 and {_MOST_CHOICES - 1}, not {self.choice}")
         if not 0 < self.timeout_s <= 86400 or not 0 <= self.queue_s <= 86400:
             raise BadRequest("timeout_s and queue_s are seconds, up to a day")
 

@@ -34,3 +34,8 @@ class Attempt:
     ended: bool = False
     keeping: bool = False  # its rows are being copied for later prompts
     streams_done: set[int] = field(default_factory=set)
+
+    @property
+    def unread(self) -> int:
+        sequence = self.sequence
+        return len(self.tokens) - (sequence.length if sequence else 0)

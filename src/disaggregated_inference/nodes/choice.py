@@ -24,7 +24,7 @@ class Choice:
     ) -> None:
         rules = answer.rules
         self.answer, self.number = answer, number
-        self.sampler = Sampler(rules.sampling, list(prompt), eos_tokens, number, rules.written)
+        self.sampler = Sampler(rules.sampling, list(prompt), eos_tokens, rules.choice + number, rules.written)
         self.sequence: Sequence | None = None
         self.tokens: list[int] = []
         self.finish: str | None = None

@@ -11,7 +11,7 @@ import msgspec
 from disaggregated_inference.errors import TicketRefused
 from disaggregated_inference.wire.paths import Address
 
-_MOST_ADDRESSES = 16
+MOST_ADDRESSES = 16
 
 
 def prompt_hash(tokens: Sequence[int]) -> str:
@@ -36,6 +36,6 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
         except (binascii.Error, msgspec.DecodeError, ValueError) as error:
             raise TicketRefused("this context is not one that a prefill node gave out") from error
         hosts = all(0 < len(host) <= 253 and 0 < port < 65536 for host, port in context.addresses)
-        if context.tokens < 1 or not context.epoch or not hosts or not 0 < len(context.addresses) <= _MOST_ADDRESSES:
+        if context.tokens < 1 or not context.epoch or not hosts or not 0 < len(context.addresses) <= MOST_ADDRESSES:
             raise TicketRefused("this context is not one that a prefill node gave out")
         return context

@@ -76,6 +76,11 @@ class DecodeNode:
         """Requests that are waiting, transferring or being written."""
         return len(self._tasks)
 
+    @property
+    def unread_tokens(self) -> int:
+        """Of all prompts that this node reads itself, or waits to."""
+        return sum(task.unread for task in list(self._tasks))
+
     def close(self, drain_s: float = 0.0) -> None:
         """Let answers be finished for so long; those that still are not are cancelled."""
         deadline = time.monotonic() + drain_s
@@ -121,6 +126,7 @@ class DecodeNode:
             raise BadRequest("the prompt is empty")
         self.engine.require_vocabulary(tokens)
         task = self._task(tokens, len(tokens), rules or Rules(max_tokens=max_tokens), request_id)
+        task.unread = len(tokens)
         self.room.prefixes.recall(tokens)
         return self._admit(task, lambda: self._at_once(task))
 

@@ -17,19 +17,22 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+_PULSE_S = 0.35  # how often a stream with nothing to say says that it is there
+
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
-async def respond(request: Request, answer: Answer, stream: bool) -> Response:
-    """Once there is memory for it. What fails before that has its own status, streamed or not."""
+async def respond(request: Request, answer: Answer, stream: bool, stalled_s: Callable[[], float]) -> Response:
+    """Once there is memory for it. What fails before that has its own status, streamed or not. `stalled_s` is told in
+    a stream's pulse: who reads it knows a slow engine from one that is stuck."""
     items = _Items(answer)
     first = await unless_gone(request, items.get(), answer.cancel)
     if isinstance(first, BaseException):
         raise first
     if stream:
-        return StreamingResponse(_events(items), media_type="text/event-stream")
+        return StreamingResponse(_events(items, stalled_s), media_type="text/event-stream")
     pieces = await unless_gone(request, items.rest(), answer.cancel)
     return json_response(_document(answer, pieces))
 
@@ -73,8 +76,11 @@ class _Items:
         return await self._queue.get()
 
     async def some(self) -> list[Item]:
-        """All that are there, at least one: a slow client gets several at once."""
-        items = [await self._queue.get()]
+        """All that are there: a slow client gets several at once. None where nothing came for a moment."""
+        try:
+            items = [self._queue.get_nowait() if self._queue.qsize() else await asyncio.wait_for(self.get(), _PULSE_S)]
+        except TimeoutError:
+            return []
         while not self._queue.empty():
             items.append(self._queue.get_nowait())
         return items
@@ -89,12 +95,14 @@ class _Items:
         return pieces
 
 
-async def _events(items: _Items) -> AsyncIterator[bytes]:
-    """One event per token; the last one carries the metrics, or the error."""
+async def _events(items: _Items, stalled_s: Callable[[], float]) -> AsyncIterator[bytes]:
+    """One event per token; the last one carries the metrics, or the error. A comment where there is nothing to say."""
     answer = items.answer
     try:
         while True:
-            batch = await items.some()
+            if not (batch := await items.some()):
+                yield b": alive %.1f\n\n" % stalled_s()
+                continue
             pieces = [item for item in batch if isinstance(item, Piece)]
             if pieces:
                 yield b"".join(_event(_token(answer, piece)) for piece in pieces)

@@ -69,6 +69,12 @@ def _shared_routes(served: Served) -> list[Route]:
     async def exposition(request: Request) -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    async def about_model(request: Request) -> Response:
+        return json_response(await asyncio.to_thread(served.about_model))
+
+    async def tokenizer(request: Request) -> Response:
+        return json_response(await asyncio.to_thread(served.model.tokenizer.whole))
+
     async def drain(request: Request) -> Response:
         """As SIGTERM does: no new work; what is under way is finished, then the process ends."""
         room.draining = True
@@ -90,6 +96,8 @@ def _shared_routes(served: Served) -> list[Route]:
     return [
         Route("/health", health),
         Route("/status", status),
+        Route("/model", about_model),
+        Route("/model/tokenizer", tokenizer),
         Route("/metrics", exposition),
         Route("/drain", drain, methods=["POST"]),
         Route("/load", load, methods=["POST"]),
@@ -105,7 +113,9 @@ def _prefill_routes(served: Served) -> list[Route]:
         asked = await body_of(request, PrefillRequest)
         asked.require_sensible()
         tokens = await asyncio.to_thread(recalled, asked)
-        context, reading = node.begin(tokens, asked.ticket, request.scope["server"][0], asked.queue_s, asked.timeout_s)
+        reached_at = request.scope["server"][0]
+        context, reading = node.begin(tokens, asked.ticket, reached_at, asked.queue_s, asked.timeout_s)
+        context = asked.addressed(context)
         answer: dict[str, Any] = {"context": context.encode(), "ticket": context.ticket, "prompt_tokens": len(tokens)}
         about = {"request_id": request_id(request), "ticket": context.ticket, "prompt_tokens": len(tokens)}
         if not asked.wait:
@@ -151,13 +161,17 @@ def _decode_routes(served: Served) -> list[Route]:
 
     async def decode(request: Request) -> Response:
         asked = await body_of(request, DecodeRequest, BODY_LIMIT_BYTES + INLINE_LIMIT_BYTES * 4 // 3)
-        return await respond(request, await asyncio.to_thread(begin, asked, request_id(request)), asked.stream)
+        return await answered(request, asked)
 
     async def generate(request: Request) -> Response:
         asked = await body_of(request, DecodeRequest)
         if asked.context is not None or asked.kv_cache is not None:
             raise BadRequest("/generate reads the prompt itself; a context or kv_cache is for /decode")
-        return await respond(request, await asyncio.to_thread(begin, asked, request_id(request)), asked.stream)
+        return await answered(request, asked)
+
+    async def answered(request: Request, asked: DecodeRequest) -> Response:
+        answer = await asyncio.to_thread(begin, asked, request_id(request))
+        return await respond(request, answer, asked.stream, lambda: node.worker.stalled_s)
 
     def begin(asked: DecodeRequest, name: str) -> Answer:
         rules = asked.rules()

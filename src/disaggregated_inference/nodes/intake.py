@@ -46,6 +46,7 @@ class Task:
     claim: Claim | None = None
     sequences: list[Sequence] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
+    unread: int = 0  # tokens of the prompt that this node's own engine has still to read
     writing: int = 0  # choices that are not over
     finished: bool = False
     exact: bool = True  # its rows are what this model computes: not rounded on the wire, not brought by a client
@@ -69,7 +70,7 @@ class Intake:
         self.paths = Paths()
         self.proofs = Proofs(room, self.paths)
         self.reading = Rates()
-        self._pace = 0.0  # tokens of prompt per second, lately
+        self._pace = 0.0  # tokens of prompt per second, lately, beside answers that are being written
 
     def know_prompt(self, task: Task) -> None:
         """Once the prompt is known."""
@@ -193,6 +194,7 @@ class Intake:
         started, prompt, metrics = time.perf_counter(), task.prompt or [], task.answer.metrics
         sequence = task.sequences[0]
         at = metrics.cached_tokens = yield from self._reuse(task, len(prompt) - 1)
+        task.unread = len(prompt) - at
         with self._keeping(task) as insertion:
             spent = 0.0
             while at < len(prompt):
@@ -202,8 +204,10 @@ class Intake:
                 logits = self.engine.prefill(sequence, part, insertion.put if insertion else None)
                 row = logits.numpy()[0] if at + len(part) == len(prompt) else None
                 seconds = time.perf_counter() - begun
-                self._pace = (self._pace or len(part) / seconds) * 0.7 + len(part) / seconds * 0.3
+                if self.worker.batch.members:
+                    self._pace = (self._pace or len(part) / seconds) * 0.7 + len(part) / seconds * 0.3
                 at, spent = at + len(part), spent + seconds
+                task.unread = len(prompt) - at
                 yield
         self.reading.note(len(prompt), len(prompt) - metrics.cached_tokens, spent)
         metrics.prefill_time = time.perf_counter() - started

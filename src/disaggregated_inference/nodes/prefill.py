@@ -352,6 +352,11 @@ class PrefillNode:
         """Prompts that are waiting or being read."""
         return sum(not attempt.future.done() for attempt in list(self._attempts.values()))
 
+    @property
+    def unread_tokens(self) -> int:
+        """Of all prompts that wait or are being read."""
+        return sum(attempt.unread for attempt in list(self._attempts.values()) if not attempt.future.done())
+
     def _read_over(self, attempt: Attempt, error: BaseException | None, metrics: PrefillMetrics | None = None) -> None:
         """Once: a prompt that was read and a ticket that is cancelled may come at the same moment."""
         with suppress(InvalidStateError):

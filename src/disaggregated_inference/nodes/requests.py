@@ -10,7 +10,9 @@ from starlette.requests import Request
 from disaggregated_inference.errors import BadRequest, BodyTooLarge, ContextTooLong, MessagesRefused
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.nodes.answers import Rules
+from disaggregated_inference.nodes.context import MOST_ADDRESSES, Context
 from disaggregated_inference.nodes.guidance import Format
+from disaggregated_inference.nodes.listen import parse_address
 from disaggregated_inference.nodes.sampling import Sampling
 
 _TICKET = re.compile(r"[\w.:-]{1,200}", re.ASCII)
@@ -72,8 +74,20 @@ class PrefillRequest(Prompt, frozen=True, kw_only=True):
     inline: bool = False  # true: the cache itself in the answer, as base64
     timeout_s: float = 60.0
     queue_s: float = 30.0  # of it, for memory
+    kv_addresses: tuple[str, ...] = ()  # where the caller says this node's KV port is reached, best first
+
+    def addressed(self, context: Context) -> Context:
+        if not self.kv_addresses:
+            return context
+        port = context.addresses[0][1]
+        given = tuple(parse_address(text, port) for text in self.kv_addresses)
+        return msgspec.structs.replace(context, addresses=given)
 
     def require_sensible(self) -> None:
+        if len(self.kv_addresses) > MOST_ADDRESSES:
+            raise BadRequest(f"at most {MOST_ADDRESSES} kv_addresses")
+        for text in self.kv_addresses:
+            parse_address(text, 1)
         if self.inline and not self.wait:
             raise BadRequest("inline needs the whole cache: leave out wait, or set it to true")
         if self.ticket is not None and not _TICKET.fullmatch(self.ticket):
@@ -102,6 +116,7 @@ class DecodeRequest(Prompt, frozen=True, kw_only=True):
     min_tokens: int = 0
     format: Format | None = None
     written: tuple[int, ...] = ()
+    choice: int = 0
     timeout_s: float = 180.0
     queue_s: float = 30.0
 
@@ -119,6 +134,7 @@ class DecodeRequest(Prompt, frozen=True, kw_only=True):
             sampling=Sampling(stop=stop, **shared),
             format=self.format,
             written=self.written,
+            choice=self.choice,
             timeout_s=self.timeout_s,
             queue_s=self.queue_s,
         )

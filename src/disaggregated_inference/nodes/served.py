@@ -45,6 +45,18 @@ class Served:
             "backend": room.engine.name,
             "role": self.role,
             "epoch": self.epoch,
+            "stalled_s": round(room.worker.stalled_s, 3),
+        }
+
+    def about_model(self) -> dict[str, Any]:
+        """Who the model is, as far as another node or a client's text is concerned."""
+        spec = self.room.engine.spec
+        return {
+            "model": self.model.name,
+            "context_window": spec.context_window,
+            "vocabulary": spec.vocabulary,
+            "eos_tokens": spec.eos_tokens,
+            "fingerprint": msgspec.to_builtins(self.room.engine.fingerprint),
         }
 
     def status(self) -> dict[str, Any]:
@@ -56,6 +68,9 @@ class Served:
             "context_window": engine.spec.context_window,
             "kv_token_bytes": engine.spec.kv_token_bytes(engine.dtype),
             "waiting": sum(node.open_requests for node in (self.prefill, self.decode) if node),
+            "waiting_tokens": sum(node.unread_tokens for node in (self.prefill, self.decode) if node),
+            "exports": self.prefill is not None,
+            "imports": self.decode is not None,
             "queue": {
                 "waiting": sum(admission.waiting for admission in room.admissions),
                 "retry_after_s": max(admission.retry_after_s() for admission in room.admissions),

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 _STALL_S = 0.05  # how long answers that are being written may wait for a piece of someone's prompt, or so many steps
 _STALL_STEPS = 2
+_MOST_STALLS = 4  # times that, the more prompts wait: who writes has something to show, who waits has nothing
 _LEAST_CHUNK = 16
 _LINGER_SHARE = 0.25
 _LEAST_LINGER_S = 0.005
@@ -68,6 +69,7 @@ class EngineThread:
         self._running = 0
         self._inbound = 0
         self._stopping = self._ended = False
+        self._at_it_since: float | None = None
         loaded: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._run, args=(loaded,), name="engine", daemon=True)
         self._thread.start()
@@ -111,6 +113,12 @@ class EngineThread:
         return self._thread.is_alive()
 
     @property
+    def stalled_s(self) -> float:
+        """How long the thread has been at one thing: a call, a step, a piece. Loading a model takes what it takes."""
+        since = self._at_it_since
+        return 0.0 if since is None or self.loading else time.monotonic() - since
+
+    @property
     def waiting(self) -> int:
         """Works that are not finished."""
         return len(self._works) + len(self._line) + self._running
@@ -146,8 +154,10 @@ class EngineThread:
             while self._wait():
                 self._answer_calls()
                 if self.batch.members:
+                    self._at_it_since = time.monotonic()
                     self.batch.step()
                 if self._works:
+                    self._at_it_since = time.monotonic()
                     self._advance(*self._works.popleft())
         finally:
             self._give_up()
@@ -159,6 +169,7 @@ class EngineThread:
         until = time.perf_counter() + max(_LEAST_LINGER_S, _LINGER_SHARE * self.batch.step_s)
         while True:
             while self._calls:
+                self._at_it_since = time.monotonic()
                 _finish(*self._calls.popleft())
             if not self._inbound or not self.batch.members or time.perf_counter() >= until:
                 return
@@ -169,9 +180,11 @@ class EngineThread:
     def chunk_tokens(self, rate: float | None, most: int) -> int:
         """Tokens of a prompt at a time, of which this engine reads `rate` a second: few enough, while answers are being
         written, that their streams do not stall."""
-        if not self.batch.members or not rate:
+        if not self.batch.members:
             return most
-        stall_s = max(_STALL_S, _STALL_STEPS * self.batch.step_s)
+        if not rate:
+            return min(most, _LEAST_CHUNK)
+        stall_s = max(_STALL_S, _STALL_STEPS * self.batch.step_s) * min(_MOST_STALLS, max(1, self.waiting))
         return max(_LEAST_CHUNK, min(most, int(rate * stall_s)))
 
     @contextmanager
@@ -186,6 +199,7 @@ class EngineThread:
                 self._inbound -= 1
 
     def _wait(self) -> bool:
+        self._at_it_since = None
         if not self._busy():
             self._idle()
         with self._changed:
