@@ -85,3 +85,14 @@ def test_from_many_threads() -> None:
     for thread in threads:
         thread.join()
     assert sum(rate.samples for rate in rates.seen()) == 8000
+
+
+def test_a_hiccup_is_not_for_ever() -> None:
+    rates = Rates()
+    for _ in range(20):
+        rates.note(1, 1, 0.01)
+    rates.note(1, 1, 3600.0)
+    assert 50 < (rates.expect(1) or 0) < 100
+    for _ in range(40):
+        rates.note(1, 1, 1.0)
+    assert (rates.expect(1) or 0) < 2, "what stays slow is slow"

@@ -17,6 +17,8 @@ MAP = {
     "wire": {"errors", "kv"},
     "engines": {"errors", "kv", "models"},
     "nodes": {"errors", "kv", "models", "engines", "wire"},
+    "cluster": {"errors"},
+    "orchestrator": {"errors", "kv", "models", "cluster"},
     "bench": {"__init__", "errors", "kv", "models", "engines", "wire", "nodes", "progress"},
 }
 LIBRARIES = {"torch": "torch", "transformers": "torch", "triton": "torch", "mlx": "mlx", "mlx_lm": "mlx"}

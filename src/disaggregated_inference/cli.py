@@ -204,7 +204,16 @@ def bench_serve(
 def serve(
     role: Annotated[str, typer.Option(help="prefill (reads prompts), decode (writes answers) or both.")] = "both",
     model: Model = "smollm2",
-    engine: Annotated[str, typer.Option(help="torch or mlx. Default: torch to prefill, else mlx.")] = "",
+    engine: Annotated[
+        str, typer.Option(help="torch, mlx, or simulated (no inference). Default: torch to prefill, else mlx.")
+    ] = "",
+    profile: Annotated[
+        str,
+        typer.Option(
+            help="Machine that --engine simulated stands for: dgx-spark, m3-ultra, m2-ultra, h200, instant,"
+            " custom:prefill=2000,decode=50 (tokens/s). Default: instant."
+        ),
+    ] = "",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="HTTP; 0: a free one. Default 8000 or 8001.")
@@ -240,6 +249,7 @@ def serve(
             role=role,
             model=model,
             engine=engine,
+            profile=profile,
             host=host,
             port=port,
             token=token,

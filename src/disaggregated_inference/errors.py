@@ -30,6 +30,10 @@ DisaggError
 │   └── BodyTooLarge           413  a request body beyond the limit
 ├── NodeBusy                   503  the queue is full
 │   └── NodeDraining           503  the node is stopping and takes no new work
+├── ClusterError               503  nobody in the cluster can serve this now
+│   ├── NoDecodeNode           503  no node is left that could write the answer
+│   └── QueueFull              503  more requests wait for a node than should; come back later
+├── ConfigError                400  a configuration that cannot be understood, or contradicts itself
 ├── DeadlineExceeded           504  the request's time was over before it was done
 └── ContextTooLong             400  prompt plus answer exceed the context window
 """
@@ -170,6 +174,29 @@ class NodeBusy(DisaggError):
 
 class NodeDraining(NodeBusy):
     pass
+
+
+class ClusterError(DisaggError):
+    """Something about the nodes as a whole: each may be well, but none can take this request."""
+
+    status = 503
+
+
+class NoDecodeNode(ClusterError):
+    def __init__(self, message: str = "Decode server unavailable - request failed") -> None:
+        super().__init__(message)
+
+
+class QueueFull(ClusterError):
+    """`retry_after_s` is when a place is likely free."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(f"{message}; try again in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
+class ConfigError(DisaggError):
+    status = 400
 
 
 class DeadlineExceeded(DisaggError):

@@ -202,7 +202,7 @@ def run(
         with steps() as fetching:
             model = ModelStore().resolve(model_name, fetching)
         reports = {}
-        for name in engines or list(ENGINES):
+        for name in engines or [name for name, packages in ENGINES.items() if packages]:
             options = {"device": device or None, "threads": threads or None} if name == "torch" else {}
             reports[f"engine-{name}"] = bench_model(name, model, options, quick, progress)
     for name, report in reports.items():

@@ -5,15 +5,18 @@ import importlib.util
 from typing import Any
 
 from disaggregated_inference.engines.base import Engine, Logits, Sequence, Tokens, chunks
-from disaggregated_inference.errors import DisaggError, EngineUnavailable, ModelDamaged
+from disaggregated_inference.errors import DisaggError, EngineUnavailable, ModelDamaged, ModelUnsupported
 from disaggregated_inference.models import ModelFiles
+from disaggregated_inference.models.simulated import NAMES as SIMULATED_MODELS
 
-ENGINES = {"torch": ("torch", "transformers"), "mlx": ("mlx", "mlx_lm")}
+# And the packages that each needs.
+ENGINES: dict[str, tuple[str, ...]] = {"torch": ("torch", "transformers"), "mlx": ("mlx", "mlx_lm"), "simulated": ()}
 
 
 def load_engine(name: str, model: ModelFiles, **options: Any) -> Engine:
     """Load `model` into the engine called `name`; `options` are the engine's own (device, dtype, ...)."""
     require_engine(name)
+    _require_right_kind(name, model)
     module = importlib.import_module(f"disaggregated_inference.engines.{name}")
     try:
         engine: Engine = module.load(model, **options)
@@ -32,6 +35,17 @@ def require_engine(name: str) -> None:
         raise EngineUnavailable(
             f"engine {name!r} needs {', '.join(missing)}: pip install 'disaggregated-inference[{name}]'"
         )
+
+
+def _require_right_kind(name: str, model: ModelFiles) -> None:
+    """What is simulated and what is not must never be taken for each other."""
+    if name == "simulated" and not model.simulated:
+        raise ModelUnsupported(
+            f"the simulated engine computes nothing and has models of its own ({', '.join(SIMULATED_MODELS)});"
+            f" {model.name} needs a real engine"
+        )
+    if name != "simulated" and model.simulated:
+        raise ModelUnsupported(f"{model.name} has no weights: it is for the simulated engine alone, not for {name}")
 
 
 __all__ = ["ENGINES", "Engine", "Logits", "Sequence", "Tokens", "chunks", "load_engine", "require_engine"]

@@ -249,7 +249,7 @@ class Engine(ABC):
 
     def _require_room(self, sequence: Sequence, count: int) -> None:
         self._require_usable(sequence)
-        if any(stop != sequence.length for stop in sequence.placed):
+        if sequence.placed.count(sequence.length) != len(sequence.placed):  # every step of every sequence asks
             raise SliceRefused("slices were placed and not committed; commit them or roll back")
         if sequence.length + count > sequence.capacity:
             raise KVMemoryFull(f"{sequence.length + count} tokens in a sequence opened for {sequence.capacity}")

@@ -1,8 +1,8 @@
 """From the name a person types to files on this machine.
 
-Looked for, in this order: a name given with `disagg models add`; the embedded model; a path; a well-known alias
-(`qwen3-coder:30b`) or a repository's name, in the store's folder and in the Hugging Face cache. Nothing is downloaded
-but the embedded model.
+Looked for, in this order: a name given with `disagg models add`; the embedded model; a simulated one; a path; a
+well-known alias (`qwen3-coder:30b`) or a repository's name, in the store's folder and in the Hugging Face cache.
+Nothing is downloaded but the embedded model.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from disaggregated_inference.errors import ModelNotFound, ModelUnsupported
 from disaggregated_inference.kv import Fingerprint
 from disaggregated_inference.kv.fingerprint import Weights
-from disaggregated_inference.models import embedded
+from disaggregated_inference.models import embedded, simulated
 from disaggregated_inference.models.convert import Progress, config_from_gguf, tokenizer_from_gguf, weights_of_gguf
 from disaggregated_inference.models.gguf import GGUFFile
 from disaggregated_inference.models.safetensors import read_tensors, weights_identity
@@ -57,6 +57,11 @@ class ModelFiles:
         return config
 
     @cached_property
+    def simulated(self) -> str:
+        """The shape of a model without weights, which only the simulated engine takes; empty for every other."""
+        return "" if self.kind == "gguf" else str(self.config.get("simulated", ""))
+
+    @cached_property
     def spec(self) -> ModelSpec:
         return spec_from_config(self.config)
 
@@ -82,6 +87,8 @@ class ModelFiles:
         return GGUFFile(self.path)
 
     def _safetensors_identity(self) -> Weights:
+        if self.simulated:
+            return simulated.identity(self.config)
         quantization = self.config.get("quantization") or self.config.get("quantization_config")
         stored_as = json.dumps(quantization, sort_keys=True) if quantization else None
         files = sorted(self.path.glob("*.safetensors"))
@@ -111,6 +118,8 @@ class ModelStore:
         wanted = SHORT_NAMES.get(wanted.lower(), wanted)
         if wanted.lower() == EMBEDDED:
             return ModelFiles(EMBEDDED, embedded.ensure_folder(self.root, progress))
+        if wanted.lower().startswith(simulated.PREFIX):
+            return ModelFiles(wanted.lower(), simulated.ensure_folder(self.root, wanted))
         if path := self._local(wanted):
             return ModelFiles(wanted, _require_model(path))
         raise ModelNotFound(self._how_to_get(wanted))
@@ -132,6 +141,7 @@ class ModelStore:
         rows = [Listed(EMBEDDED, self.root / "smollm2-135m" if whole else None, "embedded, fetched on first use")]
         rows += [Listed(name, Path(path), "added") for name, path in sorted(self.names.items())]
         rows += [Listed(name, self._local(name), "alias of " + repos[0]) for name, repos in ALIASES.items()]
+        rows += [Listed(name, self._simulated(name), "no weights, for --engine simulated") for name in simulated.NAMES]
         return rows + [Listed(name, path, "found") for name, path in self._found()]
 
     @property
@@ -155,6 +165,10 @@ class ModelStore:
             if name and (self.root / name / "config.json").is_file():
                 return self.root / name
         return None
+
+    def _simulated(self, name: str) -> Path | None:
+        folder = simulated.folder_of(self.root, name)
+        return folder if folder.is_dir() else None
 
     def _found(self) -> Iterator[tuple[str, Path]]:
         for config in sorted([*self.root.glob("*/config.json"), *self.root.glob("*/*/config.json")]):
@@ -206,6 +220,6 @@ def _require_model(path: Path) -> Path:
         raise ModelNotFound(f"{path} is neither a model folder nor a .gguf file")
     if not (path / "config.json").is_file():
         raise ModelNotFound(f"{path} has no config.json: not a model folder")
-    if not any(path.glob("*.safetensors")):
+    if not any(path.glob("*.safetensors")) and "simulated" not in read_json(path / "config.json"):
         raise ModelUnsupported(f"{path} has no *.safetensors files; convert the weights to safetensors")
     return path

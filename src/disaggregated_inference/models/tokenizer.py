@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from disaggregated_inference.errors import MessagesRefused, ModelDamaged, ModelUnsupported
+from disaggregated_inference.errors import ContextTooLong, MessagesRefused, ModelDamaged, ModelUnsupported
 
 Message = dict[str, Any]
 
@@ -55,6 +55,13 @@ class ModelTokenizer:
         # As a batch, because that lets other threads run meanwhile: a long text takes seconds.
         return list(self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
 
+    def encode_within(self, text: str, window: int) -> list[int]:
+        """What cannot fit in any case is refused before it is tokenized, which takes seconds for megabytes."""
+        least = len(text) // self.longest_token_bytes
+        if least > window:
+            raise ContextTooLong(least, window)
+        return self.encode(text)
+
     @cached_property
     def longest_token_bytes(self) -> int:
         """No token stands for more text than this."""
@@ -69,8 +76,9 @@ class ModelTokenizer:
             raise ModelUnsupported("this model has no chat template; send a plain prompt")
         from jinja2 import TemplateError
 
+        plain = [_plain(message) for message in messages]
         try:
-            text: str = self._template.render(messages=list(messages), add_generation_prompt=True, **self._special)
+            text: str = self._template.render(messages=plain, add_generation_prompt=True, **self._special)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise MessagesRefused(f"the model's chat template refuses these messages: {error}") from error
         return text
@@ -126,6 +134,23 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ModelDamaged(f"{path} holds no JSON object")
     return found
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _plain(message: Message) -> Message:
+    """Text content as templates know it; content in parts, as OpenAI's API has it, is joined."""
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [part["text"] for part in content if _is_text(part)]
+        if len(texts) < len(content):
+            raise MessagesRefused("content parts must be {'type': 'text', 'text': ...}: these models read text alone")
+        content = "".join(texts)
+    if not isinstance(message.get("role"), str) or not isinstance(content, str):
+        raise MessagesRefused("every message needs a role and a content, both text")
+    return message | {"content": content}
 
 
 def _hash(text: str) -> str:

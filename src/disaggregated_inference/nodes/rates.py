@@ -9,6 +9,8 @@ import msgspec
 _HALF_LIFE = 32  # samples after which what was measured counts half
 _KEPT = 0.5 ** (1 / _HALF_LIFE)
 _MOST_BUCKETS = 32
+_KNOWN = 4  # samples after which one that is far slower than all before is a hiccup (a frozen process, a swap)
+_SLOWEST = 8.0
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +28,10 @@ class _Bucket:
     samples: int = 0
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Sums that fade, not rates: so every second of work counts alike, however it was cut into samples."""
+        """Sums that fade, not rates: so every second of work counts alike, however it was cut into samples. A hiccup
+        counts as slow, not as for ever: routers would never come back to measure again."""
+        if self.samples >= _KNOWN:
+            seconds = min(seconds, _SLOWEST * tokens * self.seconds / self.tokens)
         self.tokens = self.tokens * _KEPT + tokens
         self.seconds = self.seconds * _KEPT + seconds
         self.samples += 1

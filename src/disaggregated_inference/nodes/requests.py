@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from disaggregated_inference.errors import BadRequest, BodyTooLarge, ContextTooLong, MessagesRefused
+from disaggregated_inference.errors import BadRequest, BodyTooLarge
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.nodes.answers import Rules
 from disaggregated_inference.nodes.context import MOST_ADDRESSES, Context
@@ -31,41 +31,15 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         given = [name for name in ("prompt", "messages", "tokens") if getattr(self, name) is not None]
         if len(given) != 1:
             raise BadRequest(f"give exactly one of prompt, messages and tokens, not {len(given)}")
-        tokens = self.tokens if self.tokens is not None else _encode(self._text(model), model)
+        tokens = self.tokens if self.tokens is not None else self._encoded(model)
         if not tokens:
             raise BadRequest("the prompt is empty")
         return tokens
 
-    def _text(self, model: ModelFiles) -> str:
-        if self.messages is None:
-            return self.prompt or ""
-        return model.tokenizer.render_chat([_plain(message) for message in self.messages])
-
-
-def _encode(text: str, model: ModelFiles) -> list[int]:
-    """What cannot fit in any case is refused before it is tokenized, which takes seconds for megabytes."""
-    window, longest = model.spec.context_window, model.tokenizer.longest_token_bytes
-    least = len(text) // longest
-    if least > window:
-        raise ContextTooLong(least, window)
-    return model.tokenizer.encode(text)
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Text content as templates know it; content in parts, as OpenAI's API has it, is joined."""
-    content = message.get("content")
-    if isinstance(content, list):
-        texts = [part["text"] for part in content if _is_text(part)]
-        if len(texts) < len(content):
-            raise MessagesRefused("content parts must be {'type': 'text', 'text': ...}: these models read text alone")
-        content = "".join(texts)
-    if not isinstance(message.get("role"), str) or not isinstance(content, str):
-        raise MessagesRefused("every message needs a role and a content, both text")
-    return message | {"content": content}
+    def _encoded(self, model: ModelFiles) -> list[int]:
+        tokenizer = model.tokenizer
+        text = tokenizer.render_chat(self.messages) if self.messages is not None else self.prompt or ""
+        return tokenizer.encode_within(text, model.spec.context_window)
 
 
 class PrefillRequest(Prompt, frozen=True, kw_only=True):

@@ -37,6 +37,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     role: str = "both"
     model: str = "smollm2"
     engine: str = ""
+    profile: str = ""
     host: str = "127.0.0.1"
     port: int | None = None
     kv_port: int = 0
@@ -122,10 +123,14 @@ def _require_free(addresses: list[Address]) -> None:
 def _load(asked: Settings) -> tuple[ModelFiles, Room]:
     engine = asked.engine or ("torch" if asked.role == "prefill" else "mlx")
     require_engine(engine)
+    if asked.profile and engine != "simulated":
+        raise BadRequest(f"--profile is a simulated machine's: it needs --engine simulated, not {engine}")
     kv_bytes, prefix_bytes = parse_size(asked.kv_memory), parse_size(asked.prefix_memory)
     disk_bytes = parse_size(asked.prefix_disk_size)
     files = ModelStore().resolve(asked.model)
     options: dict[str, Any] = {"dtype": require_dtype(asked.dtype)} if asked.dtype else {}
+    if asked.profile:
+        options["profile"] = asked.profile
     if kv_bytes is not None:
         prefix_bytes = kv_bytes // 4 if prefix_bytes is None else prefix_bytes
         if prefix_bytes >= kv_bytes:

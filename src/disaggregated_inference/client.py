@@ -1,0 +1,135 @@
+"""The sync facade: one event loop on a thread of its own, shared by any number of callers' threads."""
+
+import asyncio
+import atexit
+import queue
+import threading
+import weakref
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from disaggregated_inference.cluster.config import ClusterConfig
+from disaggregated_inference.errors import ClusterError
+from disaggregated_inference.orchestrator import Delta, DisaggregatedInference
+
+Result = TypeVar("Result")
+
+_CLOSING_S = 5.0
+
+
+class DisaggregatedClient:
+    """`DisaggregatedClient()` finds the cluster file, `DisaggregatedClient(path)` is told it.
+
+        with DisaggregatedClient() as client:
+            response, metrics = client.generate(model="qwen", prompt="def fibonacci(n):")
+
+    Threads may share one. It ends with `close`, with its `with`, or with the interpreter.
+    """
+
+    def __init__(self, config_path: "str | Path | dict[str, Any] | ClusterConfig | None" = None) -> None:
+        self._core = DisaggregatedInference(config_path)  # a bad config is said before a thread is started
+        self._loop = asyncio.new_event_loop()
+        self._closed = threading.Lock()
+        self._thread = threading.Thread(target=_run, args=(self._loop,), name="disagg-client", daemon=True)
+        self._thread.start()
+        atexit.register(_close_late, weakref.ref(self))
+        self._call(self._core.start())
+
+    @property
+    def config(self) -> ClusterConfig:
+        return self._core.config
+
+    def __enter__(self) -> "DisaggregatedClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends what is under way, then the loop and its thread. Again is harmless."""
+        if not self._closed.acquire(blocking=False):
+            return
+        ending = asyncio.run_coroutine_threadsafe(self._core.aclose(), self._loop)
+        try:
+            ending.result(_CLOSING_S)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_CLOSING_S)
+
+    def generate(self, prompt: str | None = None, **options: Any) -> "tuple[str, dict[str, Any]] | Iterator[str]":
+        """`(response, metrics)`; with `stream=True` an iterator of texts. See docs/CLIENT.md for the options."""
+        if options.pop("stream", False):
+            return (delta.text for delta in self.stream(prompt, **options) if delta.text)
+        answer = self._call(self._core.generate(prompt, **options))
+        return answer["response"], {name: value for name, value in answer.items() if name != "response"}
+
+    def stream(self, prompt: str | None = None, **options: Any) -> Iterator[Delta]:
+        """Pieces of text as they are written; the last one carries the metrics. Leaving the loop cancels the rest."""
+        lines: queue.SimpleQueue[Delta | BaseException | None] = queue.SimpleQueue()
+        pumping = self._post(self._pump(lines, prompt, options))
+        pumping.add_done_callback(
+            lambda _: lines.put(ClusterError("the client was closed"))
+        )  # if nothing else was said
+        try:
+            while (item := lines.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            pumping.cancel()
+
+    async def _pump(self, lines: "queue.SimpleQueue[Any]", prompt: str | None, options: dict[str, Any]) -> None:
+        try:
+            async for delta in self._core.stream(prompt, **options):
+                lines.put(delta)
+            lines.put(None)
+        except Exception as error:
+            lines.put(error)
+
+    def generate_many(self, requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Several models or prompts at once: `results` in order, and `speedup`."""
+        return self._call(self._core.generate_many(requests))
+
+    def health(self) -> dict[str, Any]:
+        return self._call(self._core.health())
+
+    def status(self) -> dict[str, Any]:
+        return self._call(self._core.status())
+
+    def history(self, count: int = 10, model: str | None = None) -> list[dict[str, Any]]:
+        return self._core.history.recent(count, model)
+
+    def _call(self, work: "Coroutine[Any, Any, Result]") -> Result:
+        future = self._post(work)
+        try:
+            result: Result = future.result()
+            return result
+        except BaseException:  # also where the caller is interrupted: nobody wants it any more
+            future.cancel()
+            raise
+
+    def _post(self, work: "Coroutine[Any, Any, Result]") -> Any:
+        if self._closed.locked() or not self._thread.is_alive():
+            work.close()
+            raise ClusterError("this client was closed; make a new one")
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise ClusterError("the sync client was called on its own event loop; use DisaggregatedInference there")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
+
+
+def _close_late(client: "weakref.ref[DisaggregatedClient]") -> None:
+    """At the interpreter's end."""
+    if found := client():
+        found.close()

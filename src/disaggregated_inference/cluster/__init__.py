@@ -1,0 +1,1 @@
+"""The cluster: its config file, deployment, status."""

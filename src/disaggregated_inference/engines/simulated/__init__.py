@@ -1,0 +1,6 @@
+"""The simulated engine: no weights, no language; a machine's times, and real KV bytes. Never called inference."""
+
+from disaggregated_inference.engines.simulated.engine import SimulatedEngine, load
+from disaggregated_inference.engines.simulated.profiles import MACHINES, Profile, parse_profile
+
+__all__ = ["MACHINES", "Profile", "SimulatedEngine", "load", "parse_profile"]

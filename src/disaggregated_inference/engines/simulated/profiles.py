@@ -1,0 +1,170 @@
+"""How long a machine takes. Published figures where there are any; what is an estimate says so, with its arithmetic.
+
+Reading a prompt of n tokens takes a n + b n²: each token its own work, and attention to all before it. One step takes
+the weights that a single sequence reads, the experts that each further one adds, and every row of everyone's context.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+
+from disaggregated_inference.errors import BadRequest
+
+EXPERTS = 128  # of both mixtures
+_EXPERTS_PER_TOKEN = {"qwen3-30b-a3b": 8, "gpt-oss-120b": 4}
+_SHORT, _LONG = 8192, 32768  # the prompts for which figures are published
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine with a model. All zeros: nothing takes any time."""
+
+    name: str
+    note: str
+    prefill_token_s: float = 0.0
+    prefill_depth_s: float = 0.0  # times the square of the prompt's length
+    step_s: float = 0.0  # of one sequence without context
+    context_token_s: float = 0.0  # for each row that a step reads
+    expert_s: float = 0.0  # for each further expert that a larger batch reads
+    experts_per_token: int = 0
+    answer_tokens: int = 0  # answers end by themselves after so many tokens on average; 0: never
+    chunk_tokens: int = 2048
+
+    def prefill_s(self, start: int, stop: int) -> float:
+        """To read the tokens from `start` to `stop`, with those before them in the cache."""
+        return self.prefill_token_s * (stop - start) + self.prefill_depth_s * (stop**2 - start**2)
+
+    def batch_step_s(self, sequences: int, context_tokens: int) -> float:
+        """One token for everyone; `context_tokens` are those of all sequences together."""
+        return self.step_s + self.expert_s * self._more_experts(sequences) + self.context_token_s * context_tokens
+
+    def _more_experts(self, sequences: int) -> float:
+        """Beyond one sequence's own, if every token chose its experts by chance."""
+        unread = (1 - self.experts_per_token / EXPERTS) ** sequences
+        return EXPERTS * (1 - unread) - self.experts_per_token
+
+
+def _fitted(
+    name: str,
+    shape: str,
+    note: str,
+    prefill_s: tuple[float, float],
+    decode_tokens_per_s: tuple[float, float],
+    expert_ms: float,
+    chunk_tokens: int = 2048,
+) -> Profile:
+    """Through two published points each: prompts of 8,192 and 32,768 tokens, and answers written behind them."""
+    pace = [seconds / length for seconds, length in zip(prefill_s, (_SHORT, _LONG), strict=True)]
+    steps = [1 / rate for rate in decode_tokens_per_s]
+    depth_s = (pace[1] - pace[0]) / (_LONG - _SHORT)
+    context_s = (steps[1] - steps[0]) / (_LONG - _SHORT)
+    return Profile(
+        name=name,
+        note=note,
+        prefill_token_s=pace[0] - depth_s * _SHORT,
+        prefill_depth_s=depth_s,
+        step_s=steps[0] - context_s * _SHORT,
+        context_token_s=context_s,
+        expert_s=expert_ms / 1000,
+        experts_per_token=_EXPERTS_PER_TOKEN[shape],
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def _spark(shape: str, prefill_s: tuple[float, float], decode: tuple[float, float], expert_ms: float) -> Profile:
+    note = (
+        "llama.cpp on one GB10 (its benches/dgx-spark; GPT-OSS in MXFP4, Qwen3-Coder in Q8_0): prompts and single"
+        " answers at 8k and 32k. Batches from its llama-batched-bench with 32 sequences of 512 tokens: 102.4 ms a step"
+        " for GPT-OSS, 92.8 for Qwen, less one sequence's step (17.4; 16.7) and the context (3.1; 8.5), over the 77.6"
+        " and 103.7 further experts of 32 random choices: 1.055 and 0.651 ms for each. The sum itself is an estimate"
+    )
+    return _fitted("dgx-spark", shape, note, prefill_s, decode, expert_ms)
+
+
+def _ultra(name: str, shape: str, prefill_s: tuple[float, float], decode: tuple[float, float], ms: float) -> Profile:
+    measured = "llama.cpp on an M2 Ultra, 800 GB/s (its benches/mac-m2-ultra): prompts and single answers at 8k and 32k"
+    taken = "" if name == "m2-ultra" else " ESTIMATE: taken as they are for an M3 Ultra, whose memory has 819 GB/s."
+    note = f"{measured}.{taken} ESTIMATE: a further expert costs a Spark's time by bandwidth, times 273 / 800"
+    return _fitted(name, shape, note, prefill_s, decode, ms)
+
+
+def _h200() -> Profile:
+    note = (
+        "this project's torch engine on one H200, random weights (README): 46,170 and 27,901 tok/s at 8k and 32k (at"
+        " 1,500, 32k tok/s, the fit gives 56k); steps of 10.35 ms alone and 13.16 ms for 32, 1,500 tokens of context"
+        " each. ESTIMATE: a row of context takes 98,304 bytes / 4.8 TB/s, and the other (13.16 - 10.35 - 0.95) ms are"
+        " 103.7 experts"
+    )
+    row_s = 98_304 / 4.8e12
+    decode = tuple(1 / (0.01035 + row_s * (context - 1500)) for context in (_SHORT, _LONG))
+    return _fitted(
+        "h200", "qwen3-30b-a3b", note, (8192 / 46170, 32768 / 27901), (decode[0], decode[1]), 0.0179, chunk_tokens=8192
+    )
+
+
+_QWEN, _GPT_OSS = "qwen3-30b-a3b", "gpt-oss-120b"
+
+MACHINES: dict[str, dict[str, Profile]] = {
+    "dgx-spark": {
+        _QWEN: _spark(_QWEN, (3.0, 17.4), (48.0, 30.2), 0.651),
+        _GPT_OSS: _spark(_GPT_OSS, (3.5, 16.9), (52.9, 42.8), 1.055),
+    },
+    **{
+        name: {
+            _QWEN: _ultra(name, _QWEN, (4.7, 44.4), (65.1, 45.3), 0.222),
+            _GPT_OSS: _ultra(name, _GPT_OSS, (5.5, 32.5), (78.2, 65.5), 0.360),
+        }
+        for name in ("m2-ultra", "m3-ultra")
+    },
+    "h200": {_QWEN: _h200()},
+}
+INSTANT = Profile(name="instant", note="no time passes: what is left is this project's own overhead")
+_CUSTOM = Profile(name="custom", note="rates given by hand, the same at every length and in every batch")
+
+
+def parse_profile(text: str, shape: str) -> Profile:
+    """`m3-ultra`, `instant`, `custom:prefill=2000,decode=50`; any of them with settings behind a colon."""
+    name, _, settings = text.partition(":")
+    profile = _named(name, shape)
+    for setting in filter(None, settings.split(",")):
+        key, _, value = setting.partition("=")
+        profile = _set(profile, key.strip(), value)
+    if name == "custom" and not (profile.prefill_token_s and profile.step_s):
+        raise BadRequest("a custom profile needs both rates: custom:prefill=2000,decode=50 (tokens per second)")
+    return profile
+
+
+def _named(name: str, shape: str) -> Profile:
+    plain = {"instant": INSTANT, "custom": _CUSTOM}
+    if name in plain:
+        return plain[name]
+    if name not in MACHINES:
+        known = ", ".join([*MACHINES, "instant", "custom:prefill=2000,decode=50"])
+        raise BadRequest(f"no profile {name!r}; there are {known}")
+    if shape not in MACHINES[name]:
+        known = ", ".join(MACHINES[name])
+        raise BadRequest(
+            f"no figures for {shape} on {name}, only for {known}; give rates: custom:prefill=2000,decode=50"
+        )
+    return MACHINES[name][shape]
+
+
+_SETTINGS: dict[str, Callable[[float], dict[str, float]]] = {
+    "prefill": lambda rate: {"prefill_token_s": 1 / rate, "prefill_depth_s": 0.0},
+    "decode": lambda rate: {"step_s": 1 / rate, "context_token_s": 0.0, "expert_s": 0.0},
+    "answer": lambda tokens: {"answer_tokens": int(tokens)},
+    "chunk": lambda tokens: {"chunk_tokens": int(tokens)},
+}
+
+
+def _set(profile: Profile, key: str, value: str) -> Profile:
+    try:
+        number = float(value)
+        if not 1e-3 <= number <= 1e9 or (key in ("answer", "chunk") and number < 1):
+            raise ValueError
+        changes = _SETTINGS[key](number)
+    except (KeyError, ValueError):
+        raise BadRequest(
+            f"profile setting {key}={value}: there are {', '.join(_SETTINGS)}; prefill and decode in tokens per second,"
+            " answer and chunk in tokens"
+        ) from None
+    return msgspec.structs.replace(profile, **changes)

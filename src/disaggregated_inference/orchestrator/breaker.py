@@ -1,0 +1,106 @@
+"""Whether a node is worth asking: a circuit that opens when it fails, and closes when one request came through."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+State = Literal["closed", "open", "half_open"]
+
+_COLD = 0.2  # a node that just came back gets a fifth of a share at once, or it would never be tried
+
+
+class Breaker:
+    """One node's circuit. Closed: requests pass. Open: none does. Half open: one at a time does, to see."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        soft_failures: int = 3,
+        soft_window_s: float = 30.0,
+        first_open_s: float = 0.5,
+        longest_open_s: float = 10.0,
+        probe_s: float = 10.0,
+        warm_s: float = 10.0,
+    ) -> None:
+        self.reason = ""  # of the last failure; empty while all is well
+        self._clock, self._soft_window_s, self._probe_s, self._warm_s = clock, soft_window_s, probe_s, warm_s
+        self._first_open_s = self._open_s = first_open_s
+        self._longest_open_s = longest_open_s
+        self._soft_at: deque[float] = deque(maxlen=soft_failures)
+        self._retry_at: float | None = None
+        self._probe_until: float | None = None
+        self._warm_from: float | None = None
+
+    @property
+    def state(self) -> State:
+        if self._retry_at is None:
+            return "closed"
+        return "open" if self._clock() < self._retry_at else "half_open"
+
+    @property
+    def retry_at(self) -> float | None:
+        """When an open circuit lets the next probe through; None when closed."""
+        return self._retry_at
+
+    @property
+    def ready(self) -> bool:
+        """What `allows` would say, without taking the probe: for planning."""
+        return self.state == "closed" or (self.state == "half_open" and not self._is_probing())
+
+    def allows(self) -> bool:
+        """Whether a request may go there now. Who is told so reports back with `failed` or `succeeded`; a probe that
+        never does is given up after a while, or a cancelled request would keep the circuit open for ever."""
+        if not self.ready:
+            return False
+        if self._retry_at is not None:
+            self._probe_until = self._clock() + self._probe_s
+        return True
+
+    def failed(self, reason: str, *, hard: bool = False) -> None:
+        """Hard: nobody is there (refused, reset, frozen), once is enough. Soft: it may have been the request."""
+        self.reason = reason
+        state = self.state
+        if state == "half_open":
+            self._open(min(self._open_s * 2, self._longest_open_s))
+        elif state == "closed" and (hard or self._is_one_too_many()):
+            self._open(self._first_open_s)
+        # Open already: requests that were there together fail together, which says nothing new.
+
+    def succeeded(self) -> None:
+        """Closes a half-open circuit. Not an open one: an old answer may still trickle in from a node that froze."""
+        if self.state == "open":
+            return
+        self.reason = ""
+        if self._retry_at is not None:
+            self._retry_at = self._probe_until = None
+            self._open_s, self._warm_from = self._first_open_s, self._clock()
+
+    def renewed(self) -> None:
+        """It runs in a new epoch: what the old process did is no longer held against it. An open circuit tries it at
+        once, but with one request: a process that keeps restarting is new every time."""
+        self._soft_at.clear()
+        self._warm_from = self._clock()
+        if self._retry_at is not None:
+            self._retry_at, self._probe_until = min(self._retry_at, self._clock()), None
+
+    def warmth(self) -> float:
+        """0.2 to 1: the share of work for a node that came (back) a moment ago."""
+        if self._warm_from is None:
+            return 1.0
+        return min(1.0, _COLD + (1 - _COLD) * (self._clock() - self._warm_from) / self._warm_s)
+
+    def _open(self, seconds: float) -> None:
+        self._open_s, self._retry_at = seconds, self._clock() + seconds
+        self._probe_until = None
+        self._soft_at.clear()
+
+    def _is_probing(self) -> bool:
+        return self._probe_until is not None and self._clock() < self._probe_until
+
+    def _is_one_too_many(self) -> bool:
+        """The deque keeps just as many as are too many, so the oldest of a full one decides."""
+        now = self._clock()
+        self._soft_at.append(now)
+        return len(self._soft_at) == self._soft_at.maxlen and now - self._soft_at[0] <= self._soft_window_s

@@ -1,0 +1,291 @@
+"""The orchestrator: usable by itself, with no daemon. Everything here runs on one event loop."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from disaggregated_inference.cluster.config import ClusterConfig, load_config
+from disaggregated_inference.errors import ClusterError, DeadlineExceeded, DisaggError
+from disaggregated_inference.orchestrator.ask import Ask, asked
+from disaggregated_inference.orchestrator.history import History
+from disaggregated_inference.orchestrator.legs import Event
+from disaggregated_inference.orchestrator.life import Life
+from disaggregated_inference.orchestrator.line import Line
+from disaggregated_inference.orchestrator.nodes import Node
+from disaggregated_inference.orchestrator.record import Record
+from disaggregated_inference.orchestrator.texts import Texts, to_tokens
+from disaggregated_inference.orchestrator.watch import Watch
+
+_FIRST_NEWS_S = 3.0
+_IDLE_S = 2.0  # connections are kept for less long than nodes keep theirs: a request never goes into a closing one
+_PLACES = 64  # of a model whose nodes are not known yet
+_AHEAD = 2  # requests per slot: nodes have the next one there when a slot is free
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What a stream brings: the next piece of text of one choice. The last one of all has the metrics."""
+
+    text: str
+    token: int | None = None
+    choice: int = 0
+    logprob: float | None = None
+    top_logprobs: list[dict[str, float]] = []
+    finish_reason: str | None = None
+    metrics: dict[str, Any] | None = None
+
+
+class DisaggregatedInference:
+    """`config`: a dict, a path, a `ClusterConfig`, or None for the file that is found. Starts with its first request or
+    `async with`; `aclose` ends everything that is under way."""
+
+    def __init__(self, config: "ClusterConfig | dict[str, Any] | str | Path | None" = None) -> None:
+        self.config = config if isinstance(config, ClusterConfig) else load_config(config)
+        self.history = History(self.config.policies.history, self.config.policies.history_file)
+        self.line = Line(self.config.policies.queue, _PLACES)
+        self._texts = Texts()
+        self._watch: Watch | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self._served = {"ok": 0, "failed": 0, "cancelled": 0}
+
+    async def __aenter__(self) -> "DisaggregatedInference":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def start(self) -> Watch:
+        if self._watch is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S)
+            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
+            self._watch = Watch(self.config, self._session)
+            self._watch.start()
+        return self._watch
+
+    async def aclose(self) -> None:
+        if self._watch is None:
+            return
+        for task in list(self._under_way):
+            task.cancel()
+        await asyncio.gather(*self._under_way, return_exceptions=True)
+        for node in self._watch.nodes.values():
+            await node.legs.told()
+        await self._watch.close()
+        assert self._session
+        await self._session.close()
+        self._watch = self._session = None
+        await asyncio.to_thread(self.history.close)
+
+    async def generate(self, prompt: str | None = None, **options: Any) -> dict[str, Any]:
+        """The whole answer: `response`, the metrics beside it, and `choices` where there are several."""
+        ask, record = self._asked(prompt=prompt, **options)
+        await _finished(self._begun(ask, record, lambda events: None))
+        return record.answer
+
+    async def stream(self, prompt: str | None = None, **options: Any) -> AsyncIterator[Delta]:
+        """The answer while it is written; closing the iterator cancels it on both nodes."""
+        ask, record = self._asked(prompt=prompt, **options)
+        lines: asyncio.Queue[list[Event] | None] = asyncio.Queue()
+        task = self._begun(ask, record, lines.put_nowait)
+        task.add_done_callback(lambda _: lines.put_nowait(None))
+        try:
+            while (some := await lines.get()) is not None:
+                for event in some:
+                    yield _delta(event)
+            await _finished(task)
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+        yield Delta("", metrics=record.answer)
+
+    async def generate_many(self, requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """All at once, in one merged result. One that fails has `error` in its place; the others go on."""
+        started = time.perf_counter()
+        results = await asyncio.gather(*(self._one_of_many(request) for request in requests))
+        return merged(results, time.perf_counter() - started)
+
+    async def _one_of_many(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return await self.generate(**request)
+        except DisaggError as error:
+            return {"response": None, "error": {"code": error.code, "message": str(error)}}
+
+    async def health(self) -> dict[str, Any]:
+        """Asks every node now."""
+        watch = await self.start()
+        await watch.look()
+        nodes = [node.shown() for node in watch.nodes.values()]
+        return {"verdict": verdict(list(watch.nodes.values())), "nodes": {node["name"]: _brief(node) for node in nodes}}
+
+    async def status(self) -> dict[str, Any]:
+        """What is known, without asking anyone; see `health`."""
+        watch = await self.start()
+        return {
+            "verdict": verdict(list(watch.nodes.values())),
+            "models": list(self.config.names),
+            "nodes": [node.shown() for node in watch.nodes.values()],
+            "links": [
+                {"prefill": p, "decode": d, "bytes_per_s": speed}
+                for model in self.config.names
+                for (p, d), speed in watch.view(model).links.items()
+            ],
+            "queue": msgspec.to_builtins(self.line.seen()),
+            "served": dict(self._served),
+            "latency": {"total_time": self.history.percentiles("total_time")},
+        }
+
+    async def look(self) -> None:
+        await (await self.start()).look()
+
+    def _asked(self, **options: Any) -> tuple[Ask, Record]:
+        model = self.config.resolve_model(options.get("model") or options.get("model_type"))
+        ask = asked(self.config.options_of(model).defaults, **options)
+        return ask, Record(ask.request_id, model)
+
+    def _begun(self, ask: Ask, record: Record, put: Callable[[list[Event]], None]) -> "asyncio.Task[None]":
+        """In a task of its own: its time-out must not end the caller's work, nor a slow reader hold its places."""
+        task = asyncio.create_task(self._run(ask, record, put))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return task
+
+    async def _run(self, ask: Ask, record: Record, put: Callable[[list[Event]], None]) -> None:
+        """From the queue to the last token. Whatever ends it is in the history."""
+        error: BaseException | None = None
+        timeout_s = ask.timeout or self._timeout_s(record.model)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._serve(ask, record, put, time.monotonic() + timeout_s)
+        except TimeoutError:
+            error = DeadlineExceeded(f"not done within {timeout_s:g} s; ask for less, or for more time")
+            raise error from None
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self._ended(record, error)
+
+    async def _serve(self, ask: Ask, record: Record, put: Callable[[list[Event]], None], deadline: float) -> None:
+        watch = await self.start()
+        tokens = await self._read(ask, record, watch)
+        self.line.allow(record.model, _places(watch.of(record.model)))
+        began_at = time.perf_counter()
+        async with self.line.turn(record.model, ask.priority, deadline):
+            record.phase("queue", began_at)
+            life = Life(watch, ask, record.model, tokens, record, deadline)
+            async with aclosing(life.events()) as events:
+                async for some in events:
+                    if some:
+                        put(some)
+
+    def _timeout_s(self, model: str) -> float:
+        policies, options = self.config.policies, self.config.options_of(model)
+        prefill_s = options.prefill_timeout_s or policies.prefill_timeout_s
+        return prefill_s + (options.decode_timeout_s or policies.decode_timeout_s)
+
+    async def _read(self, ask: Ask, record: Record, watch: Watch) -> list[int]:
+        """The prompt's tokens."""
+        began_at, nodes = time.perf_counter(), watch.of(record.model)
+        if not any(node.usable for node in nodes):
+            await watch.heard_of(record.model, _FIRST_NEWS_S)
+        window = self._window(record.model, nodes)
+        tokens = ask.tokens if ask.tokens is not None else await self._tokenized(ask, nodes, window)
+        record.prompt_tokens = len(tokens)
+        record.phase("tokenize", began_at)
+        return tokens
+
+    async def _tokenized(self, ask: Ask, nodes: list[Node], window: int) -> list[int]:
+        tokenizer = await self._texts.tokenizer(nodes)
+        text = tokenizer.render_chat(ask.messages) if ask.messages is not None else ask.prompt or ""
+        return await to_tokens(tokenizer, text, window)
+
+    def _window(self, model: str, nodes: list[Node]) -> int:
+        known = [node.about.context_window for node in nodes if node.about and not node.mismatch]
+        return self.config.options_of(model).context_window or max(known, default=1 << 30)
+
+    def _ended(self, record: Record, error: BaseException | None) -> None:
+        record.end()
+        servers = {server.name: server for server in self.config.servers}
+        metrics = record.metrics(servers, self.config.policies)
+        record.answer = record.told() | metrics
+        outcome = "ok" if error is None else "failed" if isinstance(error, Exception) else "cancelled"
+        self._served[outcome] += 1
+        said = {"error": {"code": getattr(error, "code", outcome), "message": str(error)}} if error else {}
+        self.history.add(metrics | said | {"ok": error is None, "outcome": outcome, "time": record.time})
+
+
+async def _finished(task: "asyncio.Task[None]") -> None:
+    """Whoever waits and is cancelled cancels it; that the orchestrator was closed meanwhile is an error, said so."""
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait({task})
+        raise
+    if task.cancelled():
+        raise ClusterError("the orchestrator was closed before the request was done")
+    task.result()
+
+
+def _delta(event: Event) -> Delta:
+    return Delta(event.text, event.token, event.index, event.logprob, event.top_logprobs, event.finish_reason)
+
+
+def _places(nodes: list[Node]) -> int:
+    """Requests of a model under way at once: as many as its decode nodes have slots, and some that wait there."""
+    slots = [node.status.slots.most for node in nodes if node.usable and node.status and node.role != "prefill"]
+    return _AHEAD * sum(slots) or _PLACES
+
+
+def _brief(node: dict[str, Any]) -> dict[str, Any]:
+    return {name: node[name] for name in ("state", "why", "role", "model", "engine", "url", "usable")}
+
+
+def verdict(nodes: list[Node]) -> str:
+    """One of four, for each model the worst that holds for any."""
+    found = [_verdict([node for node in nodes if node.model == model]) for model in {node.model for node in nodes}]
+    return max(found, key=VERDICTS.index)
+
+
+VERDICTS = (
+    "all up",
+    "a node is down, others serve",
+    "prefill down: decode-only",
+    "decode down: cannot serve",
+    "nothing is up",
+)
+
+
+def _verdict(nodes: list[Node]) -> str:
+    readers = [node.usable for node in nodes if node.server.role != "decode"]
+    writers = [node.usable for node in nodes if node.server.role != "prefill"]
+    if all(readers + writers):
+        return VERDICTS[0]
+    if not any(readers + writers):
+        return VERDICTS[4]
+    if not any(writers):
+        return VERDICTS[3]
+    return VERDICTS[1] if any(readers) or not readers else VERDICTS[2]
+
+
+def merged(results: Sequence[dict[str, Any]], wall_s: float) -> dict[str, Any]:
+    """Of requests that ran at once: what they would have taken one after the other, over what they took."""
+    one_by_one_s = sum(result.get("total_time") or 0.0 for result in results)
+    tokens = sum(result.get("completion_tokens") or 0 for result in results)
+    return {
+        "results": list(results),
+        "wall_time": wall_s,
+        "sequential_time": one_by_one_s,
+        "speedup": one_by_one_s / wall_s if wall_s else 0.0,
+        "completion_tokens": tokens,
+        "total_tokens": sum(result.get("total_tokens") or 0 for result in results),
+        "tokens_per_sec": tokens / wall_s if wall_s else 0.0,
+        "errors": sum("error" in result for result in results),
+    }

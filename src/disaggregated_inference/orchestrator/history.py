@@ -1,0 +1,173 @@
+"""What became of requests: the last ones in memory, and many more in an SQLite file if there is one.
+
+Nobody waits for the file. A thread of its own writes it, what it cannot keep up with is counted and left out, and a
+file that is damaged or cannot be written costs a warning, never a request.
+"""
+
+import json
+import logging
+import math
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, TypeGuard
+
+log = logging.getLogger(__name__)
+
+Record = dict[str, Any]
+Row = tuple[float, str, bool, float | None, str]
+
+_MOST_PENDING = 4096
+_FILE_TIMES = 100  # as many rows in the file as there are in memory
+_BUSY_S = 2.0  # for how long another process may hold the file
+_TABLE = """CREATE TABLE IF NOT EXISTS requests
+    (id INTEGER PRIMARY KEY, time REAL, model TEXT, ok INTEGER, total_time REAL, json TEXT)"""
+_INSERT = "INSERT INTO requests (time, model, ok, total_time, json) VALUES (?, ?, ?, ?, ?)"
+_LAST = "SELECT json FROM requests ORDER BY id DESC LIMIT ?"
+_PRUNE = "DELETE FROM requests WHERE id <= (SELECT max(id) FROM requests) - ?"
+
+
+class History:
+    """Any thread may call anything. Opening reads the file, which is the one time that a caller waits for it."""
+
+    def __init__(self, most: int, file: str = "") -> None:
+        self.lost = 0  # records that are not in the file though they should be
+        self._most = most
+        self._recent: deque[Record] = deque(maxlen=most)
+        self._changed = threading.Condition()
+        self._pending: deque[Record] = deque()
+        self._closing = False
+        self._is_failing = False
+        self._writer: threading.Thread | None = None
+        if file and most:
+            self._open(Path(file).expanduser())
+
+    def add(self, record: Record) -> None:
+        """Known fields: time (now, if not given), model, ok, total_time."""
+        kept = {"time": time.time()} | record
+        with self._changed:
+            self._recent.append(kept)
+            if self._writer is None or self._closing:
+                return
+            if len(self._pending) < _MOST_PENDING:
+                self._pending.append(kept)
+                self._changed.notify()
+            else:
+                self.lost += 1
+
+    def recent(self, count: int, model: str | None = None) -> list[Record]:
+        """Newest first."""
+        return self._of(model)[::-1][: max(0, count)]
+
+    def percentiles(self, field: str, model: str | None = None) -> dict[str, float]:
+        """p50, p95 and p99 of a field over the records in memory that have it; empty where none has."""
+        values = sorted(value for record in self._of(model) if _is_number(value := record.get(field)))
+        return {f"p{share}": _percentile(values, share / 100) for share in (50, 95, 99)} if values else {}
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what is pending, for so long at most. Later records stay in memory."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._writer is None or self._writer is threading.current_thread():
+            return
+        self._writer.join(timeout_s)
+        if self._writer.is_alive():
+            log.warning("the history file still has no answer after %s s: its last records are lost", timeout_s)
+
+    def _of(self, model: str | None) -> list[Record]:
+        with self._changed:
+            kept = list(self._recent)
+        return [dict(record) for record in kept if model is None or record.get("model") == model]
+
+    def _open(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            database = sqlite3.connect(path, timeout=_BUSY_S, check_same_thread=False)
+        except (OSError, sqlite3.Error) as error:
+            return _warn(path, error)
+        try:
+            self._recent.extend(_read(database, self._most))
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            database.close()
+            return _warn(path, error)
+        self._writer = threading.Thread(target=self._write, args=(path, database), name="history", daemon=True)
+        self._writer.start()
+
+    def _write(self, path: Path, database: sqlite3.Connection) -> None:
+        with closing(database):
+            while batch := self._next_batch():
+                self._store(path, database, [row for record in batch if (row := _row(record))])
+
+    def _next_batch(self) -> list[Record]:
+        """Empty when closed and done."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending or self._closing)
+            batch = list(self._pending)
+            self._pending.clear()
+        return batch
+
+    def _store(self, path: Path, database: sqlite3.Connection, rows: Sequence[Row]) -> None:
+        """A full disk or a locked file may pass, so the next batch tries again; one warning per trouble is enough."""
+        try:
+            with database:
+                database.executemany(_INSERT, rows)
+                database.execute(_PRUNE, (_FILE_TIMES * self._most,))
+            self._is_failing = False
+        except sqlite3.Error as error:
+            with self._changed:
+                self.lost += len(rows)
+            if not self._is_failing:
+                _warn(path, error)
+            self._is_failing = True
+
+
+def _warn(path: Path, error: Exception) -> None:
+    log.warning("the history file %s cannot be used, memory only: %s", path, error)
+
+
+def _read(database: sqlite3.Connection, most: int) -> list[Record]:
+    """Makes the table if need be. Oldest first."""
+    database.execute("PRAGMA journal_mode = WAL")  # readers of the file and its writer leave each other alone
+    database.execute("PRAGMA synchronous = NORMAL")
+    with database:
+        database.execute("BEGIN IMMEDIATE")  # fails now if it cannot be written
+        database.execute(_TABLE)
+    found = [_record(text) for (text,) in database.execute(_LAST, (most,))]
+    return [record for record in reversed(found) if record is not None]
+
+
+def _record(text: Any) -> Record | None:
+    try:
+        record = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _row(record: Record) -> Row | None:
+    """None, and a line in the log, for what cannot be written down."""
+    try:
+        model = str(record.get("model", "")).encode("utf-8", "replace").decode()
+        total = record.get("total_time")
+        total_s = float(total) if _is_number(total) else None
+        return float(record["time"]), model, bool(record.get("ok", True)), total_s, json.dumps(record, default=str)
+    except Exception as error:  # records are anybody's: whatever is in one, the next is written
+        log.warning("a record cannot be written to the history file: %s", error)
+        return None
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    """A finite one; comparing does what math.isfinite cannot, for integers that no float holds."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    """Between its two neighbours, as numpy has it."""
+    place = share * (len(values) - 1)
+    below, above = values[math.floor(place)], values[math.ceil(place)]
+    return below + (above - below) * (place - math.floor(place))

@@ -1,0 +1,252 @@
+"""HTTP to one node: what is asked, what comes back, and whose fault it is when it does not.
+
+Nothing here waits without an end. A stream that says nothing for longer than its pulse is a frozen node; a request
+whose answer does not begin is looked after by asking the node for its health meanwhile.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from disaggregated_inference.cluster.config import Server
+from disaggregated_inference.errors import DisaggError
+
+_SILENCE_S = 1.2  # a stream says something three times as often
+_LOOK_AFTER_S = 0.5
+_DIAL_S = 1.0
+
+# What a decode node says when the other leg is the one that failed.
+_OF_THE_PREFILL = frozenset(
+    {
+        "peer_gone",
+        "peer_failed",
+        "peer_refused",
+        "ticket_refused",
+        "protocol_error",
+        "checksum_mismatch",
+        "version_unsupported",
+        "fingerprint_mismatch",
+    }
+)
+_BUSY = frozenset({"node_busy", "kv_memory_full", "queue_full"})
+
+
+class LegFailed(Exception):
+    """One leg of a request failed, and another node may do better."""
+
+    def __init__(self, node: str, code: str, message: str, hard: bool = False) -> None:
+        super().__init__(f"{node}: {message}")
+        self.node, self.code, self.hard = node, code, hard  # hard: the node itself is gone, not only this request
+
+    @property
+    def of_prefill(self) -> bool:
+        return self.code in _OF_THE_PREFILL
+
+
+class NodeIsBusy(Exception):
+    """It is well, and has no room for this request now."""
+
+    def __init__(self, node: str, message: str, retry_after_s: float) -> None:
+        super().__init__(f"{node}: {message}")
+        self.node, self.retry_after_s = node, retry_after_s
+
+
+class Refused(DisaggError):
+    """A node says that the request itself is wrong: another node would say the same."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self._code = status, code
+
+    @property
+    def code(self) -> str:
+        return self._code
+
+
+class Failure(msgspec.Struct, frozen=True):
+    code: str = "internal_error"
+    message: str = "no reason given"
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One line of a decode node's stream: a token, the end, or an error."""
+
+    token: int | None = None
+    text: str = ""
+    index: int = 0
+    logprob: float | None = None
+    top_logprobs: list[dict[str, float]] = []
+    finish_reason: str | None = None
+    done: bool = False
+    usage: dict[str, int] = {}
+    metrics: dict[str, Any] = {}
+    error: Failure | None = None
+
+
+class Health(msgspec.Struct, frozen=True):
+    status: str = "unhealthy"
+    epoch: str = ""
+    stalled_s: float = 0.0
+
+
+_events = msgspec.json.Decoder(Event)
+
+
+class Legs:
+    """Requests to one node, over one pool of connections that all nodes share."""
+
+    def __init__(self, server: Server, session: aiohttp.ClientSession, stuck_s: float) -> None:
+        self.server, self._session, self._stuck_s = server, session, stuck_s
+        self._headers = {"Authorization": f"Bearer {server.token}"} if server.token else {}
+        self._probe: asyncio.Task[Health] | None = None
+        self._telling: set[asyncio.Task[None]] = set()
+
+    async def get(self, path: str, timeout_s: float) -> bytes:
+        """A small question. Whatever goes wrong is a failed leg."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s, connect=min(_DIAL_S, timeout_s))
+        try:
+            async with self._session.get(self.server.url + path, headers=self._headers, timeout=timeout) as response:
+                body = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._gone(error) from error
+        if response.status >= 400 and path != "/health":
+            raise self._said(response.status, body)
+        return body
+
+    async def health(self, timeout_s: float = _LOOK_AFTER_S) -> Health:
+        """One question at a time, whoever asks."""
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(self._health(timeout_s))
+        return await asyncio.shield(self._probe)
+
+    async def _health(self, timeout_s: float) -> Health:
+        return msgspec.json.decode(await self.get("/health", timeout_s), type=Health)
+
+    async def prefill(self, body: dict[str, Any], request_id: str) -> str:
+        """Begin; returns the context to fetch from."""
+        async with self._post("/prefill", body, request_id) as response:
+            answer = msgspec.json.decode(await self._read(response))
+        context: str = answer["context"]
+        return context
+
+    def cancel_soon(self, ticket: str) -> None:
+        """Nobody will come for this cache. In the background: whoever says so may be cancelled itself."""
+        task = asyncio.create_task(self._cancel(ticket))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def told(self) -> None:
+        """Until nothing is being said in the background any more."""
+        await asyncio.gather(*self._telling, return_exceptions=True)
+
+    async def _cancel(self, ticket: str) -> None:
+        timeout = aiohttp.ClientTimeout(total=2.0)
+        try:
+            url = f"{self.server.url}/prefill/{ticket}"
+            async with self._session.delete(url, headers=self._headers, timeout=timeout):
+                pass
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return  # the ticket's lease ends it
+
+    async def write(self, path: str, body: dict[str, Any], request_id: str) -> AsyncGenerator[list[Event], None]:
+        """The events of an answer, as many at a time as have come."""
+        async with self._post(path, body | {"stream": True}, request_id) as response:
+            rest = b""
+            while True:
+                data = await self._some(response)
+                if not data:
+                    raise LegFailed(self.server.name, "stream_ended", "the stream ended in the middle", hard=True)
+                *lines, rest = (rest + data).split(b"\n\n")
+                events = [_events.decode(line[6:]) for line in lines if line.startswith(b"data: ")]
+                if not events:
+                    self._require_progress(lines)
+                    continue
+                yield events
+                if events[-1].done:
+                    return
+                if events[-1].error:
+                    raise self._failure(events[-1].error)
+
+    def _require_progress(self, comments: list[bytes]) -> None:
+        """`: alive 31.2`: so long has its engine been at one thing."""
+        for line in comments:
+            seconds = float(line[7:] or 0) if line.startswith(b": alive") else 0.0
+            if seconds > self._stuck_s:
+                message = f"its engine has made no progress for {seconds:.0f} s"
+                raise LegFailed(self.server.name, "stuck", message, hard=True)
+
+    @asynccontextmanager
+    async def _post(self, path: str, body: dict[str, Any], request_id: str) -> AsyncIterator[aiohttp.ClientResponse]:
+        headers = self._headers | {"X-Request-Id": request_id, "Content-Type": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=None, connect=_DIAL_S)
+        asking = asyncio.ensure_future(
+            self._session.post(
+                self.server.url + path, data=msgspec.json.encode(body), headers=headers, timeout=timeout
+            ).__aenter__()
+        )
+        try:
+            response = await self._looked_after(asking)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._gone(error) from error
+        try:
+            if response.status != 200:
+                raise self._said(response.status, await self._read(response), response.headers.get("Retry-After"))
+            yield response
+        finally:
+            response.close()  # not kept for others unless it was read to its end
+
+    async def _looked_after(self, asking: "asyncio.Future[aiohttp.ClientResponse]") -> aiohttp.ClientResponse:
+        """The node may take its time; but not be frozen, or stuck, meanwhile."""
+        try:
+            while not (await asyncio.wait({asking}, timeout=_LOOK_AFTER_S))[0]:
+                looking = await self.health()
+                if looking.stalled_s > self._stuck_s:
+                    message = f"its engine has made no progress for {looking.stalled_s:.0f} s"
+                    raise LegFailed(self.server.name, "stuck", message, hard=True)
+            return asking.result()
+        except BaseException:
+            asking.cancel()
+            if asking.done() and not asking.cancelled() and not asking.exception():
+                asking.result().close()
+            raise
+
+    async def _some(self, response: aiohttp.ClientResponse) -> bytes:
+        """What has come, at least something; silence is an error."""
+        try:
+            async with asyncio.timeout(_SILENCE_S):
+                return await response.content.readany()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._gone(error) from error
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        try:
+            async with asyncio.timeout(_SILENCE_S):
+                return await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._gone(error) from error
+
+    def _gone(self, error: Exception) -> LegFailed:
+        words = "it does not answer" if isinstance(error, TimeoutError) else f"it cannot be reached: {error}"
+        return LegFailed(self.server.name, "unreachable", words, hard=True)
+
+    def _said(self, status: int, body: bytes, retry_after: str | None = None) -> Exception:
+        try:
+            failure = msgspec.convert(msgspec.json.decode(body)["error"], Failure)
+        except (msgspec.DecodeError, msgspec.ValidationError, KeyError, TypeError):
+            failure = Failure("bad_answer", f"HTTP {status}: {body[:200]!r}")
+        if failure.code in _BUSY:
+            wait_s = float(retry_after) if retry_after and retry_after.isdigit() else 1.0
+            return NodeIsBusy(self.server.name, failure.message, wait_s)
+        if status in (400, 404, 413, 422, 504) and failure.code != "bad_answer":
+            return Refused(status, failure.code, failure.message)
+        return LegFailed(self.server.name, failure.code, failure.message)
+
+    def _failure(self, failure: Failure) -> Exception:
+        """An error in the middle of a stream."""
+        if failure.code in ("deadline_exceeded", "bad_request"):
+            return Refused(504 if failure.code == "deadline_exceeded" else 400, failure.code, failure.message)
+        return LegFailed(self.server.name, failure.code, failure.message)

@@ -1,0 +1,298 @@
+"""One request's life: a plan, two legs, and what to do when one of them fails.
+
+The tokens that came are kept. Whatever fails, the next attempt asks for what is missing: before the first token the
+whole answer, after it the prompt and what was written as a new prompt. So a client's stream goes on without a gap, a
+repetition or, under one seed, a different token.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from disaggregated_inference.cluster.config import Policies
+from disaggregated_inference.errors import ClusterError, DeadlineExceeded, NoDecodeNode
+from disaggregated_inference.orchestrator.ask import Ask
+from disaggregated_inference.orchestrator.legs import Event, LegFailed, NodeIsBusy
+from disaggregated_inference.orchestrator.nodes import Node
+from disaggregated_inference.orchestrator.plan import plan
+from disaggregated_inference.orchestrator.record import Attempt, Course, Failover, Record
+from disaggregated_inference.orchestrator.view import Option, Plan, Question
+from disaggregated_inference.orchestrator.watch import Watch
+
+log = logging.getLogger(__name__)
+
+Events = AsyncGenerator[list[Event], None]
+
+_LONGEST_WAIT_S = 2.0  # for a busy node, before looking again who is free
+_LOOK_AGAIN_S = 60.0
+_WORTH_A_LOOK = 4.0  # times the best, at most
+_COME_BACK_S = 0.5  # that a node which was there a moment ago gets, once
+
+
+class Life:
+    """`events` is the answer as it is written; `record` has become whole when it ends."""
+
+    def __init__(self, watch: Watch, ask: Ask, model: str, tokens: list[int], record: Record, deadline: float) -> None:
+        self._watch, self._ask, self._model, self._tokens = watch, ask, model, tokens
+        self._policies: Policies = watch.config.policies
+        self._sampling = ask.sampling()
+        self.record, self._deadline = record, deadline
+        self.courses = record.courses = [Course() for _ in range(ask.n)]
+        self._avoid: set[tuple[str, str]] = set()  # nodes that failed this request, in the epoch in which they did
+        self._pinned: str | None = None  # the decode node that has a part of the cache already
+        self._prefill_failures = 0
+        self._waited = False
+
+    @property
+    def fell_back(self) -> bool:
+        return self._prefill_failures > self._policies.retries
+
+    async def events(self) -> Events:
+        async with aclosing(self._persist(tuple(range(self._ask.n)))) as events:
+            async for some in events:
+                yield some
+
+    async def _persist(self, numbers: tuple[int, ...]) -> Events:
+        """Attempt after attempt, until these choices are over."""
+        while not all(self.courses[number].finish for number in numbers):
+            attempt: Attempt | None = None
+            try:
+                option, reason = self._choose(numbers)
+                attempt = self._begun(option, reason)
+                async with aclosing(self._attempt(attempt, option, numbers)) as events:
+                    async for some in events:
+                        yield some
+            except NodeIsBusy as busy:
+                await self._wait_for(busy)
+            except NoDecodeNode as error:
+                await self._wait_for_anyone(error)
+            except LegFailed as failure:
+                assert attempt
+                if not self._learn(failure, attempt):
+                    raise ClusterError(str(failure)) from failure
+                if len(numbers) > 1 and any(self.courses[number].written for number in numbers):
+                    async with aclosing(self._apart(numbers)) as events:
+                        async for some in events:
+                            yield some
+
+    def _choose(self, numbers: tuple[int, ...]) -> tuple[Option, str]:
+        """The best way that the policies and this request's own past allow."""
+        prompt = self._prompt(numbers)
+        epochs = self._watch.epochs(self._model)
+        question = Question(
+            model=self._model,
+            prompt_tokens=len(prompt),
+            max_tokens=self._left(numbers),
+            held=self._watch.remembered.held(prompt, epochs),
+            avoid=frozenset(name for name, epoch in self._avoid if epochs.get(name) == epoch),
+        )
+        planned = plan(question, self._watch.view(self._model))
+        for allowed in (self._keeps_place, self._keeps_policy):
+            if wanted := [option for option in planned.options if allowed(option)]:
+                option = wanted[0] if self.record.failovers else self._looked_at_again(wanted)
+                return option, _reason(planned, option)
+        return planned.options[0], planned.reason
+
+    def _looked_at_again(self, options: list[Option]) -> Option:
+        """The best, but for one request in a while: a node that was slow once is asked again, or nobody would ever know
+        that it no longer is."""
+        now, nodes = time.monotonic(), self._watch.nodes
+        for option in options[1:]:
+            names = [name for name in (option.prefill, option.decode) if name]
+            forgotten = any(now - nodes[name].used_at > _LOOK_AGAIN_S for name in names)
+            if forgotten and option.total_s < _WORTH_A_LOOK * options[0].total_s:
+                return option
+        return options[0]
+
+    def _begun(self, option: Option, reason: str) -> Attempt:
+        if option.prefill is None and self._policies.local != "always":
+            self.record.fallback = self._prefill_failures > 0 or self._lacks_readers(option.decode)
+        status = self._watch.nodes[option.decode].status
+        return self.record.begin(option, reason, status.backend if status else "")
+
+    def _lacks_readers(self, decode: str) -> bool:
+        """The config has prefill nodes for this model, and none of them is there."""
+        readers = [node for node in self._watch.of(self._model) if node.server.role != "decode" and node.name != decode]
+        return bool(readers) and not any(node.usable for node in readers)
+
+    def _keeps_place(self, option: Option) -> bool:
+        return option.decode == self._pinned and self._keeps_policy(option)
+
+    def _keeps_policy(self, option: Option) -> bool:
+        local = self._policies.local
+        if self.fell_back or local == "always":
+            return option.prefill is None
+        return option.prefill is not None or (local == "auto" and not self._prefill_failures)
+
+    def _prompt(self, numbers: tuple[int, ...]) -> list[int]:
+        written = self.courses[numbers[0]].written if len(numbers) == 1 else []
+        return self._tokens + written
+
+    def _left(self, numbers: tuple[int, ...]) -> int:
+        return self._ask.max_tokens - (len(self.courses[numbers[0]].written) if len(numbers) == 1 else 0)
+
+    async def _attempt(self, attempt: Attempt, option: Option, numbers: tuple[int, ...]) -> Events:
+        nodes = self._watch.nodes
+        decode, prefill = nodes[option.decode], nodes[option.prefill] if option.prefill else None
+        for node in (decode, prefill):  # they were ready a moment ago, when the plan was made
+            if node and not node.breaker.allows():
+                raise NodeIsBusy(node.name, "another request is trying it out", _COME_BACK_S)
+        prompt, ticket = self._prompt(numbers), secrets.token_urlsafe(16)
+        reader, done = prefill or decode, False
+        for node in {decode, reader}:
+            node.open += 1
+            node.used_at = time.monotonic()
+        reader.unread_tokens += len(prompt)
+        try:
+            body = self._body(numbers, prompt)
+            if prefill:
+                body["context"] = await prefill.legs.prefill(self._prefill_body(prefill, prompt, ticket), self._id)
+            path = "/decode" if prefill else "/generate"
+            async with aclosing(decode.legs.write(path, body, self._id)) as events:
+                async for some in events:
+                    yield self._took(some, attempt, numbers, prompt)
+            done = True
+        finally:
+            for node in {decode, reader}:
+                node.open -= 1
+            if prefill and not done:
+                prefill.legs.cancel_soon(ticket)
+        self._succeeded(attempt, decode, prefill, prompt, numbers)
+
+    @property
+    def _id(self) -> str:
+        return self._ask.request_id
+
+    def _left_s(self) -> float:
+        if (left := self._deadline - time.monotonic()) <= 0:
+            raise DeadlineExceeded("the request's time was over before it was done")
+        return left
+
+    def _body(self, numbers: tuple[int, ...], prompt: list[int]) -> dict[str, Any]:
+        body = self._sampling | {"tokens": prompt, "max_tokens": self._left(numbers), "timeout_s": self._left_s()}
+        if len(numbers) == 1 and (written := self.courses[numbers[0]].written):
+            body |= {"written": written}
+        if len(numbers) < self._ask.n:
+            body |= {"n": 1, "choice": numbers[0]}
+        return body
+
+    def _prefill_body(self, prefill: Node, prompt: list[int], ticket: str) -> dict[str, Any]:
+        limit_s = min(self._left_s(), self._prefill_timeout_s())
+        body: dict[str, Any] = {"tokens": prompt, "ticket": ticket, "wait": False, "timeout_s": limit_s}
+        if prefill.server.kv_addresses:
+            body["kv_addresses"] = prefill.server.kv_addresses
+        return body
+
+    def _prefill_timeout_s(self) -> float:
+        return self._watch.config.options_of(self._model).prefill_timeout_s or self._policies.prefill_timeout_s
+
+    def _took(self, events: list[Event], attempt: Attempt, numbers: tuple[int, ...], prompt: list[int]) -> list[Event]:
+        """Keep what came; the numbers of choices are this request's, whatever the node counted."""
+        alone = len(numbers) == 1 and numbers[0]
+        kept: list[Event] = []
+        for event in events:
+            if event.token is not None:
+                number = numbers[event.index]
+                self.courses[number].take(event)
+                kept.append(Event(**_fields(event, number)) if alone else event)
+            elif event.done:
+                attempt.metrics = event.metrics
+        if kept and not attempt.first_token_at:
+            attempt.first_token_at = time.perf_counter()
+            self.record.token_came(attempt.first_token_at)
+            reader = self._watch.nodes[attempt.option.prefill or attempt.option.decode]
+            reader.unread_tokens = max(0, reader.unread_tokens - len(prompt))
+        attempt.last_at = time.perf_counter()
+        return kept
+
+    def _succeeded(
+        self, attempt: Attempt, decode: Node, prefill: Node | None, prompt: list[int], numbers: tuple[int, ...]
+    ) -> None:
+        decode.breaker.succeeded()
+        remembered = self._watch.remembered
+        remembered.note(decode.name, decode.epoch, [*self._tokens, *self.courses[numbers[0]].written])
+        if prefill:
+            prefill.breaker.succeeded()
+            remembered.note(prefill.name, prefill.epoch, prompt)
+
+    def _learn(self, failure: LegFailed, attempt: Attempt) -> bool:
+        """What a failure says about the nodes and this request's next attempt; whether there is one."""
+        option, nodes = attempt.option, self._watch.nodes
+        of_prefill = option.prefill is not None and (failure.of_prefill or failure.node == option.prefill)
+        blamed = nodes[option.prefill if of_prefill and option.prefill else option.decode]
+        blamed.breaker.failed(str(failure), hard=failure.hard)
+        if failure.code == "unreachable":
+            blamed.lost(str(failure))
+        self.record.failed(Failover(node=blamed.name, code=failure.code, message=str(failure)), attempt)
+        log.warning("a leg failed: %s", failure, extra={"request_id": self._id, "code": failure.code})
+        self._avoid.add((blamed.name, blamed.epoch))
+        if of_prefill:
+            return self._learn_of_prefill(blamed, option.decode)
+        self._pinned = None
+        return True
+
+    def _learn_of_prefill(self, blamed: Node, decode: str) -> bool:
+        """The decode node keeps what had arrived whole: the next attempt goes there, whoever reads the rest."""
+        self._prefill_failures += 1
+        self._pinned = decode
+        others = [node for node in self._watch.of(self._model) if node is not blamed and node.role != "decode"]
+        if not any(node.usable and node.name != decode for node in others):
+            self._avoid.discard((blamed.name, blamed.epoch))  # the only one: it may try once more
+        return self._policies.fallback or not self.fell_back
+
+    async def _wait_for(self, busy: NodeIsBusy) -> None:
+        await asyncio.sleep(min(busy.retry_after_s, _LONGEST_WAIT_S, self._left_s()))
+
+    async def _wait_for_anyone(self, error: NoDecodeNode) -> None:
+        """Every decode node failed this request or is away. One that is only in trouble with this request gets a second
+        chance, once."""
+        there = any(node.reachable and node.role != "prefill" for node in self._watch.of(self._model))
+        if self._waited or not self._policies.retries or not there:
+            raise error
+        self._waited = True
+        self._avoid.clear()
+        await asyncio.sleep(min(_COME_BACK_S, self._left_s()))
+
+    async def _apart(self, numbers: tuple[int, ...]) -> Events:
+        """Several choices were under way together: each goes on by itself, all at once."""
+        lines: asyncio.Queue[list[Event] | BaseException | None] = asyncio.Queue()
+
+        async def follow(number: int) -> None:
+            try:
+                async with aclosing(self._persist((number,))) as events:
+                    async for some in events:
+                        lines.put_nowait(some)
+                lines.put_nowait(None)
+            except BaseException as error:
+                lines.put_nowait(error)
+
+        tasks = [asyncio.create_task(follow(number)) for number in numbers]
+        try:
+            left = len(tasks)
+            while left:
+                item = await lines.get()
+                if isinstance(item, BaseException):
+                    raise item
+                left -= item is None
+                if item:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _fields(event: Event, number: int) -> dict[str, Any]:
+    return {name: getattr(event, name) for name in Event.__struct_fields__} | {"index": number}
+
+
+def _reason(planned: Plan, option: Option) -> str:
+    if option is planned.options[0]:
+        return planned.reason
+    way = f"{option.prefill} -> {option.decode}" if option.prefill else f"local on {option.decode}"
+    best_s = planned.options[0].first_token_s
+    return f"{way}: by policy, after a failure or to look again; {option.first_token_s:.2f} s, best {best_s:.2f} s"

@@ -1,0 +1,207 @@
+"""One node as the orchestrator knows it: its last status, its standing, and what was sent there since."""
+
+import time
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from disaggregated_inference.cluster.config import Policies, Server
+from disaggregated_inference.kv.fingerprint import Fingerprint
+from disaggregated_inference.orchestrator.breaker import Breaker
+from disaggregated_inference.orchestrator.legs import LegFailed, Legs
+from disaggregated_inference.orchestrator.view import NodeView, Rate, Role
+
+
+class _Slots(msgspec.Struct, frozen=True):
+    used: int = 0
+    most: int = 1
+
+
+class _Memory(msgspec.Struct, frozen=True):
+    limit_bytes: int = 0
+    reserved_bytes: int = 0
+    held_bytes: int = 0
+
+
+class _Rates(msgspec.Struct, frozen=True):
+    prefill: tuple[Rate, ...] = ()
+    decode: tuple[Rate, ...] = ()
+    local_prefill: tuple[Rate, ...] = ()
+
+
+class PathSeen(msgspec.Struct, frozen=True):
+    host: str
+    port: int
+    goodput_bytes_s: float | None = None
+
+
+class Peer(msgspec.Struct, frozen=True):
+    epoch: str
+    refused: str | None = None
+
+
+class Status(msgspec.Struct, frozen=True):
+    """Of a node's `/status`, what is used here. Nodes of another version may say more, or less."""
+
+    status: str = "unhealthy"
+    model: str = ""
+    loaded: bool = True
+    backend: str = ""
+    role: Role = "both"
+    epoch: str = ""
+    stalled_s: float = 0.0
+    context_window: int = 0
+    kv_token_bytes: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    running: int = 0
+    exports: bool = True
+    imports: bool = True
+    slots: _Slots = _Slots()
+    kv: _Memory = _Memory()
+    rates: _Rates = _Rates()
+    paths: tuple[PathSeen, ...] = ()
+    peers: tuple[Peer, ...] = ()
+    kv_addresses: tuple[str, ...] = ()
+    tickets: int = 0
+
+
+class About(msgspec.Struct, frozen=True):
+    """Of a node's `/model`."""
+
+    context_window: int
+    vocabulary: int
+    fingerprint: Fingerprint
+
+
+class Node:
+    def __init__(self, server: Server, model: str, session: aiohttp.ClientSession, policies: Policies) -> None:
+        self.server, self.model, self._policies = server, model, policies
+        self.name = server.name
+        self.legs = Legs(server, session, policies.stuck_s)
+        self.breaker = Breaker()
+        self.status: Status | None = None  # None: never heard of
+        self.about: About | None = None
+        self.reachable = False
+        self.trouble = "not asked yet"  # why it is not usable; empty when it is
+        self.mismatch = ""  # why it must not be paired, or answer for its model
+        self.open = 0  # our requests there
+        self.unread_tokens = 0  # of our prompts, sent there since its status and not known to be read
+        self.heard_at = self.used_at = 0.0
+
+    @property
+    def epoch(self) -> str:
+        return self.status.epoch if self.status else ""
+
+    @property
+    def role(self) -> Role:
+        return self.status.role if self.status else self.server.role
+
+    @property
+    def usable(self) -> bool:
+        return self.reachable and not self.trouble and not self.mismatch and self.breaker.ready
+
+    @property
+    def state(self) -> str:
+        """One word for people."""
+        if not self.reachable or not self.status:
+            return "unreachable"
+        if self.mismatch:
+            return "mismatch"
+        return self.status.status if self.trouble or self.breaker.state == "closed" else f"circuit {self.breaker.state}"
+
+    @property
+    def why(self) -> str:
+        return self.mismatch or self.trouble or (self.breaker.reason if self.breaker.state != "closed" else "")
+
+    async def poll(self) -> bool:
+        """Ask how it is; whether something about its model is new."""
+        try:
+            body = await self.legs.get("/status", self._policies.health_timeout_s)
+            status = msgspec.json.decode(body, type=Status)
+            renewed = status.epoch != self.epoch or self.about is None
+            if renewed:
+                about = await self.legs.get("/model", self._policies.health_timeout_s * 5)
+                self.about = msgspec.json.decode(about, type=About)
+        except LegFailed as error:
+            self.lost(str(error))
+            return False
+        except Exception as error:  # an answer that is none; whatever is at that port, it is not a node
+            self.lost(f"{self.name}: it does not answer as a node: {error}")
+            return False
+        self._heard(status, renewed)
+        return renewed
+
+    def lost(self, reason: str) -> None:
+        self.reachable, self.trouble = False, reason
+
+    def _heard(self, status: Status, renewed: bool) -> None:
+        if self.status and (renewed or not self.reachable):  # it came back; at first sight all are as new
+            self.breaker.renewed()
+        self.status, self.reachable, self.heard_at = status, True, time.monotonic()
+        self.unread_tokens = 0  # the status counts them now
+        self.trouble = self._trouble(status)
+
+    def _trouble(self, status: Status) -> str:
+        if status.status not in ("healthy", "loading"):
+            return f"it is {status.status}"
+        if status.stalled_s > self._policies.stuck_s:
+            return f"its engine has made no progress for {status.stalled_s:.0f} s"
+        if self.server.role == "decode" and status.role == "prefill":
+            return "it runs as a prefill node, and the config has it under decode_servers"
+        if self.server.role == "prefill" and status.role == "decode":
+            return "it runs as a decode node, and the config has it under prefill_servers"
+        return ""
+
+    def view(self, group: str) -> NodeView:
+        status = self.status or Status()
+        reads = status.rates.prefill or status.rates.local_prefill
+        running = max(status.running, min(self.open, status.slots.most)) if self.role != "prefill" else 0
+        return NodeView(
+            name=self.name,
+            role=self.role,
+            model=self.model,
+            engine=status.backend,
+            usable=self.usable,
+            group=group,
+            exports=status.exports,
+            imports=status.imports,
+            context_window=status.context_window,
+            kv_token_bytes=status.kv_token_bytes,
+            kv_free_bytes=max(0, status.kv.limit_bytes - status.kv.reserved_bytes),
+            waiting=max(0, max(status.waiting, self.open) - running),
+            waiting_tokens=status.waiting_tokens + self.unread_tokens,
+            running=running,  # what was sent a moment ago will be
+            slots=status.slots.most,
+            reads=reads,
+            writes=status.rates.decode,
+            warmth=self.breaker.warmth(),
+        )
+
+    def shown(self) -> dict[str, Any]:
+        """For status pages."""
+        status = self.status or Status()
+        return {
+            "name": self.name,
+            "url": self.server.url,
+            "role": self.role,
+            "configured_role": self.server.role,
+            "model": self.model,
+            "engine": status.backend or self.server.engine,
+            "state": self.state,
+            "why": self.why,
+            "usable": self.usable,
+            "epoch": self.epoch,
+            "breaker": self.breaker.state,
+            "warmth": round(self.breaker.warmth(), 2),
+            "open": self.open,
+            "waiting": status.waiting,
+            "running": status.running,
+            "slots": msgspec.to_builtins(status.slots),
+            "kv": msgspec.to_builtins(status.kv),
+            "rates": msgspec.to_builtins(status.rates),
+            "paths": msgspec.to_builtins(status.paths),
+            "peers": msgspec.to_builtins(status.peers),
+            "heard_s_ago": round(time.monotonic() - self.heard_at, 3) if self.heard_at else None,
+        }

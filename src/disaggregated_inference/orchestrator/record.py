@@ -1,0 +1,245 @@
+"""What happened to a request: who served it, how long every phase took, what failed. Plain numbers at the end."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from disaggregated_inference.cluster.config import Policies, Server
+from disaggregated_inference.orchestrator.legs import Event
+from disaggregated_inference.orchestrator.view import Option
+
+FALLBACK = "Using fallback mode - slower performance"
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """One bar of the waterfall."""
+
+    name: str
+    start_s: float
+    seconds: float
+    node: str = ""
+
+
+class Failover(msgspec.Struct, kw_only=True):
+    """A leg that failed. `stall_s`: from the last sign of life before it to the next token after it."""
+
+    node: str
+    code: str
+    message: str
+    at_s: float = 0.0
+    detected_s: float = 0.0  # from the last sign of life to the verdict
+    stall_s: float | None = None
+
+
+@dataclass(slots=True)
+class Course:
+    """One of a request's choices, so far."""
+
+    written: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    finish: str | None = None
+
+    def take(self, event: Event) -> None:
+        assert event.token is not None
+        self.written.append(event.token)
+        self.text.append(event.text)
+        self.finish = event.finish_reason
+        if event.logprob is not None:
+            likely = {"token": event.token, "logprob": event.logprob, "top_logprobs": event.top_logprobs}
+            self.logprobs.append(likely)
+
+    def told(self) -> dict[str, Any]:
+        found = {"text": "".join(self.text), "tokens": self.written, "finish_reason": self.finish}
+        return found | ({"logprobs": self.logprobs} if self.logprobs else {})
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One way that was tried."""
+
+    option: Option
+    reason: str
+    engine: str  # that writes
+    began_at: float
+    first_token_at: float = 0.0
+    last_at: float = 0.0
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+class Record:
+    """Of one request, from the moment it came."""
+
+    def __init__(self, request_id: str, model: str) -> None:
+        self.request_id, self.model = request_id, model
+        self.came_at, self.time = time.perf_counter(), time.time()
+        self.prompt_tokens = 0
+        self.phases: list[Phase] = []
+        self.attempts: list[Attempt] = []
+        self.failovers: list[Failover] = []
+        self.courses: list[Course] = []
+        self.answer: dict[str, Any] = {}  # what a client gets, once it ended
+        self.fallback = False
+        self.first_token_s = self.total_s = 0.0
+        self._stalled: list[tuple[Failover, float]] = []
+
+    def phase(self, name: str, began_at: float, node: str = "") -> None:
+        """It is over now."""
+        now = time.perf_counter()
+        self.phases.append(Phase(name, began_at - self.came_at, now - began_at, node))
+
+    def begin(self, option: Option, reason: str, engine: str) -> Attempt:
+        attempt = Attempt(option, reason, engine, time.perf_counter())
+        self.attempts.append(attempt)
+        return attempt
+
+    def token_came(self, at: float) -> None:
+        """The first one of an attempt."""
+        self.first_token_s = self.first_token_s or at - self.came_at
+        for failover, since in self._stalled:
+            failover.stall_s = at - since
+        self._stalled.clear()
+
+    def failed(self, failover: Failover, attempt: Attempt) -> None:
+        now, since = time.perf_counter(), attempt.last_at or attempt.began_at
+        failover.at_s, failover.detected_s = now - self.came_at, now - since
+        self.failovers.append(failover)
+        self._stalled.append((failover, since))
+
+    def end(self) -> None:
+        self.total_s = time.perf_counter() - self.came_at
+        for attempt in self.attempts:
+            self.phases += _phases(attempt, attempt.began_at - self.came_at)
+
+    def metrics(self, servers: dict[str, Server], policies: Policies) -> dict[str, Any]:
+        """The names of SPEC, then what else is known. Times are seconds, speeds tokens per second."""
+        last = next((attempt for attempt in reversed(self.attempts) if attempt.metrics), None)
+        last = last or (self.attempts[-1] if self.attempts else None)
+        told = last.metrics if last else {}
+        courses = self.courses
+        completion = sum(len(course.written) for course in courses)
+        prefill_s = self._prefill_s(last)
+        decode_s = max(0.0, self.total_s - self.first_token_s) if self.first_token_s else 0.0
+        readers = last.option.prefill or last.option.decode if last else None
+        found: dict[str, Any] = {
+            "prefill_time": prefill_s,
+            "decode_time": decode_s,
+            "total_time": self.total_s,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self.prompt_tokens + completion,
+            "prefill_speed": self._read_tokens(last) / prefill_s if prefill_s else 0.0,
+            "decode_speed": (completion - len(courses)) / decode_s if decode_s and completion > len(courses) else 0.0,
+            "method": self._method(last),
+            "prefill_server": readers,
+            "decode_server": last.option.decode if last else None,
+            "tokens_per_sec": completion / self.total_s if self.total_s else 0.0,
+            "warning": FALLBACK if self.fallback else None,
+            "request_id": self.request_id,
+            "model": self.model,
+            "first_token_time": self.first_token_s,
+            "plan": last.reason if last else None,
+            "predicted_first_token_time": last.option.first_token_s if last else None,
+            "attempts": len(self.attempts),
+            "failovers": msgspec.to_builtins(self.failovers),
+            "cached_tokens": max(told.get("cached_tokens", 0), told.get("prefill_cached_tokens", 0)),
+            "seed": told.get("seed"),
+            "waterfall": msgspec.to_builtins(sorted(self.phases, key=lambda phase: phase.start_s)),
+        }
+        for name in _TOLD:
+            found[name] = told.get(name)
+        return found | self._spent(last, servers, prefill_s, decode_s, policies)
+
+    def told(self) -> dict[str, Any]:
+        """The answer itself."""
+        if not self.courses:
+            return {"response": None}
+        choices = [course.told() for course in self.courses]
+        first = {"response": choices[0]["text"], **{k: v for k, v in choices[0].items() if k != "text"}}
+        return first if len(choices) == 1 else first | {"choices": choices}
+
+    def _prefill_s(self, attempt: Attempt | None) -> float:
+        """The reading itself, as the node that read says; where it never came to say so, until the first token."""
+        if attempt is None or not self.first_token_s:
+            return 0.0
+        told: float = attempt.metrics.get("prefill_time") or 0.0
+        return told or max(0.0, attempt.first_token_at - attempt.began_at)
+
+    def _read_tokens(self, attempt: Attempt | None) -> int:
+        """Of the prompt, what its reader did not hold already."""
+        if attempt is None:
+            return 0
+        held = attempt.metrics.get("prefill_cached_tokens" if attempt.option.prefill else "cached_tokens") or 0
+        return max(0, self.prompt_tokens - held)
+
+    def _method(self, attempt: Attempt | None) -> str:
+        """True to fact: by whose reading the answer came."""
+        if self.fallback:
+            return "fallback"
+        if attempt is None or attempt.option.prefill is None:
+            return "local"
+        return f"disaggregated_{attempt.engine}"
+
+    def _spent(
+        self, attempt: Attempt | None, servers: dict[str, Server], prefill_s: float, decode_s: float, policies: Policies
+    ) -> dict[str, Any]:
+        """Energy and cost where the config knows power and prices: each machine for the time it worked for this
+        request, as if it worked for nobody else meanwhile."""
+        if attempt is None:
+            return {}
+        reader = servers[attempt.option.prefill or attempt.option.decode]
+        times = [(reader, prefill_s), (servers[attempt.option.decode], decode_s)]
+        found: dict[str, Any] = {}
+        if all(server.power_w is not None for server, _ in times):
+            found["energy_wh"] = sum((server.power_w or 0.0) * seconds for server, seconds in times) / 3600
+        cost = _cost(times, found.get("energy_wh"), policies.electricity_price_per_kwh)
+        return found | ({} if cost is None else {"cost": cost})
+
+
+_TOLD = (
+    "queue_time",
+    "admission_time",
+    "canary_time",
+    "fetch_time",
+    "exposed_transfer_time",
+    "inject_time",
+    "kv_bytes",
+    "kv_codec",
+    "kv_paths",
+    "resumed",
+    "prompt_tokens_recomputed",
+)
+
+
+def _cost(times: list[tuple[Server, float]], energy_wh: float | None, price_per_kwh: float | None) -> float | None:
+    parts: list[float] = []
+    if all(server.price_per_hour is not None for server, _ in times):
+        parts.append(sum((server.price_per_hour or 0.0) * seconds for server, seconds in times) / 3600)
+    if energy_wh is not None and price_per_kwh is not None:
+        parts.append(energy_wh / 1000 * price_per_kwh)
+    return sum(parts) if parts else None
+
+
+def _phases(attempt: Attempt, start_s: float) -> list[Phase]:
+    """An attempt's bars, from what the decode node told; of one that failed, its whole time."""
+    told, option = attempt.metrics, attempt.option
+    reader = option.prefill or option.decode
+    if not told:
+        return [
+            Phase("failed", start_s, max(0.0, (attempt.last_at or attempt.began_at) - attempt.began_at), option.decode)
+        ]
+    at, found = start_s, []
+    for name, field_name, node in (
+        ("admission", "admission_time", option.decode),
+        ("canary", "canary_time", option.decode),
+        ("prefill queue", "queue_time", reader),
+        ("prefill", "prefill_time", reader),
+        ("exposed transfer", "exposed_transfer_time", option.decode),
+        ("decode", "decode_time", option.decode),
+    ):
+        if seconds := told.get(field_name) or 0.0:
+            found.append(Phase(name, at, seconds, node))
+            at += seconds
+    return found

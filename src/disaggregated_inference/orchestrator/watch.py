@@ -1,0 +1,126 @@
+"""Everyone's health, in the background: a loop per node, so that a slow one delays nobody's news, and no request."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Iterable
+
+import aiohttp
+
+from disaggregated_inference.cluster.config import ClusterConfig
+from disaggregated_inference.orchestrator.nodes import Node
+from disaggregated_inference.orchestrator.remembered import Remembered
+from disaggregated_inference.orchestrator.view import ClusterView
+
+log = logging.getLogger(__name__)
+
+_JITTER = 0.2
+_AGAIN_S = 0.25  # a node that is away is looked for more often than one that is there
+
+
+class Watch:
+    """All nodes of a config. `start` on the event loop that will use it."""
+
+    def __init__(self, config: ClusterConfig, session: aiohttp.ClientSession) -> None:
+        self.config = config
+        self.remembered = Remembered()
+        self.nodes: dict[str, Node] = {}
+        for server in config.servers:
+            self.nodes[server.name] = Node(server, config.resolve_model(server.model), session, config.policies)
+        self._links = {(link.prefill, link.decode): link.gbps * 1e9 / 8 for link in config.links}
+        self._heard = {name: asyncio.Event() for name in self.nodes}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._keep_asking(node)) for node in self.nodes.values()]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def of(self, model: str) -> list[Node]:
+        return [node for node in self.nodes.values() if node.model == model]
+
+    async def heard_of(self, model: str, patience_s: float) -> None:
+        """Until every node of a model was asked once, or a decode node and whoever answers as fast as it; only the
+        first requests ever wait here."""
+        waiting = {asyncio.create_task(self._heard[node.name].wait()) for node in self.of(model)}
+        try:
+            await asyncio.wait(waiting, timeout=patience_s)
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    async def look(self, names: Iterable[str] | None = None) -> None:
+        """Ask now."""
+        await asyncio.gather(*(self._ask(self.nodes[name]) for name in (names or self.nodes)))
+
+    async def _keep_asking(self, node: Node) -> None:
+        while True:
+            await self._ask(node)
+            every_s = self.config.policies.poll_s if node.reachable else min(_AGAIN_S, self.config.policies.poll_s)
+            await asyncio.sleep(every_s * random.uniform(1 - _JITTER, 1 + _JITTER))
+
+    async def _ask(self, node: Node) -> None:
+        before = node.usable
+        try:
+            if await node.poll():
+                self.remembered.forget(node.name)
+                self._compare(node.model)
+        except Exception:  # the watch must go on
+            log.exception("asking %s failed", node.name)
+        self._heard[node.name].set()
+        if node.usable != before:
+            words = "is usable" if node.usable else f"is not usable: {node.why}"
+            log.warning("%s %s", node.name, words, extra={"node": node.name, "model": node.model})
+
+    def _compare(self, model: str) -> None:
+        """Who holds the same model. The largest group is the model; of equal ones the one whose decode node comes first
+        in the config. Whoever holds something else answers for nobody, and says why."""
+        nodes = [node for node in self.of(model) if node.about]
+        groups: list[list[Node]] = []
+        for node in sorted(nodes, key=lambda node: node.server.role == "prefill"):
+            for group in groups:
+                if not _differences(group[0], node):
+                    group.append(node)
+                    break
+            else:
+                groups.append([node])
+        if not groups:
+            return
+        right = max(groups, key=len)
+        for node in nodes:
+            differs = [] if node in right else _differences(right[0], node)
+            node.mismatch = f"it holds another model than {right[0].name}: {'; '.join(differs)}" if differs else ""
+
+    def view(self, model: str) -> ClusterView:
+        nodes = self.of(model)
+        pairs = [(p, d) for p in nodes for d in nodes if p is not d and p.status and d.status and d.role != "prefill"]
+        links = {(p.name, d.name): speed for p, d in pairs if (speed := self._speed(p, d))}
+        met = {(p.name, d.name) for p, d in pairs if d.status and any(peer.epoch == p.epoch for peer in d.status.peers)}
+        views = (node.view("" if node.mismatch or not node.about else model) for node in nodes)
+        return ClusterView(nodes=tuple(views), links=links, met=frozenset(met))
+
+    def _speed(self, prefill: Node, decode: Node) -> float | None:
+        """Measured where it was, else as the config says."""
+        assert prefill.status
+        assert decode.status
+        own = {address.rpartition(":")[2] for address in prefill.status.kv_addresses}
+        hosts = {prefill.server.host, *(address.rpartition(":")[0] for address in prefill.status.kv_addresses)}
+        hosts |= {address.rpartition(":")[0] or address for address in prefill.server.kv_addresses}
+        speeds = [
+            path.goodput_bytes_s
+            for path in decode.status.paths
+            if path.goodput_bytes_s and str(path.port) in own and path.host in hosts
+        ]
+        return max(speeds) if speeds else self._links.get((prefill.name, decode.name))
+
+    def epochs(self, model: str) -> dict[str, str]:
+        return {node.name: node.epoch for node in self.of(model)}
+
+
+def _differences(reference: Node, node: Node) -> list[str]:
+    assert reference.about
+    assert node.about
+    return reference.about.fingerprint.differences(node.about.fingerprint)

@@ -1,0 +1,224 @@
+"""The breaker: what opens a circuit, what closes it, and how a node that came back is warmed up."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disaggregated_inference.orchestrator.breaker import Breaker
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def state(breaker: Breaker) -> str:
+    """Anew every time, also for the type checker, who takes a property for a constant."""
+    return breaker.state
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def breaker(clock: Clock) -> Breaker:
+    return Breaker(clock)
+
+
+def test_closed_at_first(breaker: Breaker) -> None:
+    assert (state(breaker), breaker.retry_at, breaker.reason) == ("closed", None, "")
+    assert all(breaker.allows() for _ in range(5))
+    assert breaker.warmth() == 1.0
+
+
+def test_one_hard_failure_opens(breaker: Breaker, clock: Clock) -> None:
+    breaker.failed("connection refused", hard=True)
+    assert (state(breaker), breaker.retry_at, breaker.reason) == ("open", 100.5, "connection refused")
+    assert not breaker.allows()
+    clock.now = 100.49
+    assert not breaker.allows()
+
+
+def test_three_soft_failures_open(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(2):
+        breaker.failed("500")
+        assert state(breaker) == "closed"
+    clock.now += 30
+    breaker.failed("500")
+    assert state(breaker) == "open"
+
+
+def test_soft_failures_are_forgotten(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(10):
+        breaker.failed("500")
+        clock.now += 15.1
+        assert state(breaker) == "closed", "never three within 30 s"
+    breaker.failed("500")
+    breaker.failed("500")
+    assert state(breaker) == "open"
+
+
+def test_soft_failures_before_an_opening_do_not_count_after_it(breaker: Breaker, clock: Clock) -> None:
+    breaker.failed("500")
+    breaker.failed("500")
+    breaker.failed("reset", hard=True)
+    clock.now += 0.5
+    breaker.succeeded()
+    breaker.failed("500")
+    assert state(breaker) == "closed"
+
+
+def test_half_open_lets_one_through_at_a_time(breaker: Breaker, clock: Clock) -> None:
+    breaker.failed("reset", hard=True)
+    clock.now += 0.5
+    assert state(breaker) == "half_open"
+    assert [breaker.allows() for _ in range(3)] == [True, False, False]
+    assert not breaker.ready
+    breaker.succeeded()
+    assert state(breaker) == "closed"
+    assert [breaker.allows() for _ in range(3)] == [True, True, True]
+    assert breaker.reason == ""
+
+
+def test_asking_whether_it_is_ready_takes_nothing(breaker: Breaker, clock: Clock) -> None:
+    breaker.failed("reset", hard=True)
+    seen = [breaker.ready]
+    clock.now += 0.5
+    seen += [breaker.ready, breaker.ready]
+    assert seen == [False, True, True]
+    assert breaker.allows()
+
+
+def test_a_probe_that_never_reports_is_given_up(breaker: Breaker, clock: Clock) -> None:
+    breaker.failed("reset", hard=True)
+    clock.now += 0.5
+    assert breaker.allows()
+    clock.now += 9.9
+    assert not breaker.allows()
+    clock.now += 0.1
+    assert breaker.allows()
+
+
+def test_open_time_doubles_up_to_a_limit_and_starts_over(breaker: Breaker, clock: Clock) -> None:
+    breaker.failed("refused", hard=True)
+    waits = []
+    for _ in range(7):
+        assert breaker.retry_at is not None
+        waits.append(breaker.retry_at - clock.now)
+        clock.now = breaker.retry_at
+        assert breaker.allows()
+        breaker.failed("refused", hard=True)
+    assert waits == [0.5, 1, 2, 4, 8, 10, 10]
+    clock.now += 10
+    assert breaker.allows()
+    breaker.succeeded()
+    breaker.failed("refused", hard=True)
+    assert breaker.retry_at == clock.now + 0.5
+
+
+def test_a_soft_failure_of_the_probe_opens_again(breaker: Breaker, clock: Clock) -> None:
+    breaker.failed("refused", hard=True)
+    clock.now += 0.5
+    assert breaker.allows()
+    breaker.failed("503")
+    assert (state(breaker), breaker.retry_at) == ("open", clock.now + 1)
+
+
+def test_what_fails_together_counts_once(breaker: Breaker) -> None:
+    for _ in range(20):
+        breaker.failed("reset", hard=True)
+    assert breaker.retry_at == 100.5
+
+
+def test_an_old_answer_does_not_close(breaker: Breaker, clock: Clock) -> None:
+    breaker.failed("frozen", hard=True)
+    breaker.succeeded()
+    assert state(breaker) == "open"
+    assert breaker.reason == "frozen"
+    clock.now += 0.5
+    breaker.succeeded()
+    assert state(breaker) == "closed"
+
+
+def test_warmth_rises_after_closing(breaker: Breaker, clock: Clock) -> None:
+    breaker.failed("reset", hard=True)
+    clock.now += 0.5
+    breaker.succeeded()
+    seen = []
+    for _ in range(4):
+        seen.append(breaker.warmth())
+        clock.now += 5
+    assert seen == pytest.approx([0.2, 0.6, 1.0, 1.0])
+
+
+def test_success_after_success_stays_warm(breaker: Breaker, clock: Clock) -> None:
+    breaker.failed("reset", hard=True)
+    clock.now += 0.5
+    breaker.succeeded()
+    clock.now += 10
+    breaker.succeeded()
+    assert breaker.warmth() == 1.0
+
+
+def test_a_new_epoch_starts_cold_and_without_a_past(breaker: Breaker) -> None:
+    breaker.failed("500")
+    breaker.failed("500")
+    breaker.renewed()
+    assert breaker.warmth() == pytest.approx(0.2)
+    breaker.failed("500")
+    assert state(breaker) == "closed"
+
+
+def test_a_new_epoch_is_tried_at_once_but_by_one(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(3):
+        breaker.failed("refused", hard=True)
+        clock.now = breaker.retry_at or 0
+    breaker.failed("refused", hard=True)
+    assert state(breaker) == "open"
+    breaker.renewed()
+    assert [breaker.allows() for _ in range(2)] == [True, False]
+    breaker.failed("refused", hard=True)
+    assert breaker.retry_at == clock.now + 8, "a process that keeps restarting waits longer every time"
+
+
+def test_limits_are_settings(clock: Clock) -> None:
+    breaker = Breaker(clock, soft_failures=1, first_open_s=2, longest_open_s=3, warm_s=1)
+    breaker.failed("500")
+    assert breaker.retry_at == 102
+    clock.now = 102
+    breaker.failed("500")
+    assert breaker.retry_at == 105
+    clock.now = 105
+    breaker.succeeded()
+    clock.now = 105.5
+    assert breaker.warmth() == pytest.approx(0.6)
+
+
+@given(st.lists(st.sampled_from(["hard", "soft", "good", "ask", "renewed", "wait", "long"]), max_size=60))
+def test_whatever_happens_it_is_tried_again(steps: list[str]) -> None:
+    clock = Clock()
+    breaker = Breaker(clock)
+    for step in steps:
+        if step in ("hard", "soft"):
+            breaker.failed(step, hard=step == "hard")
+        elif step == "good":
+            breaker.succeeded()
+        elif step == "ask":
+            expected = breaker.ready
+            assert breaker.allows() == expected
+            assert state(breaker) != "half_open" or not breaker.allows(), "one probe at a time"
+        elif step == "renewed":
+            breaker.renewed()
+        else:
+            clock.now += 0.7 if step == "wait" else 25
+        assert breaker.retry_at is None or breaker.retry_at <= clock.now + 10
+        assert 0.2 <= breaker.warmth() <= 1
+    clock.now += 20
+    assert breaker.allows()
+    breaker.succeeded()
+    assert state(breaker) == "closed"

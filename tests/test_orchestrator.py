@@ -1,0 +1,355 @@
+"""The orchestrator over real node processes: who serves, what a fault costs, and that no fault changes a token."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disaggregated_inference.client import DisaggregatedClient
+from disaggregated_inference.errors import DisaggError, NoDecodeNode
+from disaggregated_inference.orchestrator.record import FALLBACK
+from disaggregated_inference.wire.paths import spoken
+from tests.cluster import Process, config_of
+from tests.conftest import LoadTiny, until
+from tests.handoff import alone, prompt_of
+from tests.line import Line
+
+COMMON = ("--dtype", "float32", "--kv-memory", "256M", "--lease", "10")
+LONG = 2500
+
+
+class Four:
+    """Two prefill nodes and two decode nodes of one model. Whoever a test ends is back for the next one."""
+
+    def __init__(self, model: str) -> None:
+        self.p1 = Process("p1", "prefill", "torch", model, *COMMON, "--chunk", "77")
+        self.p2 = Process("p2", "prefill", "torch", model, *COMMON, "--chunk", "77")
+        self.d1 = Process("d1", "decode", "mlx", model, *COMMON)
+        self.d2 = Process("d2", "decode", "mlx", model, *COMMON)
+        self.all = (self.p1, self.p2, self.d1, self.d2)
+        for node in self.all:
+            node.ready()
+
+    def mended(self) -> "Four":
+        dead = [node for node in self.all if not node.alive]
+        for node in dead:
+            node.start()
+        for node in dead:
+            node.ready()
+        for node in self.all:
+            node.kv_addresses = []
+        return self
+
+    def named(self, name: str) -> Process:
+        return next(node for node in self.all if node.name == name)
+
+
+@pytest.fixture(scope="module")
+def started(tiny_folder: Callable[[str], Path]) -> Iterator[Four]:
+    four = Four(str(tiny_folder("llama")))
+    yield four
+    for node in four.all:
+        node.end()
+
+
+@pytest.fixture
+def four(started: Four) -> Iterator[Four]:
+    yield started.mended()
+    for node in started.all:
+        node.thaw()
+    assert until(lambda: all(node.nothing_left() for node in started.all if node.alive), 15), [
+        node.status() for node in started.all if node.alive
+    ]
+
+
+@pytest.fixture
+def expect(tiny_engine: LoadTiny) -> Callable[[list[int], int], list[int]]:
+    return lambda prompt, count: alone(tiny_engine("mlx", "llama"), prompt, count)
+
+
+def ask_of(prompt: list[int], count: int, **more: Any) -> dict[str, Any]:
+    return {"model": "llama", "tokens": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True} | more
+
+
+def answered(client: DisaggregatedClient, prompt: list[int], count: int, **more: Any) -> tuple[list[int], Any]:
+    _, metrics = client.generate(**ask_of(prompt, count, **more))
+    return metrics["tokens"], metrics
+
+
+def in_thread(work: Callable[[], Any]) -> "Future[Any]":
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def stalls(metrics: dict[str, Any], record_property: Any, what: str) -> None:
+    """Reported, and bounded by what the policy promises at worst."""
+    for failover in metrics["failovers"]:
+        record_property(
+            "report",
+            f"{what}: {failover['node']} {failover['code']}, noticed after {failover['detected_s']:.2f} s, "
+            f"next token after {failover['stall_s'] or 0:.2f} s",
+        )
+        assert failover["detected_s"] < 5
+
+
+def test_both_legs_and_the_metrics_that_were_promised(four: Four, expect: Any) -> None:
+    prompt = prompt_of(700)
+    with DisaggregatedClient(config_of(*four.all)) as client:
+        tokens, metrics = answered(client, prompt, 24)
+        assert tokens == expect(prompt, 24)
+        assert metrics["prompt_tokens_recomputed"] == 0
+        assert metrics["method"] == "disaggregated_mlx"
+        assert metrics["prefill_server"] in ("p1", "p2")
+        assert metrics["decode_server"] in ("d1", "d2")
+        assert (metrics["prompt_tokens"], metrics["completion_tokens"], metrics["total_tokens"]) == (700, 24, 724)
+        assert metrics["warning"] is None
+        numbers = ("prefill_time", "decode_time", "total_time", "prefill_speed", "decode_speed", "tokens_per_sec")
+        assert all(isinstance(metrics[name], float) and metrics[name] > 0 for name in numbers)
+        assert "->" in metrics["plan"]
+        assert {"tokenize", "queue", "prefill", "decode"} <= {phase["name"] for phase in metrics["waterfall"]}
+        assert client.history(1)[0]["request_id"] == metrics["request_id"]
+        assert client.health()["verdict"] == "all up"
+
+
+def test_text_is_tokenized_here_with_the_nodes_tokenizer(four: Four, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("DISAGG_HOME", str(tmp_path))
+    with DisaggregatedClient(config_of(*four.all)) as client:
+        response, metrics = client.generate(model="disaggregated:llama", prompt="hello there", max_tokens=4)
+        assert isinstance(response, str)
+        assert metrics["prompt_tokens"] == len("hello there")
+        assert len(list((tmp_path / "tokenizers").glob("*.json"))) == 1
+        assert "".join(client.generate(model="llama", prompt="hello", max_tokens=3, stream=True)) is not None
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_a_node_that_is_dead_before_the_request(four: Four, expect: Any, leg: str, record_property: Any) -> None:
+    prompt = prompt_of(600, seed=1)
+    with DisaggregatedClient(config_of(*four.all)) as client:
+        _, first = answered(client, prompt, 4)
+        victim = four.named(first[f"{leg}_server"])
+        victim.kill()
+        tokens, metrics = answered(client, prompt, 16)
+        assert not victim.alive
+        assert tokens == expect(prompt, 16)
+        assert metrics[f"{leg}_server"] != victim.name
+        assert metrics["method"] == "disaggregated_mlx"
+        stalls(metrics, record_property, f"{leg} dead before")
+
+
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+def test_the_prefill_node_ends_while_it_reads(four: Four, expect: Any, how: str, record_property: Any) -> None:
+    prompt = prompt_of(LONG, seed=20 if how == "kill" else 21)  # one that nobody holds
+    with DisaggregatedClient(config_of(*four.all)) as client:
+        answered(client, prompt_of(100), 2)
+        answer = in_thread(lambda: answered(client, prompt, 16))
+        assert until(lambda: reading(four.p1, four.p2) is not None, 10)
+        victim = reading(four.p1, four.p2) or four.p1
+        getattr(victim, how)()
+        tokens, metrics = answer.result(60)
+        assert [failover["node"] for failover in metrics["failovers"]] == [victim.name]
+        assert tokens == expect(prompt, 16)
+        assert metrics["prompt_tokens_recomputed"] == 0
+        stalls(metrics, record_property, f"prefill {how} while reading")
+
+
+def reading(*nodes: Process) -> Process | None:
+    """Whoever is in the middle of a prompt."""
+    return next((node for node in nodes if 0 < node.status()["waiting_tokens"] < LONG), None)
+
+
+def test_the_prefill_node_dies_while_it_sends(four: Four, expect: Any, record_property: Any) -> None:
+    """A fifth of the cache has arrived; the decode node keeps what came whole."""
+    prompt = prompt_of(LONG, seed=3)
+    four.p2.kill()
+    with Line(("127.0.0.1", four.p1.kv_port), "cut", at=600_000) as line:
+        four.p1.kv_addresses = [spoken(line.address)]
+        with DisaggregatedClient(config_of(*four.all)) as client:
+            answered(client, prompt_of(100), 2)
+            answer = in_thread(lambda: answered(client, prompt, 16))
+            assert line.struck.wait(20)
+            four.p1.kill()
+            tokens, metrics = answer.result(60)
+    assert tokens == expect(prompt, 16)
+    assert metrics["method"] == "fallback"
+    assert metrics["warning"] == FALLBACK
+    assert 0 < metrics["prompt_tokens_recomputed"] < LONG - 300, "it went on where the transfer broke off"
+    stalls(metrics, record_property, "prefill killed while sending")
+
+
+@pytest.mark.parametrize(("how", "at"), [("kill", 1), ("kill", 10), ("freeze", 10)])
+def test_the_decode_node_ends_in_the_middle_of_an_answer(
+    four: Four, expect: Any, how: str, at: int, record_property: Any
+) -> None:
+    prompt, count = prompt_of(500, seed=4), 300
+    with DisaggregatedClient(config_of(*four.all)) as client:
+        answered(client, prompt_of(100), 2)
+        tokens, metrics, victim = [], None, None
+        for delta in client.stream(**ask_of(prompt, count)):
+            if delta.token is not None:
+                tokens.append(delta.token)
+            metrics = delta.metrics or metrics
+            if len(tokens) == at and victim is None:
+                victim = writing(four.d1, four.d2)
+                assert victim
+                getattr(victim, how)()
+        assert metrics
+        assert victim
+        assert [failover["node"] for failover in metrics["failovers"]] == [victim.name]
+        assert metrics["decode_server"] != victim.name
+        assert tokens == expect(prompt, count)
+        stalls(metrics, record_property, f"decode {how} at token {at}")
+
+
+def writing(*nodes: Process) -> Process | None:
+    return next((node for node in nodes if node.alive and node.status()["running"]), None)
+
+
+def test_the_decode_node_dies_with_the_last_token(four: Four, expect: Any) -> None:
+    prompt = prompt_of(300, seed=5)
+    with DisaggregatedClient(config_of(*four.all)) as client:
+        tokens = []
+        for delta in client.stream(**ask_of(prompt, 8)):
+            if delta.token is not None:
+                tokens.append(delta.token)
+            if delta.finish_reason:
+                four.d1.kill()
+                four.d2.kill()
+        assert tokens == expect(prompt, 8)
+
+
+def test_the_decode_node_dies_while_the_cache_arrives(four: Four, expect: Any, record_property: Any) -> None:
+    prompt = prompt_of(LONG, seed=6)
+    lines = [Line(("127.0.0.1", node.kv_port), pause_s=0.02) for node in (four.p1, four.p2)]
+    for node, line in zip((four.p1, four.p2), lines, strict=True):
+        node.kv_addresses = [spoken(line.address)]
+    with DisaggregatedClient(config_of(*four.all)) as client:
+        answer = in_thread(lambda: answered(client, prompt, 16))
+        assert until(lambda: sum(line.passed for line in lines) > 600_000, 20)
+        victim = next(node for node in (four.d1, four.d2) if node.status()["waiting"])
+        victim.kill()
+        for line in lines:
+            line.pause_s = 0.0
+        tokens, metrics = answer.result(60)
+        assert [failover["node"] for failover in metrics["failovers"]] == [victim.name]
+        assert tokens == expect(prompt, 16)
+        stalls(metrics, record_property, "decode killed while the cache arrives")
+    for line in lines:
+        line.close()
+
+
+def test_sampled_answers_go_on_with_the_same_random_numbers(four: Four) -> None:
+    prompt, count = prompt_of(400, seed=7), 250
+    rules = {"temperature": 0.9, "top_p": 0.95, "seed": 1234, "repetition_penalty": 1.1}
+    with DisaggregatedClient(config_of(*four.all)) as client:
+        undisturbed, _ = answered(client, prompt, count, **rules)
+        tokens, victim = [], None
+        for delta in client.stream(**ask_of(prompt, count, **rules)):
+            if delta.token is not None:
+                tokens.append(delta.token)
+            if len(tokens) == 20 and victim is None:
+                victim = writing(four.d1, four.d2)
+                assert victim
+                victim.kill()
+        assert victim
+        assert tokens == undisturbed
+
+
+def test_several_choices_go_on_each_by_itself(four: Four) -> None:
+    prompt, count = prompt_of(300, seed=8), 120
+    rules = {"temperature": 1.0, "seed": 5, "n": 3}
+    with DisaggregatedClient(config_of(*four.all)) as client:
+        _, undisturbed = client.generate(**ask_of(prompt, count, **rules))
+        tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        victim, metrics = None, None
+        for delta in client.stream(**ask_of(prompt, count, **rules)):
+            if delta.token is not None:
+                tokens[delta.choice].append(delta.token)
+            metrics = delta.metrics or metrics
+            if len(tokens[0]) == 10 and victim is None:
+                victim = writing(four.d1, four.d2)
+                assert victim
+                victim.kill()
+        assert metrics
+        assert metrics["failovers"]
+        assert [tokens[at] for at in range(3)] == [choice["tokens"] for choice in undisturbed["choices"]]
+
+
+def test_a_schema_is_kept_over_a_failure(four: Four) -> None:
+    pattern = r"[a-z]{200,220}"
+    rules = {"format": {"type": "regex", "pattern": pattern}, "temperature": 0.8, "seed": 3, "ignore_eos": False}
+    prompt = prompt_of(200, seed=9)
+    with DisaggregatedClient(config_of(*four.all)) as client:
+        undisturbed, _ = client.generate(**ask_of(prompt, 400, **rules))
+        text, victim = "", None
+        for delta in client.stream(**ask_of(prompt, 400, **rules)):
+            text += delta.text
+            if len(text) > 20 and victim is None:
+                victim = writing(four.d1, four.d2)
+                assert victim
+                victim.kill()
+        assert victim
+        assert text == undisturbed
+        assert len(text) in range(200, 221)
+
+
+def test_no_prefill_node_left(four: Four, expect: Any) -> None:
+    prompt = prompt_of(500, seed=10)
+    with DisaggregatedClient(config_of(*four.all)) as client:
+        four.p1.kill()
+        four.p2.kill()
+        tokens, metrics = answered(client, prompt, 16)
+        assert tokens == expect(prompt, 16)
+        assert metrics["method"] == "fallback"
+        assert metrics["warning"] == "Using fallback mode - slower performance"
+        assert client.health()["verdict"] == "prefill down: decode-only"
+        for node in (four.p1, four.p2):
+            node.start()
+            node.ready()
+        assert until(lambda: answered(client, prompt, 4)[1]["method"] == "disaggregated_mlx", 5)
+
+
+def test_no_decode_node_left(four: Four, expect: Any) -> None:
+    prompt = prompt_of(500, seed=11)
+    with DisaggregatedClient(config_of(*four.all)) as client:
+        answered(client, prompt, 4)
+        four.d1.kill()
+        four.d2.kill()
+        started = time.monotonic()
+        with pytest.raises(NoDecodeNode, match=r"^Decode server unavailable - request failed$"):
+            answered(client, prompt, 16)
+        assert time.monotonic() - started < 5
+        assert client.health()["verdict"] == "decode down: cannot serve"
+        for node in (four.d1, four.d2):
+            node.start()
+            node.ready()
+
+        def back() -> bool:
+            try:
+                return answered(client, prompt, 16)[0] == expect(prompt, 16)
+            except DisaggError:
+                return False
+
+        assert until(back, 5)
+
+
+def test_two_of_a_kind_share_the_work(four: Four, expect: Any) -> None:
+    prompts = [prompt_of(200, seed=100 + number) for number in range(32)]
+    with DisaggregatedClient(config_of(*four.all)) as client, ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda prompt: answered(client, prompt, 24), prompts))
+        assert [tokens for tokens, _ in answers] == [expect(prompt, 24) for prompt in prompts]
+        for leg in ("prefill_server", "decode_server"):
+            served = [metrics[leg] for _, metrics in answers]
+            assert len(set(served)) == 2, served
+            assert min(served.count(name) for name in set(served)) >= 4, served
