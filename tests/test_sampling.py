@@ -215,5 +215,6 @@ def test_always_a_token_that_is_allowed(
     asked = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
     asked.require_valid(len(row))
     token = Sampler(asked, [], ()).choose(np.array(row, np.float32)).token
-    better = sum(value > row[token] for value in np.array(row, np.float32))
+    weights = np.exp((np.array(row, np.float32) - np.float32(max(row))) / np.float32(temperature))
+    better = sum(weight > weights[token] for weight in weights)  # what rounds to the same weight is as likely
     assert not top_k or better < top_k

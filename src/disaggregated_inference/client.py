@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 from disaggregated_inference.cluster.config import ClusterConfig
 from disaggregated_inference.errors import ClusterError
@@ -31,6 +31,7 @@ class DisaggregatedClient:
         self._core = DisaggregatedInference(config_path)  # a bad config is said before a thread is started
         self._loop = asyncio.new_event_loop()
         self._closed = threading.Lock()
+        self._late = False  # the interpreter ends
         self._thread = threading.Thread(target=_run, args=(self._loop,), name="disagg-client", daemon=True)
         self._thread.start()
         atexit.register(_close_late, weakref.ref(self))
@@ -57,9 +58,19 @@ class DisaggregatedClient:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CLOSING_S)
 
-    def generate(self, prompt: str | None = None, **options: Any) -> "tuple[str, dict[str, Any]] | Iterator[str]":
+    @overload
+    def generate(
+        self, prompt: str | None = None, *, stream: Literal[False] = False, **options: Any
+    ) -> tuple[str, dict[str, Any]]: ...
+
+    @overload
+    def generate(self, prompt: str | None = None, *, stream: Literal[True], **options: Any) -> Iterator[str]: ...
+
+    def generate(
+        self, prompt: str | None = None, *, stream: bool = False, **options: Any
+    ) -> tuple[str, dict[str, Any]] | Iterator[str]:
         """`(response, metrics)`; with `stream=True` an iterator of texts. See docs/CLIENT.md for the options."""
-        if options.pop("stream", False):
+        if stream:
             return (delta.text for delta in self.stream(prompt, **options) if delta.text)
         answer = self._call(self._core.generate(prompt, **options))
         return answer["response"], {name: value for name, value in answer.items() if name != "response"}
@@ -107,6 +118,8 @@ class DisaggregatedClient:
             return result
         except BaseException:  # also where the caller is interrupted: nobody wants it any more
             future.cancel()
+            if self._late and threading.current_thread().daemon:
+                threading.Event().wait()  # it ends with the interpreter, and needs no trace on the screen for that
             raise
 
     def _post(self, work: "Coroutine[Any, Any, Result]") -> Any:
@@ -132,4 +145,5 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 def _close_late(client: "weakref.ref[DisaggregatedClient]") -> None:
     """At the interpreter's end."""
     if found := client():
+        found._late = True
         found.close()

@@ -106,7 +106,7 @@ def _spare_descriptors() -> int:
 def listen(address: Address) -> socket.socket:
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
-        sock = socket.create_server(address, family=family)
+        sock = socket.create_server(address, family=family, backlog=1024)  # a crowd dials at once
     except OSError as error:
         raise OSError(error.errno, f"cannot listen on {spoken(address)}: {error.strerror}") from None
     sock.settimeout(0.5)  # how long closing may go unnoticed where a shutdown does not wake an accept

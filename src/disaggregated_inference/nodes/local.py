@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -25,10 +26,11 @@ class LocalNode:
         self.role, self.engine, self.url = role, engine, ""
         command = [sys.executable, "-m", "disaggregated_inference", "serve", "--role", role]
         command += ["--engine", engine, *arguments]
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in stop; a pipe nobody reads would fill up
         self._process = subprocess.Popen(
             [*command, "--port", "0"],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._log,
             text=True,
             env=shared_cores() | os.environ,
         )
@@ -38,8 +40,9 @@ class LocalNode:
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:
-            _, reason = self._process.communicate()
-            raise DisaggError(f"the {self.role} node did not start:\n{reason[-2000:].strip()}")
+            self._process.wait()
+            self._log.seek(0)
+            raise DisaggError(f"the {self.role} node did not start:\n{self._log.read()[-2000:].strip()}")
         port: int = json.loads(line)["port"]
         self.url = f"http://127.0.0.1:{port}"
         return port
@@ -59,6 +62,7 @@ class LocalNode:
     def stop(self) -> None:
         self._process.terminate()
         self._process.communicate()
+        self._log.close()
 
 
 class Written:

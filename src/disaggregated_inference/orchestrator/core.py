@@ -20,6 +20,7 @@ from disaggregated_inference.orchestrator.line import Line
 from disaggregated_inference.orchestrator.nodes import Node
 from disaggregated_inference.orchestrator.record import Record
 from disaggregated_inference.orchestrator.texts import Texts, to_tokens
+from disaggregated_inference.orchestrator.threads import in_thread
 from disaggregated_inference.orchestrator.watch import Watch
 
 _FIRST_NEWS_S = 3.0
@@ -81,7 +82,7 @@ class DisaggregatedInference:
         assert self._session
         await self._session.close()
         self._watch = self._session = None
-        await asyncio.to_thread(self.history.close)
+        await in_thread(self.history.close)
 
     async def generate(self, prompt: str | None = None, **options: Any) -> dict[str, Any]:
         """The whole answer: `response`, the metrics beside it, and `choices` where there are several."""
@@ -193,8 +194,7 @@ class DisaggregatedInference:
     async def _read(self, ask: Ask, record: Record, watch: Watch) -> list[int]:
         """The prompt's tokens."""
         began_at, nodes = time.perf_counter(), watch.of(record.model)
-        if not any(node.usable for node in nodes):
-            await watch.heard_of(record.model, _FIRST_NEWS_S)
+        await watch.heard_of(record.model, _FIRST_NEWS_S)
         window = self._window(record.model, nodes)
         tokens = ask.tokens if ask.tokens is not None else await self._tokenized(ask, nodes, window)
         record.prompt_tokens = len(tokens)

@@ -6,7 +6,7 @@ whose answer does not begin is looked after by asking the node for its health me
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
@@ -14,9 +14,11 @@ import msgspec
 
 from disaggregated_inference.cluster.config import Server
 from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.orchestrator.pulse import Listening, Pulses, Silent
 
-_SILENCE_S = 1.2  # a stream says something three times as often
 _LOOK_AFTER_S = 0.5
+_PROBE_S = 1.0  # for a health that is asked for because something is odd: a busy machine may take a while
+_BODY_S = 5.0  # for the rest of a small answer that has begun
 _DIAL_S = 1.0
 
 # What a decode node says when the other leg is the one that failed.
@@ -99,8 +101,8 @@ _events = msgspec.json.Decoder(Event)
 class Legs:
     """Requests to one node, over one pool of connections that all nodes share."""
 
-    def __init__(self, server: Server, session: aiohttp.ClientSession, stuck_s: float) -> None:
-        self.server, self._session, self._stuck_s = server, session, stuck_s
+    def __init__(self, server: Server, session: aiohttp.ClientSession, pulses: Pulses, stuck_s: float) -> None:
+        self.server, self._session, self._pulses, self._stuck_s = server, session, pulses, stuck_s
         self._headers = {"Authorization": f"Bearer {server.token}"} if server.token else {}
         self._probe: asyncio.Task[Health] | None = None
         self._telling: set[asyncio.Task[None]] = set()
@@ -117,7 +119,7 @@ class Legs:
             raise self._said(response.status, body)
         return body
 
-    async def health(self, timeout_s: float = _LOOK_AFTER_S) -> Health:
+    async def health(self, timeout_s: float = _PROBE_S) -> Health:
         """One question at a time, whoever asks."""
         if self._probe is None or self._probe.done():
             self._probe = asyncio.create_task(self._health(timeout_s))
@@ -155,21 +157,45 @@ class Legs:
     async def write(self, path: str, body: dict[str, Any], request_id: str) -> AsyncGenerator[list[Event], None]:
         """The events of an answer, as many at a time as have come."""
         async with self._post(path, body | {"stream": True}, request_id) as response:
-            rest = b""
-            while True:
-                data = await self._some(response)
-                if not data:
-                    raise LegFailed(self.server.name, "stream_ended", "the stream ended in the middle", hard=True)
-                *lines, rest = (rest + data).split(b"\n\n")
-                events = [_events.decode(line[6:]) for line in lines if line.startswith(b"data: ")]
-                if not events:
-                    self._require_progress(lines)
-                    continue
-                yield events
-                if events[-1].done:
-                    return
-                if events[-1].error:
-                    raise self._failure(events[-1].error)
+            loop = asyncio.get_running_loop()
+            listening = Listening(response, self._require_life, loop.time())
+            self._pulses.open.add(listening)
+            try:
+                rest = b""
+                while True:
+                    data = await self._some(response)
+                    listening.heard_at = loop.time()
+                    *lines, rest = (rest + data).split(b"\n\n")
+                    if events := self._parsed(lines):
+                        yield events
+                        if events[-1].done:
+                            await self._rest(response)
+                            return
+                        if events[-1].error:
+                            raise self._failure(events[-1].error)
+                    elif not data:
+                        raise LegFailed(self.server.name, "stream_ended", "the stream ended in the middle", hard=True)
+            finally:
+                self._pulses.open.discard(listening)
+
+    def _parsed(self, lines: list[bytes]) -> list[Event]:
+        """Tokens, and perhaps the end, or an error."""
+        events = [_events.decode(line[6:]) for line in lines if line.startswith(b"data: ")]
+        if not events:
+            self._require_progress(lines)
+        return events
+
+    async def _rest(self, response: aiohttp.ClientResponse) -> None:
+        """To the very end, so that the connection can serve again; a node that fails now has done its work."""
+        with suppress(aiohttp.ClientError, TimeoutError, OSError):
+            async with asyncio.timeout(_BODY_S):
+                await response.content.read()
+
+    async def _require_life(self) -> None:
+        looking = await self.health()
+        if looking.stalled_s > self._stuck_s:
+            message = f"its engine has made no progress for {looking.stalled_s:.0f} s"
+            raise LegFailed(self.server.name, "stuck", message, hard=True)
 
     def _require_progress(self, comments: list[bytes]) -> None:
         """`: alive 31.2`: so long has its engine been at one thing."""
@@ -203,10 +229,7 @@ class Legs:
         """The node may take its time; but not be frozen, or stuck, meanwhile."""
         try:
             while not (await asyncio.wait({asking}, timeout=_LOOK_AFTER_S))[0]:
-                looking = await self.health()
-                if looking.stalled_s > self._stuck_s:
-                    message = f"its engine has made no progress for {looking.stalled_s:.0f} s"
-                    raise LegFailed(self.server.name, "stuck", message, hard=True)
+                await self._require_life()
             return asking.result()
         except BaseException:
             asking.cancel()
@@ -215,16 +238,15 @@ class Legs:
             raise
 
     async def _some(self, response: aiohttp.ClientResponse) -> bytes:
-        """What has come, at least something; silence is an error."""
+        """What has come, at least something; who watches the pulses ends it where nothing does."""
         try:
-            async with asyncio.timeout(_SILENCE_S):
-                return await response.content.readany()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return await response.content.readany()
+        except (aiohttp.ClientError, Silent, OSError) as error:
             raise self._gone(error) from error
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         try:
-            async with asyncio.timeout(_SILENCE_S):
+            async with asyncio.timeout(_BODY_S):
                 return await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._gone(error) from error

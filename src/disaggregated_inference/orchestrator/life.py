@@ -148,13 +148,15 @@ class Life:
             node.used_at = time.monotonic()
         reader.unread_tokens += len(prompt)
         try:
-            body = self._body(numbers, prompt)
-            if prefill:
-                body["context"] = await prefill.legs.prefill(self._prefill_body(prefill, prompt, ticket), self._id)
-            path = "/decode" if prefill else "/generate"
-            async with aclosing(decode.legs.write(path, body, self._id)) as events:
-                async for some in events:
-                    yield self._took(some, attempt, numbers, prompt)
+            async with _let_in(prefill) as gate:
+                body = self._body(numbers, prompt)
+                if prefill:
+                    body["context"] = await prefill.legs.prefill(self._prefill_body(prefill, prompt, ticket), self._id)
+                path = "/decode" if prefill else "/generate"
+                async with aclosing(decode.legs.write(path, body, self._id)) as events:
+                    async for some in events:
+                        gate.leave()  # the first of them: the prompt was read
+                        yield self._took(some, attempt, numbers, prompt)
             done = True
         finally:
             for node in {decode, reader}:
@@ -284,6 +286,30 @@ class Life:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _let_in:  # noqa: N801  used as a function
+    """Before a prefill node, until one of its places is free; not for one that is gone by then."""
+
+    def __init__(self, prefill: Node | None) -> None:
+        self._node, self._inside = prefill, False
+
+    async def __aenter__(self) -> "_let_in":
+        if self._node:
+            await self._node.gate.acquire()
+            self._inside = True
+            if not self._node.reachable:
+                self.leave()
+                raise NodeIsBusy(self._node.name, "it is gone", 0.0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        if self._inside and self._node:
+            self._inside = False
+            self._node.gate.release()
 
 
 def _fields(event: Event, number: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """One node as the orchestrator knows it: its last status, its standing, and what was sent there since."""
 
+import asyncio
 import time
 from typing import Any
 
@@ -10,7 +11,10 @@ from disaggregated_inference.cluster.config import Policies, Server
 from disaggregated_inference.kv.fingerprint import Fingerprint
 from disaggregated_inference.orchestrator.breaker import Breaker
 from disaggregated_inference.orchestrator.legs import LegFailed, Legs
+from disaggregated_inference.orchestrator.pulse import Pulses
 from disaggregated_inference.orchestrator.view import NodeView, Rate, Role
+
+_MOST_READING = 32  # prompts of ours at a prefill node: it reads few at a time, and the others are better off here
 
 
 class _Slots(msgspec.Struct, frozen=True):
@@ -76,10 +80,13 @@ class About(msgspec.Struct, frozen=True):
 
 
 class Node:
-    def __init__(self, server: Server, model: str, session: aiohttp.ClientSession, policies: Policies) -> None:
+    def __init__(
+        self, server: Server, model: str, session: aiohttp.ClientSession, pulses: Pulses, policies: Policies
+    ) -> None:
         self.server, self.model, self._policies = server, model, policies
         self.name = server.name
-        self.legs = Legs(server, session, policies.stuck_s)
+        self.legs = Legs(server, session, pulses, policies.stuck_s)
+        self.gate = asyncio.Semaphore(_MOST_READING)
         self.breaker = Breaker()
         self.status: Status | None = None  # None: never heard of
         self.about: About | None = None

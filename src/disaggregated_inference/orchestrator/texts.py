@@ -5,6 +5,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ from disaggregated_inference.models.store import default_home
 from disaggregated_inference.models.tokenizer import ModelTokenizer
 from disaggregated_inference.orchestrator.legs import LegFailed
 from disaggregated_inference.orchestrator.nodes import Node
+from disaggregated_inference.orchestrator.threads import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ class Texts:
 
     async def _get(self, identity: str, nodes: list[Node]) -> ModelTokenizer:
         try:
-            found = await asyncio.to_thread(self._from_disk, identity) or await self._from_nodes(identity, nodes)
+            found = await in_thread(lambda: self._from_disk(identity)) or await self._from_nodes(identity, nodes)
         finally:
             self._fetching.pop(identity, None)
         while len(self._known) >= _MOST_KEPT:
@@ -65,7 +67,7 @@ class Texts:
             except (LegFailed, DisaggError) as error:
                 failure = error
                 continue
-            return await asyncio.to_thread(self._take, identity, body, node)
+            return await in_thread(partial(self._take, identity, body, node))
         raise NoDecodeNode() from failure
 
     def _take(self, identity: str, body: bytes, node: Node) -> ModelTokenizer:
@@ -88,7 +90,7 @@ async def to_tokens(tokenizer: ModelTokenizer, text: str, window: int) -> list[i
     if len(text) < _SHORT_CHARS:
         tokens = tokenizer.encode_within(text, window)
     else:
-        tokens = await asyncio.to_thread(tokenizer.encode_within, text, window)
+        tokens = await in_thread(lambda: tokenizer.encode_within(text, window))
     if not tokens:
         raise BadRequest("the prompt is empty")
     return tokens

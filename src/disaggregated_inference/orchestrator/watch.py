@@ -9,12 +9,14 @@ import aiohttp
 
 from disaggregated_inference.cluster.config import ClusterConfig
 from disaggregated_inference.orchestrator.nodes import Node
+from disaggregated_inference.orchestrator.pulse import Pulses
 from disaggregated_inference.orchestrator.remembered import Remembered
 from disaggregated_inference.orchestrator.view import ClusterView
 
 log = logging.getLogger(__name__)
 
 _JITTER = 0.2
+_BOTH = ("prefill", "decode")
 _AGAIN_S = 0.25  # a node that is away is looked for more often than one that is there
 
 
@@ -24,15 +26,18 @@ class Watch:
     def __init__(self, config: ClusterConfig, session: aiohttp.ClientSession) -> None:
         self.config = config
         self.remembered = Remembered()
+        self._pulses = Pulses()
         self.nodes: dict[str, Node] = {}
         for server in config.servers:
-            self.nodes[server.name] = Node(server, config.resolve_model(server.model), session, config.policies)
+            model = config.resolve_model(server.model)
+            self.nodes[server.name] = Node(server, model, session, self._pulses, config.policies)
         self._links = {(link.prefill, link.decode): link.gbps * 1e9 / 8 for link in config.links}
         self._heard = {name: asyncio.Event() for name in self.nodes}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._keep_asking(node)) for node in self.nodes.values()]
+        self._tasks.append(asyncio.create_task(self._pulses.watch()))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -43,14 +48,22 @@ class Watch:
         return [node for node in self.nodes.values() if node.model == model]
 
     async def heard_of(self, model: str, patience_s: float) -> None:
-        """Until every node of a model was asked once, or a decode node and whoever answers as fast as it; only the
-        first requests ever wait here."""
-        waiting = {asyncio.create_task(self._heard[node.name].wait()) for node in self.of(model)}
+        """Until every node of a model was asked once, or one of each role is usable. Only the first requests wait."""
+        nodes = self.of(model)
+        waiting = {asyncio.create_task(self._heard[node.name].wait()) for node in nodes if not self._is_heard(node)}
+        tasks, until = set(waiting), asyncio.get_running_loop().time() + patience_s
         try:
-            await asyncio.wait(waiting, timeout=patience_s)
+            while waiting and not all(any(n.usable and n.server.role == role for n in nodes) for role in _BOTH):
+                left_s = until - asyncio.get_running_loop().time()
+                done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    return
         finally:
-            for task in waiting:
+            for task in tasks:
                 task.cancel()
+
+    def _is_heard(self, node: Node) -> bool:
+        return self._heard[node.name].is_set()
 
     async def look(self, names: Iterable[str] | None = None) -> None:
         """Ask now."""
@@ -72,8 +85,11 @@ class Watch:
             log.exception("asking %s failed", node.name)
         self._heard[node.name].set()
         if node.usable != before:
-            words = "is usable" if node.usable else f"is not usable: {node.why}"
-            log.warning("%s %s", node.name, words, extra={"node": node.name, "model": node.model})
+            about = {"node": node.name, "model": node.model}
+            if node.usable:
+                log.info("%s is usable", node.name, extra=about)
+            else:
+                log.warning("%s is not usable: %s", node.name, node.why, extra=about)
 
     def _compare(self, model: str) -> None:
         """Who holds the same model. The largest group is the model; of equal ones the one whose decode node comes first

@@ -1,4 +1,4 @@
-"""Frames: a fixed header of 32 bytes, then raw bytes, then a checksum. Nothing here allocates by what the other side
+"""Frames: a fixed header of 36 bytes, then raw bytes, then a checksum. Nothing here allocates by what the other side
 claims.
 
     offset  size  field
@@ -10,11 +10,12 @@ claims.
         12     4  tokens   rows of a slice; 0 elsewhere
         16     8  start    position of a slice's first row; 0 elsewhere
         24     8  size     bytes of payload that follow
-        32  size  payload
- 32 + size     8  checksum XXH3-64 of everything above
+        32     4  check    XXH32 of the header so far
+        36  size  payload
+ 36 + size     8  checksum XXH3-64 of everything above
 
-All little endian. Whoever reads decides from the header alone whether it wants the payload, and into which memory. The
-checksum comes last so that both sides compute it piece by piece, while a piece is in the processor's cache anyway.
+All little endian. Whoever reads decides from the header alone whether it wants the payload, and into which memory: so
+the header has a check of its own, or a flipped bit would look like a peer that breaks the rules. The checksum comes last so that both sides compute it piece by piece, while a piece is in the processor's cache anyway.
 """
 
 import socket
@@ -34,7 +35,8 @@ from disaggregated_inference.kv.dtype import Array
 
 MAGIC = b"DKVC"
 VERSION = 1
-HEADER = struct.Struct("<4sBBHIIQQ")
+HEADER = struct.Struct("<4sBBHIIQQI")
+_CHECKED = HEADER.size - 4
 CHECKSUM = struct.Struct("<Q")
 CONTROL_LIMIT_BYTES = 64 << 10
 _BLOCK_BYTES = 512 << 10
@@ -74,7 +76,8 @@ class Frame(NamedTuple):
 
 def encode_header(frame: Frame) -> bytes:
     fields = (frame.kind, frame.codec, frame.layer, frame.tokens, frame.start, frame.size)
-    return HEADER.pack(MAGIC, VERSION, *fields)
+    head = HEADER.pack(MAGIC, VERSION, *fields, 0)[:_CHECKED]
+    return head + xxhash.xxh32_intdigest(head).to_bytes(4, "little")
 
 
 def encode(frame: Frame, content: Buffer = b"") -> bytes:
@@ -83,8 +86,12 @@ def encode(frame: Frame, content: Buffer = b"") -> bytes:
     return head + content + CHECKSUM.pack(xxhash.xxh3_64_intdigest(head + content))
 
 
-def decode_header(raw: Buffer) -> Frame:
-    magic, version, kind, codec, layer, tokens, start, size = HEADER.unpack(raw)
+def decode_header(raw: Buffer, known: bool = False) -> Frame:
+    """`known`: this side has spoken the protocol before, so that whatever is wrong happened on the way."""
+    magic, version, kind, codec, layer, tokens, start, size, check = HEADER.unpack(raw)
+    damaged = check != xxhash.xxh32_intdigest(bytes(raw[:_CHECKED]))
+    if damaged and (known or (magic, version) == (MAGIC, VERSION)):
+        raise ChecksumMismatch("a frame's header arrived damaged")
     if magic != MAGIC:
         raise ProtocolError("the other side does not speak this protocol: wrong magic")
     if version != VERSION:
@@ -102,6 +109,7 @@ class Connection:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._raw = bytearray(HEADER.size)
+        self._known = False
         self._checksum = bytearray(CHECKSUM.size)
         self._sending = threading.Lock()  # frames of two threads must not mix
         self.cancelled = False
@@ -136,7 +144,9 @@ class Connection:
 
     def receive_header(self) -> Frame:
         self._fill(memoryview(self._raw))
-        return decode_header(self._raw)
+        frame = decode_header(self._raw, self._known)
+        self._known = True
+        return frame
 
     def receive_payload(self, frame: Frame, *targets: memoryview) -> None:
         """Into memory the caller chose; the sizes must add up, and so must the checksum."""

@@ -1,0 +1,32 @@
+"""Blocking work beside the event loop, on a thread of its own."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+async def in_thread(work: Callable[[], Result]) -> Result:
+    """As `asyncio.to_thread`, whose pool refuses work once the main thread has ended: other threads may go on then."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Result] = loop.create_future()
+
+    def tell(result: Result | None, error: BaseException | None) -> None:
+        if not done.done():
+            done.set_exception(error) if error else done.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as caught:
+            error = caught
+        try:
+            loop.call_soon_threadsafe(tell, result, error)
+        except RuntimeError:
+            return  # the loop was closed: nobody waits
+
+    threading.Thread(target=run, name="disagg-work", daemon=True).start()
+    return await done

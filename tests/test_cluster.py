@@ -1,0 +1,260 @@
+"""Clusters as people have them: several models, the wrong model, many clients, and nodes that die all the time."""
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disaggregated_client import DisaggregatedClient
+from disaggregated_inference.errors import BadRequest, ClusterError, DeadlineExceeded, DisaggError, ModelNotFound
+from disaggregated_inference.orchestrator import DisaggregatedInference
+from tests.cluster import Process, config_of
+from tests.conftest import LoadTiny, until
+from tests.handoff import alone, prompt_of
+from tests.test_orchestrator import COMMON, Four, answered, ask_of
+
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def four(tiny_folder: Folder) -> Iterator[Four]:
+    four = Four(str(tiny_folder("llama")))
+    yield four
+    for node in four.all:
+        node.end()
+
+
+def nothing_left(four: Four, seconds: float = 15) -> bool:
+    return until(lambda: all(node.nothing_left() for node in four.all), seconds)
+
+
+def test_two_models_on_four_nodes(tiny_folder: Folder, tiny_engine: LoadTiny) -> None:
+    """As in the user's config: a prefill and a decode node for each model, both models at once from a thread pool."""
+    kinds = {"qwen": "qwen3_moe", "gpt-oss": "gpt_oss"}
+    nodes = {
+        (model, role): Process(f"{model} {role}", role, engine, str(tiny_folder(kind)), *COMMON)
+        for model, kind in kinds.items()
+        for role, engine in (("prefill", "torch"), ("decode", "mlx"))
+    }
+    entries = {
+        key: node.ready().entry | {"model": key[0], "comment": "as they write it"} for key, node in nodes.items()
+    }
+    config = {
+        "prefill_servers": [entries[model, "prefill"] for model in kinds],
+        "decode_servers": [entries[model, "decode"] for model in kinds],
+        "policies": {"local": "never"},
+    }
+    try:
+        with DisaggregatedClient(config) as client:
+            asks = [
+                ask_of(prompt_of(300, seed=number), 24) | {"model": name}
+                for number, name in enumerate(["disaggregated:qwen3-coder:30b", "disaggregated:gpt-oss:120b"] * 3)
+            ]
+            with ThreadPoolExecutor(6) as pool:
+                answers = list(pool.map(lambda ask: client.generate(**ask)[1], asks))
+            merged = client.generate_many(asks)
+            engines = [tiny_engine("mlx", kind) for kind in kinds.values()]
+            for number, (answer, again) in enumerate(zip(answers, merged["results"], strict=True)):
+                expected = alone(engines[number % 2], asks[number]["tokens"], 24)
+                assert answer["tokens"] == again["tokens"] == expected
+                assert answer["decode_server"] == f"{list(kinds)[number % 2]} decode"
+                assert answer["method"] == "disaggregated_mlx"
+            times = [result["total_time"] for result in merged["results"]]
+            assert merged["speedup"] == pytest.approx(sum(times) / merged["wall_time"])
+            assert merged["completion_tokens"] == 6 * 24
+            assert merged["errors"] == 0
+    finally:
+        for node in nodes.values():
+            node.end()
+
+
+@pytest.mark.parametrize("what", ["model", "tokenizer", "rope"])
+def test_a_node_with_something_else_is_never_asked(
+    four: Four, tiny_folder: Folder, tiny_engine: LoadTiny, tmp_path: Path, what: str
+) -> None:
+    wrong = _copy_with_another(what, tiny_folder("llama"), tmp_path / "llama")
+    imposter = Process("imposter", "decode", "mlx", str(wrong), *COMMON).ready()
+    prompt = prompt_of(200)
+    try:
+        with DisaggregatedClient(config_of(imposter, *four.all)) as client:
+            shown = client.health()["nodes"]["imposter"]
+            assert shown["state"] == "mismatch"
+            assert {"model": "weights", "tokenizer": "tokenizer", "rope": "rope"}[what] in shown["why"]
+            answers = [answered(client, prompt, 8) for _ in range(8)]
+            assert all(tokens == alone(tiny_engine("mlx", "llama"), prompt, 8) for tokens, _ in answers)
+            assert imposter.status()["tokens_written"] == 0
+    finally:
+        imposter.end()
+
+
+def _copy_with_another(what: str, original: Path, folder: Path) -> Path:
+    from tests.tiny import save_tiny
+
+    save_tiny("llama", folder, seed=99 if what == "model" else None)
+    if what == "tokenizer":
+        path = folder / "tokenizer.json"
+        changed = json.loads(path.read_text())
+        vocabulary = changed["model"]["vocab"]
+        first, second = list(vocabulary)[:2]
+        vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+        path.write_text(json.dumps(changed))
+    if what == "rope":
+        path = folder / "config.json"
+        changed = json.loads(path.read_text())
+        rope = changed.get("rope_parameters") or changed["rope_scaling"]
+        rope["rope_theta"] = 10_000.0
+        if "rope_theta" in changed:
+            changed["rope_theta"] = 10_000.0
+        path.write_text(json.dumps(changed))
+    assert original != folder
+    return folder
+
+
+def test_one_client_for_32_threads(four: Four, tiny_engine: LoadTiny) -> None:
+    prompts = [prompt_of(60 + number, seed=number) for number in range(96)]
+    with DisaggregatedClient(config_of(*four.all)) as client, ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(lambda prompt: answered(client, prompt, 12)[0], prompts))
+    assert answers == [alone(tiny_engine("mlx", "llama"), prompt, 12) for prompt in prompts]
+    assert nothing_left(four)
+
+
+def test_clients_that_leave_at_any_moment_leave_nothing(four: Four, tiny_engine: LoadTiny) -> None:
+    """A thousand of them; between them others are served as if nothing was."""
+    prompt = prompt_of(150)
+    expected = alone(tiny_engine("mlx", "llama"), prompt, 6)
+    chance = random.Random(7)
+
+    async def leave(core: DisaggregatedInference, number: int) -> None:
+        ask = ask_of(prompt_of(chance.choice([20, 200, 900]), seed=number), 200)
+        task = asyncio.create_task(core.generate(**ask))
+        await asyncio.sleep(chance.random() ** 2 * 0.3)
+        task.cancel()
+        await asyncio.wait({task})
+
+    async def run() -> Counter[str]:
+        async with DisaggregatedInference(config_of(*four.all)) as core:
+            gate = asyncio.Semaphore(50)
+
+            async def one(number: int) -> None:
+                async with gate:
+                    await leave(core, number)
+
+            for batch in range(10):
+                await asyncio.gather(*(one(batch * 100 + number) for number in range(100)))
+                assert (await core.generate(**ask_of(prompt, 6)))["tokens"] == expected
+            status = await core.status()
+            assert not any(line["waiting"] or line["running"] for line in status["queue"].values())
+            return Counter(status["served"])
+
+    served = asyncio.run(run())
+    assert served["cancelled"] > 500
+    assert served["failed"] == 0
+    assert nothing_left(four)
+
+
+def test_bad_requests_end_in_typed_errors_and_the_client_lives_on(four: Four) -> None:
+    with DisaggregatedClient(config_of(*four.all)) as client:
+        with pytest.raises(ModelNotFound, match="llama"):
+            client.generate(model="no-such-model", prompt="x")
+        with pytest.raises(BadRequest, match="exactly one"):
+            client.generate(model="llama")
+        with pytest.raises(BadRequest, match="no_such_option"):
+            client.generate(model="llama", prompt="x", no_such_option=1)
+        with pytest.raises(DisaggError, match="temperature"):
+            client.generate(model="llama", prompt="x", temperature=-1)
+        with pytest.raises(DisaggError, match="4096"):
+            client.generate(model="llama", prompt="x", max_tokens=5000)
+        with pytest.raises(DisaggError, match="4096"):
+            client.generate(model="llama", prompt="x" * 20_000)
+        with pytest.raises(DeadlineExceeded):
+            client.generate(**ask_of(prompt_of(1000), 3000, timeout=0.3))
+        assert client.generate(model="llama", prompt="x", max_tokens=2)[1]["completion_tokens"] >= 1
+        assert [record["ok"] for record in client.history(2)] == [True, False]
+    with pytest.raises(ClusterError, match="closed"):
+        client.generate(model="llama", prompt="x")
+    assert nothing_left(four)
+
+
+def test_the_interpreter_ends_with_requests_in_flight(four: Four) -> None:
+    program = """
+        import sys, threading
+        from disaggregated_client import DisaggregatedClient
+        client = DisaggregatedClient({config})
+        stream = client.stream(model="llama", prompt="x" * 100, max_tokens=3000, ignore_eos=True)
+        print(next(stream).token is not None)
+        other = dict(model="llama", prompt="y", max_tokens=3000)
+        threading.Thread(target=lambda: client.generate(**other), daemon=True).start()
+        {end}
+    """
+    for end, code in (("", 0), ("sys.exit(3)", 3)):
+        text = textwrap.dedent(program).format(config=config_of(*four.all), end=end)
+        started = time.monotonic()
+        ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (code, "True\n", ""), ended
+        assert time.monotonic() - started < 30
+    assert nothing_left(four)
+
+
+def test_nodes_that_die_all_the_time(four: Four, tiny_engine: LoadTiny, record_property: Any) -> None:
+    """200 requests at once for a minute; every few seconds a node is killed that has another of its kind."""
+    prompts = [prompt_of(40 + 13 * number, seed=number) for number in range(12)]
+    expected = [alone(tiny_engine("mlx", "llama"), prompt, 24) for prompt in prompts]
+    outcomes: Counter[str] = Counter()
+    codes: Counter[str] = Counter()
+    kills: list[str] = []
+    errors: list[str] = []
+    stop_at = time.monotonic() + 60
+    longest_s = 0.0
+
+    async def client(core: DisaggregatedInference, number: int) -> None:
+        nonlocal longest_s
+        chance = random.Random(number)
+        while time.monotonic() < stop_at:
+            which, started = chance.randrange(len(prompts)), time.monotonic()
+            try:
+                answer = await core.generate(**ask_of(prompts[which], 24))
+                outcomes["right" if answer["tokens"] == expected[which] else "WRONG"] += 1
+                outcomes["over a failure"] += bool(answer["failovers"])
+                codes.update(f"{failover['node']} {failover['code']}" for failover in answer["failovers"])
+            except DisaggError as error:
+                outcomes["error"] += 1
+                errors.append(f"{time.monotonic() - stop_at + 60:.1f} s: {error}")
+            longest_s = max(longest_s, time.monotonic() - started)
+
+    async def killer(core: DisaggregatedInference) -> None:
+        chance = random.Random(1)
+        while time.monotonic() < stop_at - 12:
+            await asyncio.sleep(chance.uniform(2, 4))
+            nodes = {node["name"]: node["usable"] for node in (await core.status())["nodes"]}
+            pairs = [pair for pair in (("p1", "p2"), ("d1", "d2")) if all(nodes[name] for name in pair)]
+            if pairs:
+                victim = four.named(chance.choice(chance.choice(pairs)))
+                await asyncio.to_thread(victim.kill)
+                kills.append(victim.name)
+                victim.start()
+                await asyncio.to_thread(victim.ready)
+
+    async def run() -> None:
+        async with DisaggregatedInference(config_of(*four.all)) as core:
+            async with asyncio.timeout(150):
+                await asyncio.gather(killer(core), *(client(core, number) for number in range(200)))
+
+    asyncio.run(run())
+    total = outcomes["right"] + outcomes["error"] + outcomes["WRONG"]
+    told = f"{total} requests, {len(kills)} kills ({Counter(kills)}): {dict(outcomes)}, {dict(codes)}, longest {longest_s:.1f} s"
+    record_property("report", told)
+    assert outcomes["WRONG"] == 0, told
+    assert len(kills) >= 4, told
+    assert outcomes["over a failure"] > 0, told
+    assert outcomes["error"] <= total * 0.001, (told, errors[:5])
+    assert nothing_left(four, 30), [node.status() for node in four.all]
