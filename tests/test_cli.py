@@ -66,3 +66,9 @@ def test_bad_options_are_usage_errors() -> None:
     assert disagg("demo", "--max-tokens", "0").returncode == 2
     assert disagg("nonsense").returncode == 2
     assert disagg("--version").stdout.startswith("disagg ")
+
+
+def test_commands_of_other_rooms_are_there() -> None:
+    assert json.loads(disagg("config", "example").stdout)["decode_servers"]
+    listed = disagg("bench", "--help").stdout
+    assert all(name in listed for name in ("engine", "wire", "handoff", "decode", "serve"))

@@ -1,5 +1,6 @@
 """The orchestrator over real node processes: who serves, what a fault costs, and that no fault changes a token."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -213,7 +214,7 @@ def test_the_decode_node_ends_in_the_middle_of_an_answer(
 
 
 def writing(*nodes: Process) -> Process | None:
-    return next((node for node in nodes if node.alive and node.status()["running"]), None)
+    return next((node for node in nodes if node.alive and node.status()["waiting"]), None)
 
 
 def test_the_decode_node_dies_with_the_last_token(four: Four, expect: Any) -> None:
@@ -353,3 +354,48 @@ def test_two_of_a_kind_share_the_work(four: Four, expect: Any) -> None:
             served = [metrics[leg] for _, metrics in answers]
             assert len(set(served)) == 2, served
             assert min(served.count(name) for name in set(served)) >= 4, served
+
+
+def simulated(name: str, profile: str) -> Process:
+    return Process(name, "decode", "simulated", "simulated:tiny", "--profile", profile)
+
+
+def test_a_node_whose_engine_is_stuck_is_left(record_property: Any) -> None:
+    """It answers everything but the question: its engine has been at one thing for too long."""
+    stuck = simulated("stuck", "custom:prefill=100,decode=1000")  # four seconds, in one piece
+    well = simulated("well", "custom:prefill=80,decode=1000,chunk=16")
+    try:
+        for node in (stuck, well):
+            node.ready()
+        prompt = [number % 900 + 20 for number in range(400)]
+        ask = {"model": "simulated:tiny", "tokens": prompt, "max_tokens": 8, "temperature": 0}
+        with DisaggregatedClient(config_of(well, local="always")) as client:
+            _, expected = client.generate(**ask)
+        with DisaggregatedClient(config_of(stuck, well, local="always", stuck_s=1.0)) as client:
+            assert client.health()["verdict"] == "all up"
+            twice = [client.generate(**ask)[1] for _ in range(2)]
+        assert all(metrics["tokens"] == expected["tokens"] for metrics in twice)
+        failovers = [failover for metrics in twice for failover in metrics["failovers"]]
+        assert [(failover["node"], failover["code"]) for failover in failovers] == [("stuck", "stuck")]
+        stalls({"failovers": failovers}, record_property, "engine stuck")
+    finally:
+        for node in (stuck, well):
+            node.end()
+
+
+def test_a_node_that_never_answers_delays_nobody() -> None:
+    well = simulated("well", "instant").ready()
+    with socket.create_server(("127.0.0.1", 0)) as hole:
+        config = config_of(well, local="always", health_timeout_s=5.0)
+        config["decode_servers"].append({"host": "127.0.0.1", "port": hole.getsockname()[1], "model": "simulated:tiny"})
+        try:
+            with DisaggregatedClient(config) as client:
+                times = []
+                for _ in range(5):
+                    started = time.monotonic()
+                    client.generate(model="simulated:tiny", prompt="hello", max_tokens=4)
+                    times.append(time.monotonic() - started)
+                assert max(times[1:]) < 2, times
+                assert client.status()["verdict"] == "a node is down, others serve"
+        finally:
+            well.end()

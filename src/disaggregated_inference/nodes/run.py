@@ -28,6 +28,9 @@ from disaggregated_inference.nodes.worker import EngineThread
 from disaggregated_inference.wire.codecs import CODECS
 from disaggregated_inference.wire.paths import Address, spoken
 
+_MEASURED_TOKENS = (64, 512)
+_MEASURED_S = 0.5  # a machine that needs longer for the shorter one need not show the longer one
+
 ROLES = {"prefill": 8000, "decode": 8001, "both": 8001}
 
 
@@ -76,7 +79,9 @@ def run_node(asked: Settings) -> None:
         codecs = tuple(dict.fromkeys((asked.kv_codec, "raw")))
         prefill = PrefillNode(room, addresses, asked.chunk, asked.lease_s) if reads else None
         decode = DecodeNode(room, files.tokenizer, asked.chunk, asked.kv_streams, codecs) if writes else None
-        _serve(asked, port, Served(files, room, prefill, decode))
+        served = Served(files, room, prefill, decode)
+        room.worker.call(lambda: _measure(served))
+        _serve(asked, port, served)
     finally:
         room.close_all()
         room.worker.stop()
@@ -174,6 +179,34 @@ def _read_once(engine: Engine, length: int) -> None:
     tokens = engine.prefill(sequence, [index % 50 for index in range(length)], lambda piece: piece.wait()).greedy()
     engine.step([sequence], tokens).greedy().tolist()
     engine.close(sequence)
+
+
+def _measure(served: Served) -> None:
+    """What this machine can do, once, so that the first requests are planned by more than a guess."""
+    engine = served.room.engine
+    for length in _MEASURED_TOKENS:
+        if length + 2 > engine.spec.context_window:
+            break
+        reading_s, step_s = _timed(engine, length)
+        for rates in (served.prefill and served.prefill.reading, served.decode and served.decode.intake.reading):
+            if rates:
+                rates.note(length, length, reading_s)
+        if served.decode:
+            served.decode.batch.rates.note(1, 1, step_s)
+        if reading_s > _MEASURED_S:
+            break
+    engine.counters.prompt_tokens = engine.counters.step_tokens = 0
+
+
+def _timed(engine: Engine, length: int) -> tuple[float, float]:
+    sequence = engine.open(length + 1)
+    started = time.perf_counter()
+    tokens = engine.prefill(sequence, [index % 50 for index in range(length)]).greedy().tolist()
+    read = time.perf_counter()
+    engine.step([sequence], tokens).greedy().tolist()
+    written = time.perf_counter()
+    engine.close(sequence)
+    return read - started, written - read
 
 
 def _is_loopback(host: str) -> bool:

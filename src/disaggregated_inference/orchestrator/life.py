@@ -208,7 +208,8 @@ class Life:
             self.record.token_came(attempt.first_token_at)
             reader = self._watch.nodes[attempt.option.prefill or attempt.option.decode]
             reader.unread_tokens = max(0, reader.unread_tokens - len(prompt))
-        attempt.last_at = time.perf_counter()
+        if kept:
+            attempt.last_at = time.perf_counter()
         return kept
 
     def _succeeded(

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 
 import aiohttp
 
-_TICK_S = 0.2
+_TICK_S = 0.1
 _LATE_S = 0.3  # a tick that comes so late shows that it is this process that was held up
-SILENCE_S = 0.8
+SILENCE_S = 0.7
 
 
 class Silent(Exception):

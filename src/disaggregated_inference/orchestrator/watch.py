@@ -16,7 +16,6 @@ from disaggregated_inference.orchestrator.view import ClusterView
 log = logging.getLogger(__name__)
 
 _JITTER = 0.2
-_BOTH = ("prefill", "decode")
 _AGAIN_S = 0.25  # a node that is away is looked for more often than one that is there
 
 
@@ -50,10 +49,11 @@ class Watch:
     async def heard_of(self, model: str, patience_s: float) -> None:
         """Until every node of a model was asked once, or one of each role is usable. Only the first requests wait."""
         nodes = self.of(model)
+        roles = {node.server.role for node in nodes}
         waiting = {asyncio.create_task(self._heard[node.name].wait()) for node in nodes if not self._is_heard(node)}
         tasks, until = set(waiting), asyncio.get_running_loop().time() + patience_s
         try:
-            while waiting and not all(any(n.usable and n.server.role == role for n in nodes) for role in _BOTH):
+            while waiting and not all(any(n.usable and n.server.role == role for n in nodes) for role in roles):
                 left_s = until - asyncio.get_running_loop().time()
                 done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
