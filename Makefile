@@ -12,7 +12,7 @@ demo: $(READY)
 	$(BIN)/disagg demo
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -251,7 +251,7 @@ def test_nodes_that_die_all_the_time(four: Four, tiny_engine: LoadTiny, record_p
 
     asyncio.run(run())
     total = outcomes["right"] + outcomes["error"] + outcomes["WRONG"]
-    told = f"{total} requests, {len(kills)} kills ({Counter(kills)}): {dict(outcomes)}, {dict(codes)}, longest {longest_s:.1f} s"
+    told = f"{total} requests, kills {dict(Counter(kills))}: {dict(outcomes)}, {dict(codes)}, longest {longest_s:.1f} s"
     record_property("report", told)
     assert outcomes["WRONG"] == 0, told
     assert len(kills) >= 4, told

@@ -368,7 +368,7 @@ def test_a_node_whose_engine_is_stuck_is_left(record_property: Any) -> None:
         for node in (stuck, well):
             node.ready()
         prompt = [number % 900 + 20 for number in range(400)]
-        ask = {"model": "simulated:tiny", "tokens": prompt, "max_tokens": 8, "temperature": 0}
+        ask: dict[str, Any] = {"model": "simulated:tiny", "tokens": prompt, "max_tokens": 8, "temperature": 0}
         with DisaggregatedClient(config_of(well, local="always")) as client:
             _, expected = client.generate(**ask)
         with DisaggregatedClient(config_of(stuck, well, local="always", stuck_s=1.0)) as client:

@@ -19,7 +19,8 @@ MAP = {
     "nodes": {"errors", "kv", "models", "engines", "wire"},
     "cluster": {"errors"},
     "orchestrator": {"errors", "kv", "models", "cluster"},
-    "bench": {"__init__", "errors", "kv", "models", "engines", "wire", "nodes", "progress"},
+    "talk": {"errors", "cluster", "client", "orchestrator"},
+    "bench": {"__init__", "errors", "kv", "models", "engines", "wire", "nodes", "progress", "orchestrator", "cluster"},
 }
 LIBRARIES = {"torch": "torch", "transformers": "torch", "triton": "torch", "mlx": "mlx", "mlx_lm": "mlx"}
 

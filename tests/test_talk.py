@@ -211,11 +211,11 @@ def test_long_messages_may_have_several_lines(folder: Path) -> None:
 
 
 def test_a_chat_can_be_saved_and_loaded(folder: Path) -> None:
-    typed = "/system Be brief.\none\n/save chat.json\n/clear\n/system\n/load chat.json\ntwo\n/save both.json\n"
+    typed = "/system Be \\\nbrief.\none\n/save chat.json\n/clear\n/system\n/load chat.json\ntwo\n/save both.json\n"
     run = disagg(folder, "chat", "--max-tokens", "3", typed=typed)
     assert "1 turn in chat.json" in run.stderr
     one, both = (json.loads((folder / name).read_text()) for name in ("chat.json", "both.json"))
-    assert (one["system"], one["model"]) == ("Be brief.", "simulated:tiny")
+    assert (one["system"], one["model"]) == ("Be \nbrief.", "simulated:tiny")
     assert [message["role"] for message in both["messages"]] == ["user", "assistant"] * 2
     assert both["messages"][:2] == one["messages"]
     assert [both["messages"][at]["content"] for at in (1, 3)] == run.stdout.splitlines()

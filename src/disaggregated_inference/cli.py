@@ -9,7 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from disaggregated_inference import __version__
+from disaggregated_inference.bench.commands import bench_app
+from disaggregated_inference.cluster.commands import config_app
 from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.talk.commands import talk_app
 
 app = typer.Typer(
     name="disagg",
@@ -20,7 +23,8 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: a third of the time
 )
 models_app = typer.Typer(help="Models on this machine (without a command: list them).")
-bench_app = typer.Typer(help="Benchmarks: one table, one JSON, ratios from one run.", no_args_is_help=True)
+app.add_typer(talk_app)  # no name: its commands stand beside ours
+app.add_typer(config_app, name="config")
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
 
@@ -123,81 +127,6 @@ def add_model(
 
     added = ModelStore().add(name, path)
     typer.echo(f"{name} is {added.path} ({added.spec.architecture})")
-
-
-@bench_app.command("engine")
-def bench_engine(
-    engine: Annotated[list[str] | None, typer.Option(help="torch or mlx; may be repeated. Default: both.")] = None,
-    model: Model = "smollm2",
-    shape: Annotated[str, typer.Option(help="Random weights of this shape instead of a model (torch).")] = "",
-    device: Annotated[str, typer.Option(help="torch device, such as cpu or cuda.")] = "",
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads for torch; 0 leaves it to torch.")] = 0,
-    quick: Annotated[bool, typer.Option(help="Fewer repeats.")] = False,
-    output: Annotated[Path, typer.Option(help="Folder for the JSON files.")] = Path("bench-results"),
-) -> None:
-    """Our engines against their bare libraries: prefill, decode, import, loading."""
-    from disaggregated_inference.bench.engine import run
-
-    run(engine or [], model, shape, device, threads, quick, output)
-
-
-@bench_app.command("wire")
-def bench_wire(
-    megabytes: Annotated[int, typer.Option(min=1, help="How much to send, each round.")] = 800,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds.")] = 5,
-    output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("bench-results"),
-) -> None:
-    """Goodput of the KV wire on loopback against bare Python sockets."""
-    from disaggregated_inference.bench.wire import run
-
-    run(megabytes, repeats, output)
-
-
-@bench_app.command("handoff")
-def bench_handoff(
-    model: Model = "smollm2",
-    prefill: Annotated[str, typer.Option(help="Engine that reads the prompts.")] = "torch",
-    decode: Annotated[str, typer.Option(help="Engine that writes, and writes alone to compare.")] = "mlx",
-    shape: Annotated[str, typer.Option(help="A prefill node alone, random weights of this shape (torch).")] = "",
-    device: Annotated[str, typer.Option(help="torch device for --shape.")] = "cuda",
-    chunk: Annotated[int, typer.Option(min=0, help="Prompt tokens at a time; 0: 256, with --shape 8192.")] = 0,
-    streams: Annotated[int, typer.Option(min=1, max=64, help="KV connections.")] = 4,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs, the best of which counts.")] = 3,
-    output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("bench-results"),
-) -> None:
-    """Two nodes against one engine alone; with --shape, what streaming costs a prefill node."""
-    from disaggregated_inference.bench.handoff import run
-
-    run(shape, device, model, prefill, decode, chunk, streams, repeats, output)
-
-
-@bench_app.command("decode")
-def bench_decode(
-    model: Model = "smollm2",
-    engine: Annotated[str, typer.Option(help="Engine that writes.")] = "mlx",
-    prefill: Annotated[str, typer.Option(help="Engine that reads what is handed over.")] = "torch",
-    tokens: Annotated[int, typer.Option(min=8, help="Tokens per answer.")] = 32,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs, the best of which counts.")] = 3,
-    output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("bench-results"),
-) -> None:
-    """A decode node's batch against its library's own generators; and what a long prompt does to running streams."""
-    from disaggregated_inference.bench.decode import run
-
-    run(engine, prefill, model, tokens, repeats, output)
-
-
-@bench_app.command("serve")
-def bench_serve(
-    model: Model = "smollm2",
-    clients: Annotated[int, typer.Option(min=1, help="At the same time.")] = 16,
-    each: Annotated[int, typer.Option(min=1, help="Requests per client.")] = 3,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 64,
-    output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("bench-results"),
-) -> None:
-    """A node against mlx_lm.server: throughput and latency of the same clients, one server after the other."""
-    from disaggregated_inference.bench.serve import run
-
-    run(model, clients, each, tokens, output)
 
 
 @app.command()

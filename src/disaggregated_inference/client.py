@@ -5,7 +5,7 @@ import atexit
 import queue
 import threading
 import weakref
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
@@ -75,7 +75,7 @@ class DisaggregatedClient:
         answer = self._call(self._core.generate(prompt, **options))
         return answer["response"], {name: value for name, value in answer.items() if name != "response"}
 
-    def stream(self, prompt: str | None = None, **options: Any) -> Iterator[Delta]:
+    def stream(self, prompt: str | None = None, **options: Any) -> Generator[Delta, None, None]:
         """Pieces of text as they are written; the last one carries the metrics. Leaving the loop cancels the rest."""
         lines: queue.SimpleQueue[Delta | BaseException | None] = queue.SimpleQueue()
         pumping = self._post(self._pump(lines, prompt, options))
@@ -109,7 +109,7 @@ class DisaggregatedClient:
         return self._call(self._core.status())
 
     def history(self, count: int = 10, model: str | None = None) -> list[dict[str, Any]]:
-        return self._core.history.recent(count, model)
+        return self._core.history.recent(count, self.config.resolve_model(model) if model else None)
 
     def _call(self, work: "Coroutine[Any, Any, Result]") -> Result:
         future = self._post(work)

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from disaggregated_inference.errors import ContextTooLong, MessagesRefused, ModelDamaged, ModelUnsupported
+from disaggregated_inference.errors import BadRequest, ContextTooLong, MessagesRefused, ModelDamaged, ModelUnsupported
 
 Message = dict[str, Any]
 
@@ -52,8 +52,11 @@ class ModelTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Special tokens written out in the text are recognised, none are added."""
-        # As a batch, because that lets other threads run meanwhile: a long text takes seconds.
-        return list(self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
+        try:
+            # As a batch, because that lets other threads run meanwhile: a long text takes seconds.
+            return list(self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
+        except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair, as broken JSON escapes have it
+            raise BadRequest("the text is not valid Unicode: it cannot be written as UTF-8") from error
 
     def encode_within(self, text: str, window: int) -> list[int]:
         """What cannot fit in any case is refused before it is tokenized, which takes seconds for megabytes."""

@@ -1,7 +1,7 @@
 """A request as a client makes it, and as a decode node understands it."""
 
 import secrets
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -34,7 +34,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tokens: list[int] | None = None
-    max_tokens: int = 2000
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 2000
     temperature: float = 0.2
     top_p: float | None = None
     top_k: int | None = None
@@ -45,12 +45,12 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     presence_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     stop: str | list[str] | None = None
-    n: int = 1
+    n: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
     logprobs: int | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     format: dict[str, Any] | None = None
-    timeout: float | None = None  # seconds for all of it
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None  # seconds for all of it
     priority: int = 0
     request_id: str = ""
 
@@ -73,6 +73,8 @@ def asked(defaults: dict[str, Any], **given: Any) -> Ask:
         said |= {"format": shape} if shape else {}
     if sum(name in said for name in ("prompt", "messages", "tokens")) != 1:
         raise BadRequest("give exactly one of prompt, messages and tokens")
+    if said.get("messages") == []:
+        raise BadRequest("messages is empty: give at least one")
     try:
         return msgspec.convert({"request_id": secrets.token_hex(8)} | defaults | said, Ask)
     except msgspec.ValidationError as error:

@@ -130,7 +130,7 @@ class DisaggregatedInference:
         watch = await self.start()
         return {
             "verdict": verdict(list(watch.nodes.values())),
-            "models": list(self.config.names),
+            "models": {model: verdict(watch.of(model)) for model in self.config.names},
             "nodes": [node.shown() for node in watch.nodes.values()],
             "links": [
                 {"prefill": p, "decode": d, "bytes_per_s": speed}
@@ -141,9 +141,6 @@ class DisaggregatedInference:
             "served": dict(self._served),
             "latency": {"total_time": self.history.percentiles("total_time")},
         }
-
-    async def look(self) -> None:
-        await (await self.start()).look()
 
     def _asked(self, **options: Any) -> tuple[Ask, Record]:
         model = self.config.resolve_model(options.get("model") or options.get("model_type"))

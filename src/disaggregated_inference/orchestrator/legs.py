@@ -252,7 +252,9 @@ class Legs:
             raise self._gone(error) from error
 
     def _gone(self, error: Exception) -> LegFailed:
-        words = "it does not answer" if isinstance(error, TimeoutError) else f"it cannot be reached: {error}"
+        cause = getattr(error, "os_error", None) or error  # aiohttp's own words name sockets and sessions
+        reason = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+        words = "it does not answer" if isinstance(error, TimeoutError) else f"it cannot be reached: {reason}"
         return LegFailed(self.server.name, "unreachable", words, hard=True)
 
     def _said(self, status: int, body: bytes, retry_after: str | None = None) -> Exception:

@@ -95,7 +95,7 @@ class Node:
         self.mismatch = ""  # why it must not be paired, or answer for its model
         self.open = 0  # our requests there
         self.unread_tokens = 0  # of our prompts, sent there since its status and not known to be read
-        self.heard_at = self.used_at = 0.0
+        self.heard_at, self.used_at = 0.0, time.monotonic()
 
     @property
     def epoch(self) -> str:

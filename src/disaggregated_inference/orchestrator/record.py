@@ -174,11 +174,13 @@ class Record:
         held = attempt.metrics.get("prefill_cached_tokens" if attempt.option.prefill else "cached_tokens") or 0
         return max(0, self.prompt_tokens - held)
 
-    def _method(self, attempt: Attempt | None) -> str:
-        """True to fact: by whose reading the answer came."""
+    def _method(self, attempt: Attempt | None) -> str | None:
+        """True to fact: by whose reading the answer came. None where nobody was asked."""
+        if attempt is None:
+            return None
         if self.fallback:
             return "fallback"
-        if attempt is None or attempt.option.prefill is None:
+        if attempt.option.prefill is None:
             return "local"
         return f"disaggregated_{attempt.engine}"
 

@@ -13,7 +13,7 @@ import msgspec
 from disaggregated_inference.errors import BadRequest, DisaggError, NoDecodeNode
 from disaggregated_inference.models.store import default_home
 from disaggregated_inference.models.tokenizer import ModelTokenizer
-from disaggregated_inference.orchestrator.legs import LegFailed
+from disaggregated_inference.orchestrator.legs import LegFailed, NodeIsBusy
 from disaggregated_inference.orchestrator.nodes import Node
 from disaggregated_inference.orchestrator.threads import in_thread
 
@@ -64,8 +64,8 @@ class Texts:
         for node in sorted(nodes, key=lambda node: not node.usable):
             try:
                 body = await node.legs.get("/model/tokenizer", _FETCH_S)
-            except (LegFailed, DisaggError) as error:
-                failure = error
+            except (LegFailed, NodeIsBusy, DisaggError) as error:
+                failure: Exception = error
                 continue
             return await in_thread(partial(self._take, identity, body, node))
         raise NoDecodeNode() from failure

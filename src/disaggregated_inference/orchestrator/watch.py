@@ -49,11 +49,11 @@ class Watch:
     async def heard_of(self, model: str, patience_s: float) -> None:
         """Until every node of a model was asked once, or one of each role is usable. Only the first requests wait."""
         nodes = self.of(model)
-        roles = {node.server.role for node in nodes}
+        kinds = [kind for kind in ([n for n in nodes if n.server.role != "decode"], _writers(nodes)) if kind]
         waiting = {asyncio.create_task(self._heard[node.name].wait()) for node in nodes if not self._is_heard(node)}
         tasks, until = set(waiting), asyncio.get_running_loop().time() + patience_s
         try:
-            while waiting and not all(any(n.usable and n.server.role == role for n in nodes) for role in roles):
+            while waiting and not all(any(node.usable for node in kind) for kind in kinds):
                 left_s = until - asyncio.get_running_loop().time()
                 done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
@@ -134,6 +134,10 @@ class Watch:
 
     def epochs(self, model: str) -> dict[str, str]:
         return {node.name: node.epoch for node in self.of(model)}
+
+
+def _writers(nodes: list[Node]) -> list[Node]:
+    return [node for node in nodes if node.server.role != "prefill"]
 
 
 def _differences(reference: Node, node: Node) -> list[str]:

@@ -15,7 +15,8 @@ claims.
  36 + size     8  checksum XXH3-64 of everything above
 
 All little endian. Whoever reads decides from the header alone whether it wants the payload, and into which memory: so
-the header has a check of its own, or a flipped bit would look like a peer that breaks the rules. The checksum comes last so that both sides compute it piece by piece, while a piece is in the processor's cache anyway.
+the header has a check of its own, or a flipped bit would look like a peer that breaks the rules. The checksum comes
+last so that both sides compute it piece by piece, while a piece is in the processor's cache anyway.
 """
 
 import socket

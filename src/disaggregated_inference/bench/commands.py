@@ -1,0 +1,85 @@
+"""`disagg bench`: every figure beside a baseline of the same run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+bench_app = typer.Typer(help="Benchmarks: one table, one JSON, ratios from one run.", no_args_is_help=True)
+
+Model = Annotated[str, typer.Option("--model", "-m", help="A name, an alias or a model folder.")]
+
+
+@bench_app.command("engine")
+def bench_engine(
+    engine: Annotated[list[str] | None, typer.Option(help="torch or mlx; may be repeated. Default: both.")] = None,
+    model: Model = "smollm2",
+    shape: Annotated[str, typer.Option(help="Random weights of this shape instead of a model (torch).")] = "",
+    device: Annotated[str, typer.Option(help="torch device, such as cpu or cuda.")] = "",
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads for torch; 0 leaves it to torch.")] = 0,
+    quick: Annotated[bool, typer.Option(help="Fewer repeats.")] = False,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON files.")] = Path("bench-results"),
+) -> None:
+    """Our engines against their bare libraries: prefill, decode, import, loading."""
+    from disaggregated_inference.bench.engine import run
+
+    run(engine or [], model, shape, device, threads, quick, output)
+
+
+@bench_app.command("wire")
+def bench_wire(
+    megabytes: Annotated[int, typer.Option(min=1, help="How much to send, each round.")] = 800,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds.")] = 5,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("bench-results"),
+) -> None:
+    """Goodput of the KV wire on loopback against bare Python sockets."""
+    from disaggregated_inference.bench.wire import run
+
+    run(megabytes, repeats, output)
+
+
+@bench_app.command("handoff")
+def bench_handoff(
+    model: Model = "smollm2",
+    prefill: Annotated[str, typer.Option(help="Engine that reads the prompts.")] = "torch",
+    decode: Annotated[str, typer.Option(help="Engine that writes, and writes alone to compare.")] = "mlx",
+    shape: Annotated[str, typer.Option(help="A prefill node alone, random weights of this shape (torch).")] = "",
+    device: Annotated[str, typer.Option(help="torch device for --shape.")] = "cuda",
+    chunk: Annotated[int, typer.Option(min=0, help="Prompt tokens at a time; 0: 256, with --shape 8192.")] = 0,
+    streams: Annotated[int, typer.Option(min=1, max=64, help="KV connections.")] = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs, the best of which counts.")] = 3,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("bench-results"),
+) -> None:
+    """Two nodes against one engine alone; with --shape, what streaming costs a prefill node."""
+    from disaggregated_inference.bench.handoff import run
+
+    run(shape, device, model, prefill, decode, chunk, streams, repeats, output)
+
+
+@bench_app.command("decode")
+def bench_decode(
+    model: Model = "smollm2",
+    engine: Annotated[str, typer.Option(help="Engine that writes.")] = "mlx",
+    prefill: Annotated[str, typer.Option(help="Engine that reads what is handed over.")] = "torch",
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens per answer.")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs, the best of which counts.")] = 3,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("bench-results"),
+) -> None:
+    """A decode node's batch against its library's own generators; and what a long prompt does to running streams."""
+    from disaggregated_inference.bench.decode import run
+
+    run(engine, prefill, model, tokens, repeats, output)
+
+
+@bench_app.command("serve")
+def bench_serve(
+    model: Model = "smollm2",
+    clients: Annotated[int, typer.Option(min=1, help="At the same time.")] = 16,
+    each: Annotated[int, typer.Option(min=1, help="Requests per client.")] = 3,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 64,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("bench-results"),
+) -> None:
+    """A node against mlx_lm.server: throughput and latency of the same clients, one server after the other."""
+    from disaggregated_inference.bench.serve import run
+
+    run(model, clients, each, tokens, output)
