@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from disaggregated_inference.cluster.commands import Format, config_app, sample
+from disaggregated_inference.talk.config import Format, config_app, sample
 from disaggregated_inference.cluster.config import ClusterConfig, ModelOptions, Policies, Server, load_config
 from disaggregated_inference.errors import ConfigError, ModelNotFound
 

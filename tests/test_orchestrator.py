@@ -1,5 +1,6 @@
 """The orchestrator over real node processes: who serves, what a fault costs, and that no fault changes a token."""
 
+import gc
 import socket
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from disaggregated_inference.client import DisaggregatedClient
-from disaggregated_inference.errors import DisaggError, NoDecodeNode
+from disaggregated_inference.errors import ClusterError, DisaggError, NoDecodeNode
 from disaggregated_inference.orchestrator.record import FALLBACK
 from disaggregated_inference.wire.paths import spoken
 from tests.cluster import Process, config_of
@@ -399,3 +400,76 @@ def test_a_node_that_never_answers_delays_nobody() -> None:
                 assert client.status()["verdict"] == "a node is down, others serve"
         finally:
             well.end()
+
+
+def test_what_counts_from_a_token_on_counts_from_there_after_a_failure(four: Four) -> None:
+    """A stop string that came before min_tokens was no end; it is none when another node goes on."""
+    prompt = prompt_of(250, seed=30)
+    with DisaggregatedClient(config_of(*four.all)) as client:
+        _, plain = answered(client, prompt, 60)
+        text = client.generate(**ask_of(prompt, 60))[0]
+        early = next(piece for piece in text[:12] if piece.isascii() and piece not in text[30:])
+        rules = {"stop": early, "min_tokens": 40}
+        undisturbed, _ = answered(client, prompt, 300, **rules)
+        tokens, victim = [], None
+        for delta in client.stream(**ask_of(prompt, 300, **rules)):
+            if delta.token is not None:
+                tokens.append(delta.token)
+            if len(tokens) == 45 and victim is None:
+                victim = writing(four.d1, four.d2)
+                assert victim
+                victim.kill()
+        assert len(plain["tokens"]) == 60
+        assert tokens == undisturbed
+
+
+def test_a_node_that_came_back_serves_everyone_at_once(four: Four, expect: Any) -> None:
+    """The first request after a failure tries it out; the others wait for that, and not for its end."""
+    prompt = prompt_of(200, seed=31)
+    four.d2.kill()
+    with DisaggregatedClient(config_of(*four.all)) as client:
+        answered(client, prompt, 4)
+        four.d1.kill()
+        with pytest.raises(DisaggError):
+            answered(client, prompt, 4)
+        four.d1.start()
+        four.d1.ready()
+        assert until(lambda: client.status()["models"]["llama"] == "a node is down, others serve", 5)
+        with ThreadPoolExecutor(6) as pool:
+            answers = list(pool.map(lambda _: answered(client, prompt, 200)[0], range(6)))
+        assert answers == [expect(prompt, 200)] * 6
+
+
+def test_a_bad_request_leaves_the_way_free(four: Four) -> None:
+    prompt = prompt_of(100, seed=32)
+    four.d2.kill()
+    with DisaggregatedClient(config_of(*four.all)) as client:
+        answered(client, prompt, 4)
+        four.d1.freeze()
+        with pytest.raises(DisaggError):
+            answered(client, prompt, 4, timeout=4)
+        four.d1.thaw()
+        time.sleep(1.5)
+        with pytest.raises(DisaggError, match="stop"):
+            answered(client, prompt, 4, stop="")
+        started = time.monotonic()
+        answered(client, prompt, 4)
+        assert time.monotonic() - started < 5
+
+
+def test_no_fallback_where_the_config_allows_none(four: Four) -> None:
+    four.p1.kill()
+    four.p2.kill()
+    with DisaggregatedClient(config_of(*four.all, fallback=False)) as client, pytest.raises(ClusterError, match="fall"):
+        answered(client, prompt_of(100), 4)
+
+
+def test_clients_that_are_dropped_leave_no_thread(four: Four) -> None:
+    def threads() -> int:
+        return sum(thread.name == "disagg-client" for thread in threading.enumerate())
+
+    before = threads()
+    for _ in range(5):
+        answered(DisaggregatedClient(config_of(*four.all)), prompt_of(50), 2)
+    gc.collect()
+    assert until(lambda: threads() == before, 5)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from disaggregated_inference.errors import FingerprintMismatch, NodeBusy, TicketRefused
+from disaggregated_inference.errors import Cancelled, FingerprintMismatch, NodeBusy, TicketRefused
 from disaggregated_inference.kv.tickets import Ticket, TicketBook
 from tests.test_fingerprint import REFERENCE
 
@@ -116,3 +116,12 @@ def test_memory_is_given_back_once_under_a_race(book: TicketBook, clock: Clock) 
         assert released == [str(number)]
     endings = book.endings
     assert endings.fetched + endings.cancelled + endings.expired == 50
+
+
+def test_a_cancellation_may_overtake_what_it_cancels() -> None:
+    book = TicketBook()
+    assert not book.cancel("early")
+    with pytest.raises(Cancelled):
+        book.issue(REFERENCE, lambda: None, "early")
+    book.issue(REFERENCE, lambda: None, "early")
+    assert len(book) == 1

@@ -1,11 +1,12 @@
 """The sync facade: one event loop on a thread of its own, shared by any number of callers' threads."""
 
 import asyncio
-import atexit
 import queue
 import threading
 import weakref
 from collections.abc import Coroutine, Generator, Iterator, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
@@ -30,11 +31,9 @@ class DisaggregatedClient:
     def __init__(self, config_path: "str | Path | dict[str, Any] | ClusterConfig | None" = None) -> None:
         self._core = DisaggregatedInference(config_path)  # a bad config is said before a thread is started
         self._loop = asyncio.new_event_loop()
-        self._closed = threading.Lock()
-        self._late = False  # the interpreter ends
         self._thread = threading.Thread(target=_run, args=(self._loop,), name="disagg-client", daemon=True)
         self._thread.start()
-        atexit.register(_close_late, weakref.ref(self))
+        self._end = weakref.finalize(self, _shut_down, self._core, self._loop, self._thread)  # dropped, or at exit
         self._call(self._core.start())
 
     @property
@@ -49,14 +48,7 @@ class DisaggregatedClient:
 
     def close(self) -> None:
         """Ends what is under way, then the loop and its thread. Again is harmless."""
-        if not self._closed.acquire(blocking=False):
-            return
-        ending = asyncio.run_coroutine_threadsafe(self._core.aclose(), self._loop)
-        try:
-            ending.result(_CLOSING_S)
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_CLOSING_S)
+        self._end()
 
     @overload
     def generate(
@@ -118,12 +110,12 @@ class DisaggregatedClient:
             return result
         except BaseException:  # also where the caller is interrupted: nobody wants it any more
             future.cancel()
-            if self._late and threading.current_thread().daemon:
+            if not self._end.alive and threading.current_thread().daemon and not threading.main_thread().is_alive():
                 threading.Event().wait()  # it ends with the interpreter, and needs no trace on the screen for that
             raise
 
     def _post(self, work: "Coroutine[Any, Any, Result]") -> Any:
-        if self._closed.locked() or not self._thread.is_alive():
+        if not self._end.alive or not self._thread.is_alive():
             work.close()
             raise ClusterError("this client was closed; make a new one")
         if threading.current_thread() is self._thread:
@@ -142,8 +134,17 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-def _close_late(client: "weakref.ref[DisaggregatedClient]") -> None:
-    """At the interpreter's end."""
-    if found := client():
-        found._late = True
-        found.close()
+def _shut_down(core: DisaggregatedInference, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Also where the last reference was dropped on the loop's own thread, which cannot wait for itself."""
+
+    async def end() -> None:
+        try:
+            await core.aclose()
+        finally:
+            loop.stop()
+
+    ending = asyncio.run_coroutine_threadsafe(end(), loop)
+    if thread is not threading.current_thread():
+        with suppress(TimeoutError, CancelledError):
+            ending.result(_CLOSING_S)
+        thread.join(_CLOSING_S)

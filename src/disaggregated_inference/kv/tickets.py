@@ -10,14 +10,18 @@ import math
 import secrets
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from disaggregated_inference.errors import NodeBusy, TicketRefused
+from disaggregated_inference.errors import Cancelled, NodeBusy, TicketRefused
 from disaggregated_inference.kv.fingerprint import Fingerprint, require_same_model
 
 Release = Callable[[], None]
+
+_EARLY_S = 10.0
+_MOST_EARLY = 4096
 
 
 @dataclass(slots=True)
@@ -48,6 +52,7 @@ class TicketBook:
     clock: Callable[[], float] = time.monotonic
     endings: Endings = field(default_factory=Endings)
     _live: dict[str, Ticket] = field(default_factory=dict)
+    _early: OrderedDict[str, float] = field(default_factory=OrderedDict)  # cancelled before they were known, and when
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def issue(self, fingerprint: Fingerprint, release: Release, id: str | None = None) -> Ticket:
@@ -61,6 +66,8 @@ class TicketBook:
             expires_at=math.inf,  # what is still being computed cannot be fetched late
         )
         with self._lock:
+            if self._early.pop(ticket.id, -math.inf) > self.clock() - _EARLY_S:
+                raise Cancelled("this ticket was cancelled before it came")
             if ticket.id in self._live:
                 raise TicketRefused(f"ticket {ticket.id} exists already; every attempt needs a new one")
             if len(self._live) >= self.most:
@@ -111,8 +118,15 @@ class TicketBook:
         return self._end(id, "fetched")
 
     def cancel(self, id: str) -> bool:
-        """Whether there was something to cancel."""
-        return self._end(id, "cancelled")
+        """Whether there was something to cancel. What comes later under this name is refused: a cancellation may
+        overtake what it cancels."""
+        if self._end(id, "cancelled"):
+            return True
+        with self._lock:
+            self._early[id] = self.clock()
+            while len(self._early) > _MOST_EARLY:
+                self._early.popitem(last=False)
+        return False
 
     def sweep(self) -> int:
         """End what nobody renewed; returns how many."""

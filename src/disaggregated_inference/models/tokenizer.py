@@ -73,15 +73,15 @@ class ModelTokenizer:
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         return self.encode(self.render_chat(messages))
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
-        """The prompt the model was trained to answer."""
+    def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
+        """The prompt the model was trained to answer. `options` are the template's own: `tools`, `reasoning_effort`."""
         if not self.chat_template:
             raise ModelUnsupported("this model has no chat template; send a plain prompt")
         from jinja2 import TemplateError
 
         plain = [_plain(message) for message in messages]
         try:
-            text: str = self._template.render(messages=plain, add_generation_prompt=True, **self._special)
+            text: str = self._template.render(**(self._special | {"add_generation_prompt": True} | options), messages=plain)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise MessagesRefused(f"the model's chat template refuses these messages: {error}") from error
         return text
@@ -89,6 +89,11 @@ class ModelTokenizer:
     def decode(self, tokens: Iterable[int]) -> str:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
+
+    def token_id(self, text: str) -> int | None:
+        """Of a token that is written out whole, such as `<|end|>`."""
+        found: int | None = self._tokenizer.token_to_id(text)
+        return found
 
     def stream(self) -> "TextStream":
         return TextStream(self._tokenizer)
@@ -151,6 +156,8 @@ def _plain(message: Message) -> Message:
         if len(texts) < len(content):
             raise MessagesRefused("content parts must be {'type': 'text', 'text': ...}: these models read text alone")
         content = "".join(texts)
+    if content is None and message.get("tool_calls"):
+        content = ""
     if not isinstance(message.get("role"), str) or not isinstance(content, str):
         raise MessagesRefused("every message needs a role and a content, both text")
     return message | {"content": content}

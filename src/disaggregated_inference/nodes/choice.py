@@ -24,7 +24,7 @@ class Choice:
     ) -> None:
         rules = answer.rules
         self.answer, self.number = answer, number
-        self.sampler = Sampler(rules.sampling, list(prompt), eos_tokens, rules.choice + number, rules.written)
+        self.sampler = Sampler(rules.sampling, list(prompt), eos_tokens, rules.choice + number)
         self.sequence: Sequence | None = None
         self.tokens: list[int] = []
         self.finish: str | None = None
@@ -32,7 +32,8 @@ class Choice:
         self.plain = rules.sampling.plain and guide is None
         self._guide, self._eos = guide, eos_tokens
         self._text, self._stops = tokenizer.stream(), StopText(rules.sampling.stop)
-        for token in rules.written:
+        for token in rules.written:  # as they were written: what counts from a certain token on counts from there
+            self.sampler.note(token)
             self._show(token)
         if guide:
             guide.replay(rules.written)

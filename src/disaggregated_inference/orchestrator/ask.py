@@ -5,7 +5,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.cluster.config import ClusterConfig
+from disaggregated_inference.errors import BadRequest, ConfigError
 
 # What a decode node takes by the same name; see docs/API.md.
 _SAMPLING = (
@@ -33,7 +34,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    tokens: list[int] | None = None
+    tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]] | None = None
+    template: dict[str, Any] = {}  # what the chat template takes beside messages: tools, reasoning_effort, ...
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 2000
     temperature: float = 0.2
     top_p: float | None = None
@@ -52,7 +54,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     format: dict[str, Any] | None = None
     timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None  # seconds for all of it
     priority: int = 0
-    request_id: str = ""
+    request_id: Annotated[str, msgspec.Meta(pattern=r"^[\w.:-]{1,100}$")] = "-"
 
     def sampling(self) -> dict[str, Any]:
         """What was said, and a seed where chance takes part: without one, nobody could take over."""
@@ -79,6 +81,15 @@ def asked(defaults: dict[str, Any], **given: Any) -> Ask:
         return msgspec.convert({"request_id": secrets.token_hex(8)} | defaults | said, Ask)
     except msgspec.ValidationError as error:
         raise BadRequest(f"the request cannot be understood: {error}") from error
+
+
+def require_defaults(config: ClusterConfig, model: str) -> None:
+    """What the config says for every request must be what a request may say."""
+    try:
+        asked(config.options_of(model).defaults, prompt="x")
+    except BadRequest as error:
+        place = f"{config.source or 'the config'}: models.{model}.defaults"
+        raise ConfigError(f"{place}: {error}; docs/CLIENT.md lists the options") from error
 
 
 def format_of(wanted: Any) -> dict[str, Any] | None:

@@ -58,6 +58,10 @@ class Breaker:
             self._probe_until = self._clock() + self._probe_s
         return True
 
+    def released(self) -> None:
+        """Whoever had the probe learnt nothing: the next request may try."""
+        self._probe_until = None
+
     def failed(self, reason: str, *, hard: bool = False) -> None:
         """Hard: nobody is there (refused, reset, frozen), once is enough. Soft: it may have been the request."""
         self.reason = reason

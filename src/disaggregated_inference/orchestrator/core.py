@@ -12,15 +12,17 @@ import msgspec
 
 from disaggregated_inference.cluster.config import ClusterConfig, load_config
 from disaggregated_inference.errors import ClusterError, DeadlineExceeded, DisaggError
-from disaggregated_inference.orchestrator.ask import Ask, asked
+from disaggregated_inference.models.tokenizer import ModelTokenizer
+from disaggregated_inference.orchestrator.ask import Ask, asked, require_defaults
 from disaggregated_inference.orchestrator.history import History
 from disaggregated_inference.orchestrator.legs import Event
 from disaggregated_inference.orchestrator.life import Life
 from disaggregated_inference.orchestrator.line import Line
 from disaggregated_inference.orchestrator.nodes import Node
 from disaggregated_inference.orchestrator.record import Record
-from disaggregated_inference.orchestrator.texts import Texts, to_tokens
+from disaggregated_inference.orchestrator.texts import Texts
 from disaggregated_inference.orchestrator.threads import in_thread
+from disaggregated_inference.orchestrator.view import Option
 from disaggregated_inference.orchestrator.watch import Watch
 
 _FIRST_NEWS_S = 3.0
@@ -36,7 +38,7 @@ class Delta(msgspec.Struct, frozen=True):
     token: int | None = None
     choice: int = 0
     logprob: float | None = None
-    top_logprobs: list[dict[str, float]] = []
+    top_logprobs: list[dict[str, int | float]] = []
     finish_reason: str | None = None
     metrics: dict[str, Any] | None = None
 
@@ -47,12 +49,15 @@ class DisaggregatedInference:
 
     def __init__(self, config: "ClusterConfig | dict[str, Any] | str | Path | None" = None) -> None:
         self.config = config if isinstance(config, ClusterConfig) else load_config(config)
+        for name in self.config.names:
+            require_defaults(self.config, name)
         self.history = History(self.config.policies.history, self.config.policies.history_file)
         self.line = Line(self.config.policies.queue, _PLACES)
         self._texts = Texts()
         self._watch: Watch | None = None
         self._session: aiohttp.ClientSession | None = None
         self._under_way: set[asyncio.Task[Any]] = set()
+        self.on_end: list[Callable[[dict[str, Any]], None]] = []  # told of every request that ended
         self._served = {"ok": 0, "failed": 0, "cancelled": 0}
 
     async def __aenter__(self) -> "DisaggregatedInference":
@@ -83,6 +88,11 @@ class DisaggregatedInference:
         await self._session.close()
         self._watch = self._session = None
         await in_thread(self.history.close)
+
+    async def idle(self) -> None:
+        """Until nothing is under way."""
+        while self._under_way:
+            await asyncio.wait(set(self._under_way))
 
     async def generate(self, prompt: str | None = None, **options: Any) -> dict[str, Any]:
         """The whole answer: `response`, the metrics beside it, and `choices` where there are several."""
@@ -115,8 +125,9 @@ class DisaggregatedInference:
     async def _one_of_many(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             return await self.generate(**request)
-        except DisaggError as error:
-            return {"response": None, "error": {"code": error.code, "message": str(error)}}
+        except Exception as error:  # the others go on, whatever it was
+            code = error.code if isinstance(error, DisaggError) else "internal_error"
+            return {"response": None, "error": {"code": code, "message": str(error)}}
 
     async def health(self) -> dict[str, Any]:
         """Asks every node now."""
@@ -142,10 +153,18 @@ class DisaggregatedInference:
             "latency": {"total_time": self.history.percentiles("total_time")},
         }
 
-    def _asked(self, **options: Any) -> tuple[Ask, Record]:
+    async def tokenizer(self, model: str | None = None) -> ModelTokenizer:
+        """Of a model, as its nodes have it."""
+        watch, name = await self.start(), self.config.resolve_model(model)
+        await watch.heard_of(name, _FIRST_NEWS_S)
+        return await self._texts.tokenizer(watch.of(name))
+
+    def _asked(self, on_plan: Callable[[Option, str], None] | None = None, **options: Any) -> tuple[Ask, Record]:
         model = self.config.resolve_model(options.get("model") or options.get("model_type"))
         ask = asked(self.config.options_of(model).defaults, **options)
-        return ask, Record(ask.request_id, model)
+        record = Record(ask.request_id, model)
+        record.on_plan = on_plan or record.on_plan
+        return ask, record
 
     def _begun(self, ask: Ask, record: Record, put: Callable[[list[Event]], None]) -> "asyncio.Task[None]":
         """In a task of its own: its time-out must not end the caller's work, nor a slow reader hold its places."""
@@ -171,12 +190,12 @@ class DisaggregatedInference:
             self._ended(record, error)
 
     async def _serve(self, ask: Ask, record: Record, put: Callable[[list[Event]], None], deadline: float) -> None:
-        watch = await self.start()
-        tokens = await self._read(ask, record, watch)
+        watch, began_at = await self.start(), time.perf_counter()
+        await watch.heard_of(record.model, _FIRST_NEWS_S)
         self.line.allow(record.model, _places(watch.of(record.model)))
-        began_at = time.perf_counter()
         async with self.line.turn(record.model, ask.priority, deadline):
             record.phase("queue", began_at)
+            tokens = await self._read(ask, record, watch)
             life = Life(watch, ask, record.model, tokens, record, deadline)
             async with aclosing(life.events()) as events:
                 async for some in events:
@@ -191,7 +210,6 @@ class DisaggregatedInference:
     async def _read(self, ask: Ask, record: Record, watch: Watch) -> list[int]:
         """The prompt's tokens."""
         began_at, nodes = time.perf_counter(), watch.of(record.model)
-        await watch.heard_of(record.model, _FIRST_NEWS_S)
         window = self._window(record.model, nodes)
         tokens = ask.tokens if ask.tokens is not None else await self._tokenized(ask, nodes, window)
         record.prompt_tokens = len(tokens)
@@ -200,8 +218,7 @@ class DisaggregatedInference:
 
     async def _tokenized(self, ask: Ask, nodes: list[Node], window: int) -> list[int]:
         tokenizer = await self._texts.tokenizer(nodes)
-        text = tokenizer.render_chat(ask.messages) if ask.messages is not None else ask.prompt or ""
-        return await to_tokens(tokenizer, text, window)
+        return await self._texts.to_tokens(tokenizer, ask, window)
 
     def _window(self, model: str, nodes: list[Node]) -> int:
         known = [node.about.context_window for node in nodes if node.about and not node.mismatch]
@@ -215,7 +232,10 @@ class DisaggregatedInference:
         outcome = "ok" if error is None else "failed" if isinstance(error, Exception) else "cancelled"
         self._served[outcome] += 1
         said = {"error": {"code": getattr(error, "code", outcome), "message": str(error)}} if error else {}
-        self.history.add(metrics | said | {"ok": error is None, "outcome": outcome, "time": record.time})
+        ended = metrics | said | {"ok": error is None, "outcome": outcome, "time": record.time}
+        self.history.add(ended)
+        for tell in self.on_end:
+            tell(ended)
 
 
 async def _finished(task: "asyncio.Task[None]") -> None:

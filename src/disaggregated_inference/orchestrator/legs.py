@@ -5,6 +5,7 @@ whose answer does not begin is looked after by asking the node for its health me
 """
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -43,6 +44,7 @@ class LegFailed(Exception):
     def __init__(self, node: str, code: str, message: str, hard: bool = False) -> None:
         super().__init__(f"{node}: {message}")
         self.node, self.code, self.hard = node, code, hard  # hard: the node itself is gone, not only this request
+        self.silent = False  # nobody said no: it may only be slow
 
     @property
     def of_prefill(self) -> bool:
@@ -81,7 +83,7 @@ class Event(msgspec.Struct, frozen=True):
     text: str = ""
     index: int = 0
     logprob: float | None = None
-    top_logprobs: list[dict[str, float]] = []
+    top_logprobs: list[dict[str, int | float]] = []
     finish_reason: str | None = None
     done: bool = False
     usage: dict[str, int] = {}
@@ -105,6 +107,7 @@ class Legs:
         self.server, self._session, self._pulses, self._stuck_s = server, session, pulses, stuck_s
         self._headers = {"Authorization": f"Bearer {server.token}"} if server.token else {}
         self._probe: asyncio.Task[Health] | None = None
+        self.heard_at = -math.inf  # when it last said anything on a stream
         self._telling: set[asyncio.Task[None]] = set()
 
     async def get(self, path: str, timeout_s: float) -> bytes:
@@ -126,7 +129,11 @@ class Legs:
         return await asyncio.shield(self._probe)
 
     async def _health(self, timeout_s: float) -> Health:
-        return msgspec.json.decode(await self.get("/health", timeout_s), type=Health)
+        body = await self.get("/health", timeout_s)
+        try:
+            return msgspec.json.decode(body, type=Health)
+        except msgspec.DecodeError as error:
+            raise LegFailed(self.server.name, "bad_answer", f"its health cannot be read: {error}") from error
 
     async def prefill(self, body: dict[str, Any], request_id: str) -> str:
         """Begin; returns the context to fetch from."""
@@ -164,7 +171,7 @@ class Legs:
                 rest = b""
                 while True:
                     data = await self._some(response)
-                    listening.heard_at = loop.time()
+                    listening.heard_at = self.heard_at = loop.time()
                     *lines, rest = (rest + data).split(b"\n\n")
                     if events := self._parsed(lines):
                         yield events
@@ -200,7 +207,8 @@ class Legs:
     def _require_progress(self, comments: list[bytes]) -> None:
         """`: alive 31.2`: so long has its engine been at one thing."""
         for line in comments:
-            seconds = float(line[7:] or 0) if line.startswith(b": alive") else 0.0
+            told = line[7:].strip().replace(b".", b"", 1)
+            seconds = float(line[7:]) if line.startswith(b": alive") and told.isdigit() else 0.0
             if seconds > self._stuck_s:
                 message = f"its engine has made no progress for {seconds:.0f} s"
                 raise LegFailed(self.server.name, "stuck", message, hard=True)
@@ -255,7 +263,9 @@ class Legs:
         cause = getattr(error, "os_error", None) or error  # aiohttp's own words name sockets and sessions
         reason = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
         words = "it does not answer" if isinstance(error, TimeoutError) else f"it cannot be reached: {reason}"
-        return LegFailed(self.server.name, "unreachable", words, hard=True)
+        failure = LegFailed(self.server.name, "unreachable", words, hard=True)
+        failure.silent = isinstance(error, TimeoutError)
+        return failure
 
     def _said(self, status: int, body: bytes, retry_after: str | None = None) -> Exception:
         try:

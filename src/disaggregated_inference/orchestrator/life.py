@@ -28,8 +28,11 @@ log = logging.getLogger(__name__)
 Events = AsyncGenerator[list[Event], None]
 
 _LONGEST_WAIT_S = 2.0  # for a busy node, before looking again who is free
+_LOOK_S = 0.05
 _LOOK_AGAIN_S = 60.0
 _WORTH_A_LOOK = 4.0  # times the best, at most
+_PATIENCE_S = 10.0  # with nodes that are there and do not take requests at the moment
+_MOST_DECODE_FAILURES = 3  # a request that nobody survives must not go through everyone
 _COME_BACK_S = 0.5  # that a node which was there a moment ago gets, once
 
 
@@ -45,7 +48,9 @@ class Life:
         self._avoid: set[tuple[str, str]] = set()  # nodes that failed this request, in the epoch in which they did
         self._pinned: str | None = None  # the decode node that has a part of the cache already
         self._prefill_failures = 0
-        self._waited = False
+        self._decode_failures = 0
+        self._gave_second_chance = False
+        self._waiting_since: float | None = None
 
     @property
     def fell_back(self) -> bool:
@@ -67,6 +72,8 @@ class Life:
                     async for some in events:
                         yield some
             except NodeIsBusy as busy:
+                if attempt:
+                    self.record.attempts.remove(attempt)  # nothing was tried
                 await self._wait_for(busy)
             except NoDecodeNode as error:
                 await self._wait_for_anyone(error)
@@ -95,6 +102,8 @@ class Life:
             if wanted := [option for option in planned.options if allowed(option)]:
                 option = wanted[0] if self.record.failovers else self._looked_at_again(wanted)
                 return option, _reason(planned, option)
+        if not self._policies.fallback:
+            raise ClusterError("no prefill node can read this prompt, and the config allows no fallback")
         return planned.options[0], planned.reason
 
     def _looked_at_again(self, options: list[Option]) -> Option:
@@ -109,10 +118,16 @@ class Life:
         return options[0]
 
     def _begun(self, option: Option, reason: str) -> Attempt:
-        if option.prefill is None and self._policies.local != "always":
-            self.record.fallback = self._prefill_failures > 0 or self._lacks_readers(option.decode)
+        self.record.fallback = self._falls_back(option)
         status = self._watch.nodes[option.decode].status
-        return self.record.begin(option, reason, status.backend if status else "")
+        attempt = self.record.begin(option, reason, status.backend if status else "")
+        attempt.epochs = self._watch.epochs(self._model)
+        return attempt
+
+    def _falls_back(self, option: Option) -> bool:
+        if option.prefill is not None or self._policies.local == "always":
+            return False
+        return self._prefill_failures > 0 or self._lacks_readers(option.decode)
 
     def _lacks_readers(self, decode: str) -> bool:
         """The config has prefill nodes for this model, and none of them is there."""
@@ -161,6 +176,7 @@ class Life:
         finally:
             for node in {decode, reader}:
                 node.open -= 1
+                node.breaker.released()
             if prefill and not done:
                 prefill.legs.cancel_soon(ticket)
         self._succeeded(attempt, decode, prefill, prompt, numbers)
@@ -203,23 +219,28 @@ class Life:
                 kept.append(Event(**_fields(event, number)) if alone else event)
             elif event.done:
                 attempt.metrics = event.metrics
-        if kept and not attempt.first_token_at:
-            attempt.first_token_at = time.perf_counter()
-            self.record.token_came(attempt.first_token_at)
-            reader = self._watch.nodes[attempt.option.prefill or attempt.option.decode]
-            reader.unread_tokens = max(0, reader.unread_tokens - len(prompt))
         if kept:
             attempt.last_at = time.perf_counter()
+            if not attempt.first_token_at:
+                self._began(attempt, len(prompt))
         return kept
+
+    def _began(self, attempt: Attempt, prompt_tokens: int) -> None:
+        """The first token is here: both legs work."""
+        attempt.first_token_at = attempt.last_at
+        self.record.token_came(attempt.first_token_at)
+        nodes = self._watch.nodes
+        reader = nodes[attempt.option.prefill or attempt.option.decode]
+        reader.unread_tokens = max(0, reader.unread_tokens - prompt_tokens)
+        for node in {reader, nodes[attempt.option.decode]}:
+            node.breaker.succeeded()
 
     def _succeeded(
         self, attempt: Attempt, decode: Node, prefill: Node | None, prompt: list[int], numbers: tuple[int, ...]
     ) -> None:
-        decode.breaker.succeeded()
         remembered = self._watch.remembered
         remembered.note(decode.name, decode.epoch, [*self._tokens, *self.courses[numbers[0]].written])
         if prefill:
-            prefill.breaker.succeeded()
             remembered.note(prefill.name, prefill.epoch, prompt)
 
     def _learn(self, failure: LegFailed, attempt: Attempt) -> bool:
@@ -232,11 +253,12 @@ class Life:
             blamed.lost(str(failure))
         self.record.failed(Failover(node=blamed.name, code=failure.code, message=str(failure)), attempt)
         log.warning("a leg failed: %s", failure, extra={"request_id": self._id, "code": failure.code})
-        self._avoid.add((blamed.name, blamed.epoch))
+        self._avoid.add((blamed.name, attempt.epochs[blamed.name]))
         if of_prefill:
             return self._learn_of_prefill(blamed, option.decode)
         self._pinned = None
-        return True
+        self._decode_failures += 1
+        return self._decode_failures <= max(_MOST_DECODE_FAILURES, self._policies.retries)
 
     def _learn_of_prefill(self, blamed: Node, decode: str) -> bool:
         """The decode node keeps what had arrived whole: the next attempt goes there, whoever reads the rest."""
@@ -251,12 +273,22 @@ class Life:
         await asyncio.sleep(min(busy.retry_after_s, _LONGEST_WAIT_S, self._left_s()))
 
     async def _wait_for_anyone(self, error: NoDecodeNode) -> None:
-        """Every decode node failed this request or is away. One that is only in trouble with this request gets a second
-        chance, once."""
-        there = any(node.reachable and node.role != "prefill" for node in self._watch.of(self._model))
-        if self._waited or not self._policies.retries or not there:
+        """No decode node takes this request now. Those that are there and did not fail it (another request is trying
+        them out) are waited for, for a while; those that did get one second chance."""
+        writers = [node for node in self._watch.of(self._model) if node.role != "prefill"]
+        there = [node for node in writers if node.reachable and not node.mismatch and not node.trouble]
+        untried = [node for node in there if (node.name, node.epoch) not in self._avoid]
+        now = time.monotonic()
+        if not there or not self._policies.retries:
             raise error
-        self._waited = True
+        if untried:
+            self._waiting_since = self._waiting_since or now
+            if now - self._waiting_since > _PATIENCE_S:
+                raise error
+            return await asyncio.sleep(_LOOK_S)
+        if self._gave_second_chance:
+            raise error
+        self._gave_second_chance = True
         self._avoid.clear()
         await asyncio.sleep(min(_COME_BACK_S, self._left_s()))
 

@@ -126,7 +126,8 @@ class Line:
 
     def _join(self, queue: _Queue, model: str, waiter: _Waiter) -> _Waiter:
         is_free = queue.running < queue.places and self.running < self.most_running
-        if not is_free and self.waiting >= self.most_waiting:
+        share = self.most_waiting // len(self._queues)  # a crowd before one model refuses nobody of another
+        if not is_free and self.waiting >= self.most_waiting and len(queue.waiters) >= share:
             raise QueueFull(f"{self.waiting} requests wait already, {model}'s turn is far", queue.retry_after_s())
         insort(queue.waiters, waiter, key=lambda each: -each.priority)
         self._let_in()

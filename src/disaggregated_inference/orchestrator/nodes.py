@@ -14,6 +14,7 @@ from disaggregated_inference.orchestrator.legs import LegFailed, Legs
 from disaggregated_inference.orchestrator.pulse import Pulses
 from disaggregated_inference.orchestrator.view import NodeView, Rate, Role
 
+_LATE_S = 0.3
 _MOST_READING = 32  # prompts of ours at a prefill node: it reads few at a time, and the others are better off here
 
 
@@ -93,6 +94,7 @@ class Node:
         self.reachable = False
         self.trouble = "not asked yet"  # why it is not usable; empty when it is
         self.mismatch = ""  # why it must not be paired, or answer for its model
+        self._misses = 0  # questions in a row that it did not answer in time
         self.open = 0  # our requests there
         self.unread_tokens = 0  # of our prompts, sent there since its status and not known to be read
         self.heard_at, self.used_at = 0.0, time.monotonic()
@@ -124,6 +126,8 @@ class Node:
 
     async def poll(self) -> bool:
         """Ask how it is; whether something about its model is new."""
+        loop = asyncio.get_running_loop()
+        began_at = loop.time()
         try:
             body = await self.legs.get("/status", self._policies.health_timeout_s)
             status = msgspec.json.decode(body, type=Status)
@@ -132,7 +136,10 @@ class Node:
                 about = await self.legs.get("/model", self._policies.health_timeout_s * 5)
                 self.about = msgspec.json.decode(about, type=About)
         except LegFailed as error:
-            self.lost(str(error))
+            late = loop.time() > began_at + self._policies.health_timeout_s + _LATE_S  # it is we who were held up
+            self._misses += 1
+            if not error.silent or (self._misses > 1 and self.legs.heard_at < began_at and not late):
+                self.lost(str(error))
             return False
         except Exception as error:  # an answer that is none; whatever is at that port, it is not a node
             self.lost(f"{self.name}: it does not answer as a node: {error}")
@@ -144,8 +151,9 @@ class Node:
         self.reachable, self.trouble = False, reason
 
     def _heard(self, status: Status, renewed: bool) -> None:
-        if self.status and (renewed or not self.reachable):  # it came back; at first sight all are as new
+        if self.status and renewed:  # it came back; at first sight all are as new
             self.breaker.renewed()
+        self._misses = 0
         self.status, self.reachable, self.heard_at = status, True, time.monotonic()
         self.unread_tokens = 0  # the status counts them now
         self.trouble = self._trouble(status)

@@ -1,6 +1,7 @@
 """What happened to a request: who served it, how long every phase took, what failed. Plain numbers at the end."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +65,7 @@ class Attempt:
     reason: str
     engine: str  # that writes
     began_at: float
+    epochs: dict[str, str] = field(default_factory=dict)  # of the nodes, when it began
     first_token_at: float = 0.0
     last_at: float = 0.0
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -81,6 +83,7 @@ class Record:
         self.failovers: list[Failover] = []
         self.courses: list[Course] = []
         self.answer: dict[str, Any] = {}  # what a client gets, once it ended
+        self.on_plan: Callable[[Option, str], None] = lambda option, reason: None  # told of every attempt
         self.fallback = False
         self.first_token_s = self.total_s = 0.0
         self._stalled: list[tuple[Failover, float]] = []
@@ -93,6 +96,7 @@ class Record:
     def begin(self, option: Option, reason: str, engine: str) -> Attempt:
         attempt = Attempt(option, reason, engine, time.perf_counter())
         self.attempts.append(attempt)
+        self.on_plan(option, reason)
         return attempt
 
     def token_came(self, at: float) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from disaggregated_inference.errors import BadRequest, DisaggError, NoDecodeNode
 from disaggregated_inference.models.store import default_home
 from disaggregated_inference.models.tokenizer import ModelTokenizer
+from disaggregated_inference.orchestrator.ask import Ask
 from disaggregated_inference.orchestrator.legs import LegFailed, NodeIsBusy
 from disaggregated_inference.orchestrator.nodes import Node
 from disaggregated_inference.orchestrator.threads import in_thread
@@ -29,6 +30,7 @@ class Texts:
         self._home = (home or default_home()) / "tokenizers"
         self._known: dict[str, ModelTokenizer] = {}
         self._fetching: dict[str, asyncio.Task[ModelTokenizer]] = {}
+        self._few = asyncio.Semaphore(2)
 
     async def tokenizer(self, nodes: Iterable[Node]) -> ModelTokenizer:
         """Of these nodes' model. Fetched once, however many ask."""
@@ -84,13 +86,21 @@ class Texts:
             log.warning("the tokenizer is not kept on disk: %s", error)
         return tokenizer
 
+    async def to_tokens(self, tokenizer: ModelTokenizer, ask: Ask, window: int) -> list[int]:
+        """Off the event loop where it takes a while, and few at a time: many threads would keep the loop from running
+        just as well."""
+        size = len(ask.prompt or "") + sum(len(str(message.get("content"))) for message in ask.messages or [])
+        if size < _SHORT_CHARS:
+            return _encoded(tokenizer, ask, window)
+        async with self._few:
+            return await in_thread(lambda: _encoded(tokenizer, ask, window))
 
-async def to_tokens(tokenizer: ModelTokenizer, text: str, window: int) -> list[int]:
-    """Off the event loop where it takes a while."""
-    if len(text) < _SHORT_CHARS:
-        tokens = tokenizer.encode_within(text, window)
-    else:
-        tokens = await in_thread(lambda: tokenizer.encode_within(text, window))
+
+def _encoded(tokenizer: ModelTokenizer, ask: Ask, window: int) -> list[int]:
+    text = ask.prompt or ""
+    if ask.messages is not None:
+        text = tokenizer.render_chat(ask.messages, **ask.template)
+    tokens = tokenizer.encode_within(text, window)
     if not tokens:
         raise BadRequest("the prompt is empty")
     return tokens

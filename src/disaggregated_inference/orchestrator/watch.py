@@ -76,10 +76,12 @@ class Watch:
             await asyncio.sleep(every_s * random.uniform(1 - _JITTER, 1 + _JITTER))
 
     async def _ask(self, node: Node) -> None:
-        before = node.usable
+        before, reachable = node.usable, node.reachable
         try:
             if await node.poll():
                 self.remembered.forget(node.name)
+                self._compare(node.model)
+            elif node.reachable != reachable:
                 self._compare(node.model)
         except Exception:  # the watch must go on
             log.exception("asking %s failed", node.name)
@@ -92,9 +94,10 @@ class Watch:
                 log.warning("%s is not usable: %s", node.name, node.why, extra=about)
 
     def _compare(self, model: str) -> None:
-        """Who holds the same model. The largest group is the model; of equal ones the one whose decode node comes first
-        in the config. Whoever holds something else answers for nobody, and says why."""
-        nodes = [node for node in self.of(model) if node.about]
+        """Who holds the same model, of those who are there. The largest group that can answer is the model; of equal
+        ones the one whose decode node comes first in the config. Whoever holds something else answers for nobody, and
+        says why."""
+        nodes = [node for node in self.of(model) if node.about and node.reachable]
         groups: list[list[Node]] = []
         for node in sorted(nodes, key=lambda node: node.server.role == "prefill"):
             for group in groups:
@@ -105,7 +108,7 @@ class Watch:
                 groups.append([node])
         if not groups:
             return
-        right = max(groups, key=len)
+        right = max(groups, key=lambda group: (bool(_writers(group)), len(group)))
         for node in nodes:
             differs = [] if node in right else _differences(right[0], node)
             node.mismatch = f"it holds another model than {right[0].name}: {'; '.join(differs)}" if differs else ""

@@ -25,19 +25,25 @@ _SAMPLES = {Format.JSON: "cluster.json", Format.TOML: "cluster-192.toml"}
 def check_config(
     path: Annotated[Path | None, typer.Argument(help="Default: DISAGG_CONFIG, ./cluster.json, ./cluster.toml.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for warnings, too.")] = False,
 ) -> None:
     """Read a cluster file and say what it means, or what is wrong with it."""
     from disaggregated_inference.cluster.config import load_config
     from disaggregated_inference.errors import ConfigError
+    from disaggregated_inference.orchestrator.ask import require_defaults
 
     try:
         config = load_config(path)
+        for name in config.names:
+            require_defaults(config, name)
     except ConfigError as error:
         if not as_json:
             raise
         typer.echo(json.dumps({"ok": False, "error": str(error)}, indent=2))
         raise typer.Exit(1) from None
     typer.echo(json.dumps(_as_data(config), indent=2) if as_json else _as_text(config))
+    if strict and config.warnings:
+        raise typer.Exit(1)
 
 
 @config_app.command("example")
