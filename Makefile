@@ -25,6 +25,9 @@ bench: $(READY)
 	$(BIN)/disagg bench handoff
 	$(BIN)/disagg bench decode
 	$(BIN)/disagg bench serve
+	$(BIN)/disagg bench orchestrator
+	$(BIN)/disagg bench cluster
+	$(BIN)/disagg bench cluster --profile published
 
 # Frames, handshakes, tapes and contexts of any shape, for some minutes.
 fuzz: $(READY)

@@ -33,6 +33,10 @@ DisaggError
 ├── ClusterError               503  nobody in the cluster can serve this now
 │   ├── NoDecodeNode           503  no node is left that could write the answer
 │   └── QueueFull              503  more requests wait for a node than should; come back later
+├── Unauthorized               401  no key, or one that nobody has
+├── Forbidden                  403  a key that is not for this
+├── RateLimited                429  more requests a minute than the key is for
+├── NotOffered                 501  what an API has and a cluster cannot do
 ├── ConfigError                400  a configuration that cannot be understood, or contradicts itself
 ├── DeadlineExceeded           504  the request's time was over before it was done
 └── ContextTooLong             400  prompt plus answer exceed the context window
@@ -193,6 +197,28 @@ class QueueFull(ClusterError):
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(f"{message}; try again in {retry_after_s} s")
         self.retry_after_s = retry_after_s
+
+
+class Unauthorized(DisaggError):
+    status = 401
+
+
+class Forbidden(DisaggError):
+    status = 403
+
+
+class RateLimited(DisaggError):
+    """`retry_after_s` is when the next request may come."""
+
+    status = 429
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(f"{message}; try again in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
+class NotOffered(DisaggError):
+    status = 501
 
 
 class ConfigError(DisaggError):

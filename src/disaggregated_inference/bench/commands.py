@@ -83,3 +83,33 @@ def bench_serve(
     from disaggregated_inference.bench.serve import run
 
     run(model, clients, each, tokens, output)
+
+
+@bench_app.command("orchestrator")
+def bench_orchestrator(
+    streams: Annotated[list[int] | None, typer.Option(min=1, help="At once; repeatable. Default: 1, 32, 256.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 64,
+    requests: Annotated[int, typer.Option(min=1, help="For each number of streams; two rounds at least.")] = 96,
+    predictions: Annotated[int, typer.Option(min=1, help="Requests whose first token is predicted, twice.")] = 60,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("bench-results"),
+) -> None:
+    """What the orchestrator adds to bare HTTP, over simulated nodes; and how well it predicts the first token."""
+    from disaggregated_inference.bench.orchestrator import run
+
+    run(streams or (), tokens, requests, predictions, output)
+
+
+@bench_app.command("cluster")
+def bench_cluster(
+    profile: Annotated[
+        str, typer.Option(help="real: small engines of this machine. published: SIMULATED, by published figures.")
+    ] = "real",
+    prompt: Annotated[list[int] | None, typer.Option(min=2, help="Tokens in; may be repeated. Default: three.")] = None,
+    tokens: Annotated[int, typer.Option(min=0, help="Tokens out; 0: 32 of real, 128 of published machines.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs, the best of which counts.")] = 1,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("bench-results"),
+) -> None:
+    """Two machines that share an answer against each of them alone; two models at once against one after the other."""
+    from disaggregated_inference.bench.cluster import run
+
+    run(profile, prompt or (), tokens, repeats, output)

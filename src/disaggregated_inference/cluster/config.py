@@ -6,6 +6,7 @@ its place and a remedy, what is merely odd (a key nobody knows) a warning.
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -85,7 +86,7 @@ class Policies(msgspec.Struct, frozen=True, kw_only=True):
     electricity_price_per_kwh: _Amount | None = None
 
 
-class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     prefill_servers: tuple[Server, ...] = ()
     decode_servers: tuple[Server, ...] = ()
     models: dict[str, ModelOptions] = {}
@@ -102,13 +103,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     def servers(self) -> tuple[Server, ...]:
         return self.prefill_servers + self.decode_servers
 
-    @property
+    @cached_property  # every request asks, several times
     def names(self) -> tuple[str, ...]:
         """The models that servers hold, in the file's order."""
         spellings = self._spellings
         return tuple(dict.fromkeys(spellings[bare_name(server.model)] for server in self.servers))
 
-    @property
+    @cached_property
     def _spellings(self) -> dict[str, str]:
         """Every way to write a model's name, and the name."""
         table = {alias: name for name, options in self.models.items() for alias in (name, *options.aliases)}

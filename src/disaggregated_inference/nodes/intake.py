@@ -208,7 +208,8 @@ class Intake:
                     self._pace = (self._pace or len(part) / seconds) * 0.7 + len(part) / seconds * 0.3
                 at, spent = at + len(part), spent + seconds
                 task.unread = len(prompt) - at
-                yield
+                if task.unread:  # the first token waits for nobody
+                    yield
         self.reading.note(len(prompt), len(prompt) - metrics.cached_tokens, spent)
         metrics.prefill_time = time.perf_counter() - started
         assert row is not None

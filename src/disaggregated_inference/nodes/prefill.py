@@ -174,7 +174,8 @@ class PrefillNode:
                 begun = time.perf_counter()
                 logits = self.engine.prefill(attempt.sequence, part, attempt.outbox.put)
                 spent += time.perf_counter() - begun
-                yield
+                if attempt.unread:  # its logits wait for nobody
+                    yield
             self._require_wanted(attempt)  # its rows may be someone else's already
             begun = time.perf_counter()
             attempt.outbox.put_logits(np.ascontiguousarray(logits.numpy()[0]))

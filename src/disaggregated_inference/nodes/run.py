@@ -182,12 +182,13 @@ def _read_once(engine: Engine, length: int) -> None:
 
 
 def _measure(served: Served) -> None:
-    """What this machine can do, once, so that the first requests are planned by more than a guess."""
+    """What this machine can do, so that the first requests are planned by more than a guess: twice, because memory that
+    is touched for the first time is slow."""
     engine = served.room.engine
     for length in _MEASURED_TOKENS:
         if length + 2 > engine.spec.context_window:
             break
-        reading_s, step_s = _timed(engine, length)
+        reading_s, step_s = map(min, zip(_timed(engine, length), _timed(engine, length), strict=True))
         for rates in (served.prefill and served.prefill.reading, served.decode and served.decode.intake.reading):
             if rates:
                 rates.note(length, length, reading_s)

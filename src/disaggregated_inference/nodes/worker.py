@@ -65,6 +65,7 @@ class EngineThread:
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._works: deque[tuple[Work[Any], Future[Any]]] = deque()
         self._line: deque[tuple[Work[Any], Future[Any]]] = deque()
+        self._urgent: deque[tuple[Work[Any], Future[Any]]] = deque()
         self._most_works, self._in_turn = most_works, in_turn
         self._running = 0
         self._inbound = 0
@@ -77,14 +78,14 @@ class EngineThread:
 
     def start(self, work: Work[Result], urgent: bool = False) -> "Future[Result]":
         """Run a work to its end; its return value is the future's. Refused when too much is waiting already. An urgent
-        one, which must be short, has the next turn."""
+        one, which must be short, goes before those that are not."""
         future: Future[Result] = Future()
         with self._changed:
             self._require_running()
             if not urgent and self.waiting >= self._most_works:
                 raise NodeBusy(f"{self.waiting} requests are being worked on already")
             if urgent:
-                self._works.appendleft((work, future))
+                self._urgent.append((work, future))
             else:
                 self._line.append((work, future))
                 self._let_in()
@@ -121,7 +122,12 @@ class EngineThread:
     @property
     def waiting(self) -> int:
         """Works that are not finished."""
-        return len(self._works) + len(self._line) + self._running
+        return len(self._works) + len(self._line) + len(self._urgent) + self._running
+
+    @property
+    def _prompts(self) -> int:
+        """Works that are not urgent: prompts, mostly."""
+        return max(1, len(self._works) + len(self._line) + self._running)
 
     def _require_running(self) -> None:
         if self._ended:
@@ -156,12 +162,21 @@ class EngineThread:
                 if self.batch.members:
                     self._at_it_since = time.monotonic()
                     self.batch.step()
+                self._advance_urgent()
                 if self._works:
                     self._at_it_since = time.monotonic()
-                    self._advance(*self._works.popleft())
+                    self._advance(*self._works.popleft(), self._works)
         finally:
             self._give_up()
         self.engine.leave_thread()
+
+    def _advance_urgent(self) -> None:
+        """As many as a share of a step's time allows, first come first: one per step would keep a crowd that arrives
+        at once waiting for as many steps."""
+        until = time.perf_counter() + max(_LEAST_LINGER_S, _LINGER_SHARE * self.batch.step_s)
+        while self._urgent and time.perf_counter() < until:
+            self._at_it_since = time.monotonic()
+            self._advance(*self._urgent.popleft(), self._urgent)
 
     def _answer_calls(self) -> None:
         """All that wait. While a cache arrives, a share of a step's time longer: its slices come one after the other,
@@ -184,7 +199,7 @@ class EngineThread:
             return most
         if not rate:
             return min(most, _LEAST_CHUNK)
-        stall_s = max(_STALL_S, _STALL_STEPS * self.batch.step_s) * min(_MOST_STALLS, max(1, self.waiting))
+        stall_s = max(_STALL_S, _STALL_STEPS * self.batch.step_s) * min(_MOST_STALLS, self._prompts)
         return max(_LEAST_CHUNK, min(most, int(rate * stall_s)))
 
     @contextmanager
@@ -217,22 +232,23 @@ class EngineThread:
         """The thread ends: nobody may wait for it for ever."""
         with self._changed:
             self._ended = True
-            waiting = [future for _, future in (*self._calls, *self._works, *self._line)]
-            for line in (self._calls, self._works, self._line):
+            waiting = [future for _, future in (*self._calls, *self._urgent, *self._works, *self._line)]
+            for line in (self._calls, self._urgent, self._works, self._line):
                 line.clear()
         for future in waiting:
             future.set_exception(NodeBusy("this node's engine has stopped"))
 
     def _busy(self) -> bool:
-        return bool(self._calls or self._works or self.batch.members)
+        return bool(self._calls or self._urgent or self._works or self.batch.members)
 
-    def _advance(self, work: Work[Any], future: "Future[Any]") -> None:
+    def _advance(self, work: Work[Any], future: "Future[Any]", back: "deque[tuple[Work[Any], Future[Any]]]") -> None:
+        """One piece; what is left of it stands in line again, where it stood before."""
         self._running = 1
         going = self._turn(work, future)
         with self._changed:
             self._running = 0
             if going:
-                self._works.append((work, future))
+                back.append((work, future))
             self._let_in()
 
     def _turn(self, work: Work[Any], future: "Future[Any]") -> bool:

@@ -18,7 +18,7 @@ from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.orchestrator.pulse import Listening, Pulses, Silent
 
 _LOOK_AFTER_S = 0.5
-_PROBE_S = 0.7  # for a health that is asked for because something is odd: a busy machine may take a while
+_PROBE_S = 1.0  # for a health that is asked for because something is odd: a busy machine may take a while
 _BODY_S = 5.0  # for the rest of a small answer that has begun
 _DIAL_S = 1.0
 

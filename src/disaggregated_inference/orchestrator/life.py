@@ -162,6 +162,7 @@ class Life:
             node.open += 1
             node.used_at = time.monotonic()
         reader.unread_tokens += len(prompt)
+        attempt.sent_at = time.monotonic()
         try:
             async with _let_in(prefill) as gate:
                 body = self._body(numbers, prompt)
@@ -231,7 +232,7 @@ class Life:
         self.record.token_came(attempt.first_token_at)
         nodes = self._watch.nodes
         reader = nodes[attempt.option.prefill or attempt.option.decode]
-        reader.unread_tokens = max(0, reader.unread_tokens - prompt_tokens)
+        reader.was_read(prompt_tokens, attempt.sent_at)
         for node in {reader, nodes[attempt.option.decode]}:
             node.breaker.succeeded()
 

@@ -97,6 +97,8 @@ class Node:
         self._misses = 0  # questions in a row that it did not answer in time
         self.open = 0  # our requests there
         self.unread_tokens = 0  # of our prompts, sent there since its status and not known to be read
+        self._read_tokens = 0  # of our prompts, read since: its status still counts them
+        self._open_then = 0  # our requests there when its status came
         self.heard_at, self.used_at = 0.0, time.monotonic()
 
     @property
@@ -147,6 +149,13 @@ class Node:
         self._heard(status, renewed)
         return renewed
 
+    def was_read(self, tokens: int, sent_at: float) -> None:
+        """A prompt of ours, sent there then."""
+        if sent_at < self.heard_at:
+            self._read_tokens += tokens
+        else:
+            self.unread_tokens = max(0, self.unread_tokens - tokens)
+
     def lost(self, reason: str) -> None:
         self.reachable, self.trouble = False, reason
 
@@ -155,7 +164,8 @@ class Node:
             self.breaker.renewed()
         self._misses = 0
         self.status, self.reachable, self.heard_at = status, True, time.monotonic()
-        self.unread_tokens = 0  # the status counts them now
+        self.unread_tokens = self._read_tokens = 0  # the status counts them now
+        self._open_then = self.open
         self.trouble = self._trouble(status)
 
     def _trouble(self, status: Status) -> str:
@@ -172,7 +182,8 @@ class Node:
     def view(self, group: str) -> NodeView:
         status = self.status or Status()
         reads = status.rates.prefill or status.rates.local_prefill
-        running = max(status.running, min(self.open, status.slots.most)) if self.role != "prefill" else 0
+        others = max(0, status.running - self._open_then)  # of other orchestrators
+        running = min(others + self.open, status.slots.most) if self.role != "prefill" else 0
         return NodeView(
             name=self.name,
             role=self.role,
@@ -185,8 +196,8 @@ class Node:
             context_window=status.context_window,
             kv_token_bytes=status.kv_token_bytes,
             kv_free_bytes=max(0, status.kv.limit_bytes - status.kv.reserved_bytes),
-            waiting=max(0, max(status.waiting, self.open) - running),
-            waiting_tokens=status.waiting_tokens + self.unread_tokens,
+            waiting=max(0, max(0, status.waiting - self._open_then) + self.open - running),
+            waiting_tokens=max(0, status.waiting_tokens - self._read_tokens) + self.unread_tokens,
             running=running,  # what was sent a moment ago will be
             slots=status.slots.most,
             reads=reads,

@@ -66,6 +66,7 @@ class Attempt:
     engine: str  # that writes
     began_at: float
     epochs: dict[str, str] = field(default_factory=dict)  # of the nodes, when it began
+    sent_at: float = 0.0  # on the monotonic clock
     first_token_at: float = 0.0
     last_at: float = 0.0
     metrics: dict[str, Any] = field(default_factory=dict)
