@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from disaggregated_inference.talk.config import Format, config_app, sample
 from disaggregated_inference.cluster.config import ClusterConfig, ModelOptions, Policies, Server, load_config
 from disaggregated_inference.errors import ConfigError, ModelNotFound
+from disaggregated_inference.talk.config import Format, config_app, sample
 
 # As the user's documents have them, byte for byte.
 FOUR_SERVERS = """{

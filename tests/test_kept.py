@@ -12,12 +12,13 @@ from disaggregated_inference.errors import DisaggError, PeerFailed
 from disaggregated_inference.nodes.answers import Rules
 from disaggregated_inference.nodes.context import prompt_hash
 from disaggregated_inference.wire import End, Outbox
-from tests.conftest import LoadTiny, Pair, until
+from tests.conftest import ENGINE_OPTIONS, LoadTiny, Pair, until
 from tests.handoff import alone, prompt_of
 from tests.test_crowd import nothing_left
 from tests.test_http import Node
 
 LOTS = 64 << 20
+WRITER = list(ENGINE_OPTIONS)[-1]  # what the decode node of `nodes` runs on
 
 
 def test_a_prompt_cancelled_in_its_last_chunk_is_not_kept(nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> None:
@@ -91,7 +92,7 @@ def test_a_forged_context_poisons_nothing(nodes: Callable[..., Pair], tiny_engin
     forged = msgspec.structs.replace(context, prompt_hash=prompt_hash(others))
     with pytest.raises(PeerFailed, match="not those of its prompt"):
         list(decode.fetch_and_write(forged, 8, tokens=others))
-    assert list(decode.read_and_write(others, 8)) == alone(tiny_engine("mlx", "llama"), others, 8)
+    assert list(decode.read_and_write(others, 8)) == alone(tiny_engine(WRITER, "llama"), others, 8)
 
 
 def test_an_engine_that_cannot_open_holds_nothing(nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> None:
@@ -113,7 +114,7 @@ def test_an_engine_that_cannot_open_holds_nothing(nodes: Callable[..., Pair], ti
         node.room.open = original  # type: ignore[method-assign]
     assert until(lambda: nothing_left(pair), 3)
     answer = decode.fetch_and_write(prefill.begin(prompt_of(50))[0], rules=Rules(max_tokens=4))
-    assert list(answer) == alone(tiny_engine("mlx", "llama"), prompt_of(50), 4)
+    assert list(answer) == alone(tiny_engine(WRITER, "llama"), prompt_of(50), 4)
 
 
 def test_both_roles_do_not_wait_for_each_other(tiny_folder: Any) -> None:

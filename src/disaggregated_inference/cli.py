@@ -10,9 +10,9 @@ import typer
 
 from disaggregated_inference import __version__
 from disaggregated_inference.bench.commands import bench_app
-from disaggregated_inference.talk.config import config_app
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.talk.commands import talk_app
+from disaggregated_inference.talk.config import config_app
 
 app = typer.Typer(
     name="disagg",

@@ -81,7 +81,9 @@ class ModelTokenizer:
 
         plain = [_plain(message) for message in messages]
         try:
-            text: str = self._template.render(**(self._special | {"add_generation_prompt": True} | options), messages=plain)
+            text: str = self._template.render(
+                **(self._special | {"add_generation_prompt": True} | options), messages=plain
+            )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise MessagesRefused(f"the model's chat template refuses these messages: {error}") from error
         return text
