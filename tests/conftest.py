@@ -1,6 +1,7 @@
 """Models are saved once and engines loaded once per run: the suite asks for them by name."""
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
@@ -36,6 +37,10 @@ ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
 
 if "mlx" in ENGINE_OPTIONS:  # before any test imports MLX: it would stay with its own BLAS, sixty times slower
     load_blas()
+
+# Started in the background, a shell has us ignore Ctrl-C, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LoadTiny = Callable[[str, str], Engine]
 Pair = tuple[PrefillNode, DecodeNode]

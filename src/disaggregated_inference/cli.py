@@ -11,6 +11,7 @@ import typer
 from disaggregated_inference import __version__
 from disaggregated_inference.bench.commands import bench_app
 from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.gateway.commands import gateway_app
 from disaggregated_inference.talk.commands import talk_app
 from disaggregated_inference.talk.config import config_app
 
@@ -25,6 +26,7 @@ app = typer.Typer(
 models_app = typer.Typer(help="Models on this machine (without a command: list them).")
 app.add_typer(talk_app)  # no name: its commands stand beside ours
 app.add_typer(config_app, name="config")
+app.add_typer(gateway_app, name="gateway")
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
 

@@ -81,6 +81,8 @@ def run_node(asked: Settings) -> None:
         decode = DecodeNode(room, files.tokenizer, asked.chunk, asked.kv_streams, codecs) if writes else None
         served = Served(files, room, prefill, decode)
         room.worker.call(lambda: _measure(served))
+        if decode:
+            decode.guides.warm()
         _serve(asked, port, served)
     finally:
         room.close_all()

@@ -36,7 +36,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     messages: list[dict[str, Any]] | None = None
     tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]] | None = None
     template: dict[str, Any] = {}  # what the chat template takes beside messages: tools, reasoning_effort, ...
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 2000
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None  # 2000, or what the window has left
     temperature: float = 0.2
     top_p: float | None = None
     top_k: int | None = None

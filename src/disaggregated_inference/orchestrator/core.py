@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from disaggregated_inference.orchestrator.watch import Watch
 
 _FIRST_NEWS_S = 3.0
 _IDLE_S = 2.0  # connections are kept for less long than nodes keep theirs: a request never goes into a closing one
+_MAX_TOKENS = 2000
 _PLACES = 64  # of a model whose nodes are not known yet
 _AHEAD = 2  # requests per slot: nodes have the next one there when a slot is free
 
@@ -100,7 +101,7 @@ class DisaggregatedInference:
         await _finished(self._begun(ask, record, lambda events: None))
         return record.answer
 
-    async def stream(self, prompt: str | None = None, **options: Any) -> AsyncIterator[Delta]:
+    async def stream(self, prompt: str | None = None, **options: Any) -> AsyncGenerator[Delta, None]:
         """The answer while it is written; closing the iterator cancels it on both nodes."""
         ask, record = self._asked(prompt=prompt, **options)
         lines: asyncio.Queue[list[Event] | None] = asyncio.Queue()
@@ -196,6 +197,9 @@ class DisaggregatedInference:
         async with self.line.turn(record.model, ask.priority, deadline):
             record.phase("queue", began_at)
             tokens = await self._read(ask, record, watch)
+            if ask.max_tokens is None:  # nobody said: as much as usual, or as fits
+                fits = self._window(record.model, watch.of(record.model)) - len(tokens)
+                ask = msgspec.structs.replace(ask, max_tokens=max(1, min(_MAX_TOKENS, fits)))
             life = Life(watch, ask, record.model, tokens, record, deadline)
             async with aclosing(life.events()) as events:
                 async for some in events:
@@ -233,6 +237,7 @@ class DisaggregatedInference:
         self._served[outcome] += 1
         said = {"error": {"code": getattr(error, "code", outcome), "message": str(error)}} if error else {}
         ended = metrics | said | {"ok": error is None, "outcome": outcome, "time": record.time}
+        ended["finish_reason"] = record.answer.get("finish_reason")
         self.history.add(ended)
         for tell in self.on_end:
             tell(ended)

@@ -148,6 +148,7 @@ class Life:
         return self._tokens + written
 
     def _left(self, numbers: tuple[int, ...]) -> int:
+        assert self._ask.max_tokens is not None
         return self._ask.max_tokens - (len(self.courses[numbers[0]].written) if len(numbers) == 1 else 0)
 
     async def _attempt(self, attempt: Attempt, option: Option, numbers: tuple[int, ...]) -> Events:

@@ -1,0 +1,1 @@
+"""One endpoint that existing programs can use: public APIs over the orchestrator."""

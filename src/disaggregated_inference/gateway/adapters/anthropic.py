@@ -1,0 +1,262 @@
+"""Anthropic's Messages API: answers as blocks of text, thought and tool use."""
+
+import json
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.gateway.adapters import anthropic_shapes as shapes
+from disaggregated_inference.gateway.answers import body_of, json_response, streamed, unless_gone
+from disaggregated_inference.gateway.call import Call
+from disaggregated_inference.gateway.parsers.base import CallArguments, CallBegun, Said, Text, Thought
+from disaggregated_inference.gateway.turn import Part, asked, converse
+from disaggregated_inference.models.tokenizer import ModelTokenizer
+from disaggregated_inference.orchestrator.threads import in_thread
+
+log = logging.getLogger(__name__)
+
+Event = dict[str, Any]
+
+_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def routes() -> list[Route]:
+    return [
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    ]
+
+
+def error_body(error: Exception, request_id: str | None = None) -> dict[str, Any]:
+    status = error.status if isinstance(error, DisaggError) else getattr(error, "status_code", 500)
+    kind = _ERRORS.get(status, "invalid_request_error" if 400 <= status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": _message(error)}, "request_id": request_id}
+
+
+def _message(error: Exception) -> str:
+    """What was not foreseen may tell of what is nobody's business."""
+    if isinstance(error, HTTPException):
+        return error.detail
+    return str(error) if isinstance(error, DisaggError) else "internal error"
+
+
+async def messages(request: Request) -> Response:
+    call, wanted = Call(request), shapes.understood(await body_of(request), shapes.Asked)
+    model = call.model(wanted.model)
+    turn, tokenizer = wanted.turn(model, **call.options()), await call.core.tokenizer(model)
+    answer = Answer(model, wanted, tokenizer)
+    parts = converse(call.core, turn)
+    if not wanted.stream:
+        await unless_gone(request, _exhausted(answer, parts))
+        return json_response(answer.message(), headers=call.headers())
+
+    def failed(error: Exception) -> bytes:
+        if not isinstance(error, DisaggError):
+            log.error("a message failed", exc_info=error)
+        return _told([error_body(error, call.id)])
+
+    return await streamed(request, _lines(answer, parts), failed, call.headers, pulse=_PING)
+
+
+async def count_tokens(request: Request) -> Response:
+    call, wanted = Call(request), shapes.understood(await body_of(request), shapes.Counted)
+    model = call.model(wanted.model)
+    tokenizer = await call.core.tokenizer(model)
+    prompt = asked(wanted.turn(model), tokenizer)
+
+    def counted() -> int:
+        return len(tokenizer.encode(tokenizer.render_chat(prompt["messages"], **prompt["template"])))
+
+    count = await unless_gone(request, in_thread(counted))
+    return json_response({"input_tokens": count}, headers=call.headers())
+
+
+async def _exhausted(answer: "Answer", parts: AsyncGenerator[Part, None]) -> None:
+    async with aclosing(parts):
+        async for part in parts:
+            answer.take(part)
+
+
+async def _lines(answer: "Answer", parts: AsyncGenerator[Part, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(parts):
+        async for part in parts:
+            if events := answer.take(part):
+                yield _told(events)
+
+
+def _told(events: list[Event]) -> bytes:
+    return b"".join(
+        b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event)) for event in events
+    )
+
+
+class Answer:
+    """A message while it is written. It begins with its first part: what fails before has a status of its own."""
+
+    def __init__(self, model: str, wanted: shapes.Asked, tokenizer: ModelTokenizer) -> None:
+        self._id, self._model, self._tokenizer = f"msg_{secrets.token_hex(12)}", model, tokenizer
+        self._stops = wanted.stop_sequences or []
+        self._thinks = wanted.thinking is None or wanted.thinking.type != "disabled"
+        self._one_call = bool(wanted.tool_choice.disable_parallel_tool_use)
+        self._tokens: list[int] = []
+        self._content: list[shapes.Block] = []
+        self._open: _Open | None = None
+        self._began = False
+        self._stopped: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
+        self._usage = _usage({})
+
+    def message(self) -> dict[str, Any]:
+        said = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
+        return said | {"content": self._content, **self._stopped, "usage": self._usage}
+
+    def take(self, part: Part) -> list[Event]:
+        return [*self._opening(), *self._taken(part)]
+
+    def _opening(self) -> Iterator[Event]:
+        """How much was read is known in the end: `message_delta` tells it again, and rightly."""
+        if not self._began:
+            self._began = True
+            yield {"type": "message_start", "message": self.message() | {"content": []}}
+            yield {"type": "ping"}
+
+    def _taken(self, part: Part) -> Iterator[Event]:
+        if self._stops and part.token is not None:
+            self._tokens.append(part.token)
+        for said in part.said:
+            yield from self._say(said)
+        if part.finish_reason:
+            yield from self._close()
+            self._stopped = self._why(part.finish_reason)
+        if part.metrics is not None:
+            self._usage = _usage(part.metrics)
+            yield {"type": "message_delta", "delta": self._stopped, "usage": self._usage}
+            yield {"type": "message_stop"}
+
+    def _say(self, said: Said) -> Iterator[Event]:
+        if self._unwanted(said):
+            return
+        if not (self._open and self._open.takes(said)):
+            yield from self._close()
+            self._open = _OPENS[type(said)](said)
+            yield self._at("content_block_start", content_block=self._open.block())
+        if not isinstance(said, CallBegun):
+            yield self._at("content_block_delta", delta=self._open.more(said.text))
+
+    def _unwanted(self, said: Said) -> bool:
+        """Thoughts that were switched off, of a model that cannot but think; a second call where one was asked for."""
+        if isinstance(said, CallBegun | CallArguments):
+            return self._one_call and said.index > 0
+        return isinstance(said, Thought) and not self._thinks
+
+    def _close(self) -> Iterator[Event]:
+        if self._open:
+            yield self._at("content_block_stop")
+            self._content.append(self._open.block())
+            self._open = None
+
+    def _at(self, what: str, **more: Any) -> Event:
+        return {"type": what, "index": len(self._content), **more}
+
+    def _why(self, finish: str) -> dict[str, str | None]:
+        found = self._stop_sequence() if finish == "stop" else None
+        reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "stop_sequence" if found else "end_turn"}
+        return {"stop_reason": reasons[finish], "stop_sequence": found}
+
+    def _stop_sequence(self) -> str | None:
+        """Nodes do not tell which string ended an answer, nor whether one did; its tokens do: they are the whole text,
+        that string included. As on a node: the one that begins first, of two that begin together the longer."""
+        text = self._tokenizer.decode(self._tokens) if self._tokens else ""
+        places = [(text.find(stop), -len(stop), stop) for stop in self._stops if stop in text]
+        return min(places)[2] if places else None
+
+
+def _usage(metrics: dict[str, Any]) -> dict[str, int]:
+    """What was held already is told apart from what was read."""
+    cached = metrics.get("cached_tokens", 0)
+    return {
+        "input_tokens": metrics.get("prompt_tokens", 0) - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": metrics.get("completion_tokens", 0),
+    }
+
+
+class _Open:
+    """A block that is being written."""
+
+    field = ""
+
+    def __init__(self, said: Said) -> None:
+        self.said, self._pieces = said, [""]
+
+    @property
+    def whole(self) -> str:
+        return "".join(self._pieces)
+
+    def takes(self, said: Said) -> bool:
+        return type(said) is type(self.said)
+
+    def block(self) -> shapes.Block:
+        raise NotImplementedError
+
+    def more(self, text: str) -> Event:
+        self._pieces.append(text)
+        return {"type": f"{self.field}_delta", self.field: text}
+
+
+class _Text(_Open):
+    field = "text"
+
+    def block(self) -> shapes.Block:
+        return shapes.Text(text=self.whole)
+
+
+class _Thinking(_Open):
+    field = "thinking"
+
+    def block(self) -> shapes.Block:
+        return shapes.Thinking(thinking=self.whole)
+
+
+class _ToolUse(_Open):
+    def takes(self, said: Said) -> bool:
+        return isinstance(said, CallArguments)
+
+    def more(self, text: str) -> Event:
+        self._pieces.append(text)
+        return {"type": "input_json_delta", "partial_json": text}
+
+    def block(self) -> shapes.Block:
+        assert isinstance(self.said, CallBegun)
+        return shapes.ToolUse(id=self.said.id, name=self.said.name, input=_object(self.whole))
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Of an answer that was cut off in a call there is no whole one; `max_tokens` says so."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+_OPENS: dict[type, type[_Open]] = {Text: _Text, Thought: _Thinking, CallBegun: _ToolUse}

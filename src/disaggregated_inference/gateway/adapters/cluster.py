@@ -1,0 +1,139 @@
+"""Our own paths: text to tokens and back (by vLLM's names), whether anyone is there, and what the cluster does."""
+
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import State
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from disaggregated_inference.errors import BadRequest, DisaggError, TokensRefused
+from disaggregated_inference.gateway.answers import body_of, json_response, unless_gone
+from disaggregated_inference.gateway.call import Call
+from disaggregated_inference.gateway.feed import Feed
+from disaggregated_inference.gateway.metrics import GatewayMetrics
+from disaggregated_inference.gateway.targets import targets
+from disaggregated_inference.orchestrator import DisaggregatedInference
+from disaggregated_inference.orchestrator.core import VERDICTS
+from disaggregated_inference.orchestrator.nodes import About
+from disaggregated_inference.orchestrator.threads import in_thread
+
+_HISTORY = 50
+SERVES = VERDICTS[:3]
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+_UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # a proxy that collects events shows none
+
+
+def routes() -> list[Route]:
+    return [
+        Route("/tokenize", _tokenize, methods=["POST"]),
+        Route("/detokenize", _detokenize, methods=["POST"]),
+        Route("/health", _health),
+        Route("/ready", _ready),
+        Route("/metrics", _metrics),
+        Route("/cluster", _cluster),
+        Route("/cluster/events", _events),
+    ]
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    code = error.code if isinstance(error, DisaggError) else "internal_error"
+    return {"error": {"code": code, "message": str(error)}}
+
+
+def attach(app: Starlette) -> None:
+    """What lives as long as the app does. Before its first request, so that all of them are counted."""
+    app.state.metrics = GatewayMetrics(lambda: app.state.core)
+    app.state.feed = Feed(lambda: app.state.core)
+
+
+def _attached(request: Request) -> State:
+    if not hasattr(request.app.state, "feed"):  # nobody did: what came before this is not known
+        attach(request.app)
+    state: State = request.app.state
+    return state
+
+
+async def about(core: DisaggregatedInference, model: str) -> About | None:
+    """What a model's nodes say of it, from memory; None before any of them did."""
+    nodes = (await core.start()).of(model)
+    known = [node.about for node in nodes if node.about and not node.mismatch]
+    return max(known, key=lambda each: each.context_window, default=None)
+
+
+async def window_of(core: DisaggregatedInference, model: str) -> int | None:
+    """Tokens that a prompt and its answer may have together, as far as anyone has said."""
+    known = await about(core, model)
+    return core.config.options_of(model).context_window or (known.context_window if known else None)
+
+
+async def _tokenize(request: Request) -> Response:
+    call, body = Call(request), await body_of(request)
+    model = call.model(body.get("model"))
+    text = await _text(call.core, model, body)
+    tokenizer = await call.core.tokenizer(model)
+    tokens = await unless_gone(request, in_thread(lambda: tokenizer.encode(text)))
+    answer = {"count": len(tokens), "max_model_len": await window_of(call.core, model), "tokens": tokens}
+    return json_response(answer, headers=call.headers())
+
+
+async def _text(core: DisaggregatedInference, model: str, body: dict[str, Any]) -> str:
+    """As a model would get it."""
+    prompt, messages = body.get("prompt"), body.get("messages")
+    if body.get("add_special_tokens"):
+        raise BadRequest("add_special_tokens: none are added here, to no prompt; write them into it, or leave it out")
+    if (prompt is None) == (messages is None):
+        raise BadRequest("give exactly one of prompt and messages")
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise BadRequest("prompt must be text, or messages a list of objects")
+    template = {name: body[name] for name in ("tools", "add_generation_prompt") if body.get(name) is not None}
+    return (await core.tokenizer(model)).render_chat(messages, **template)
+
+
+async def _detokenize(request: Request) -> Response:
+    call, body = Call(request), await body_of(request)
+    model, tokens = call.model(body.get("model")), body.get("tokens")
+    tokenizer = await call.core.tokenizer(model)
+    known = await about(call.core, model)
+    most = known.vocabulary if known else 1 << 31
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < most for token in tokens):
+        raise TokensRefused(f"tokens must be a list of numbers from 0 to {most - 1}")
+    text = await in_thread(lambda: tokenizer.decode(tokens))
+    return json_response({"prompt": text}, headers=call.headers())
+
+
+async def _health(request: Request) -> Response:
+    """Alive, and no more: a gateway whose cluster is down must not be restarted for it."""
+    return json_response({"status": "healthy"})
+
+
+async def _ready(request: Request) -> Response:
+    status = await request.app.state.core.status()
+    draining = getattr(request.app.state, "draining", False)
+    ready = not draining and any(verdict in SERVES for verdict in status["models"].values())
+    state = "ready" if ready else "draining" if draining else "not ready"
+    content = {"status": state, "verdict": status["verdict"], "models": status["models"]}
+    return json_response(content, 200 if ready else 503, {} if ready else {"Retry-After": "1"})
+
+
+async def _metrics(request: Request) -> Response:
+    return Response(await _attached(request).metrics.text(), media_type=_PROMETHEUS)
+
+
+async def _cluster(request: Request) -> Response:
+    call = Call(request)
+    core, status = call.core, await call.core.status()
+    records = core.history.recent(core.config.policies.history)
+    shown = [record for record in records if call.caller.may_use(record.get("model", ""))][:_HISTORY]
+    return json_response(status | {"history": shown, "targets": targets(records, status["nodes"])})
+
+
+async def _events(request: Request) -> Response:
+    call, feed = Call(request), _attached(request).feed
+    feed.require_room()
+    events = feed.listen(lambda record: call.caller.may_use(record.get("model", "")))
+    # Not through a queue of its own: only so does a reader that does not read come to stand still, and is let go.
+    return StreamingResponse(events, headers=_UNBUFFERED, media_type="text/event-stream")

@@ -1,0 +1,110 @@
+"""Ollama's lists of models. All from memory: a list must not wait for a node that is away."""
+
+import hashlib
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from disaggregated_inference.errors import NoDecodeNode
+from disaggregated_inference.gateway.adapters.cluster import about, window_of
+from disaggregated_inference.gateway.adapters.ollama_asked import can_call, can_think
+from disaggregated_inference.gateway.answers import body_of, json_response
+from disaggregated_inference.gateway.call import Call
+from disaggregated_inference.models.tokenizer import ModelTokenizer
+from disaggregated_inference.orchestrator import DisaggregatedInference
+from disaggregated_inference.orchestrator.nodes import About
+
+_SINCE = datetime.now(UTC)  # when a model was made is not known here; programs want some time
+_KEPT = timedelta(days=3650)  # models stay
+
+
+def model_of(call: Call, name: Any) -> str:
+    """Ollama's names have a tag, and `latest` is as good as none."""
+    return call.model(name.removesuffix(":latest") if isinstance(name, str) else name)
+
+
+async def tags(request: Request) -> Response:
+    call = Call(request)
+    return json_response({"models": [await _listed(call.core, name) for name in call.models()]})
+
+
+async def ps(request: Request) -> Response:
+    """Those that some node has in memory now."""
+    call = Call(request)
+    nodes = (await call.core.start()).nodes.values()
+    loaded = {node.model for node in nodes if node.usable and node.status and node.status.loaded}
+    return json_response({"models": [await _running(call.core, name) for name in call.models() if name in loaded]})
+
+
+async def show(request: Request) -> Response:
+    call, body = Call(request), await body_of(request)
+    model = model_of(call, body.get("model") or body.get("name"))
+    known, tokenizer = await about(call.core, model), await _tokenizer(call.core, model)
+    answer = {
+        "modelfile": f"# {model}, served by a cluster; there is no Modelfile",
+        "parameters": "",
+        "template": tokenizer.chat_template if tokenizer else "",
+        "details": _details(known),
+        "model_info": _info(known, await window_of(call.core, model)),
+        "capabilities": _capabilities(tokenizer),
+        "modified_at": _SINCE.isoformat(),
+    }
+    return json_response(answer)
+
+
+async def _listed(core: DisaggregatedInference, name: str) -> dict[str, Any]:
+    known = await about(core, name)
+    identity = msgspec.json.encode(known.fingerprint) if known else name.encode()
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _SINCE.isoformat(),
+        "size": 0,  # nodes do not say
+        "digest": hashlib.sha256(identity).hexdigest(),
+        "details": _details(known),
+    }
+
+
+async def _running(core: DisaggregatedInference, name: str) -> dict[str, Any]:
+    listed = await _listed(core, name)
+    expires = (datetime.now(UTC) + _KEPT).isoformat()
+    return listed | {"expires_at": expires, "size_vram": 0, "context_length": await window_of(core, name)}
+
+
+def _details(known: About | None) -> dict[str, Any]:
+    family = known.fingerprint.architecture if known else ""
+    return {
+        "parent_model": "",
+        "format": known.fingerprint.weights.format if known else "",
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": "",
+        "quantization_level": "",
+    }
+
+
+def _info(known: About | None, window: int | None) -> dict[str, Any]:
+    family = known.fingerprint.architecture if known else "unknown"
+    found: dict[str, Any] = {"general.architecture": family, f"{family}.context_length": window}
+    if known:
+        layout = known.fingerprint.layout
+        found[f"{family}.block_count"] = len(layout.layers)
+        found[f"{family}.attention.head_count_kv"] = layout.kv_heads
+        found[f"{family}.attention.key_length"] = layout.head_dim
+        found[f"{family}.vocab_size"] = known.vocabulary
+    return found
+
+
+def _capabilities(tokenizer: ModelTokenizer | None) -> list[str]:
+    able = [("tools", can_call), ("thinking", can_think)]
+    return ["completion", *(name for name, can in able if tokenizer and can(tokenizer))]
+
+
+async def _tokenizer(core: DisaggregatedInference, model: str) -> ModelTokenizer | None:
+    try:
+        return await core.tokenizer(model)
+    except NoDecodeNode:
+        return None

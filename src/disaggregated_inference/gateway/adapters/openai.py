@@ -1,0 +1,53 @@
+"""OpenAI's API: chat completions, completions, models. Responses have a file of their own."""
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from disaggregated_inference.gateway.adapters.openai_chat import chat_completions
+from disaggregated_inference.gateway.adapters.openai_completions import completions
+from disaggregated_inference.gateway.adapters.openai_errors import error_body
+from disaggregated_inference.gateway.answers import json_response
+from disaggregated_inference.gateway.call import Call
+
+__all__ = ["error_body", "routes"]
+
+_STARTED = int(time.time())
+
+
+def routes() -> list[Route]:
+    return [
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/v1/models/{name:path}", model, methods=["GET"]),
+    ]
+
+
+async def models(request: Request) -> Response:
+    call = Call(request)
+    found = [await _about(call, name, name) for name in call.models()]
+    return json_response({"object": "list", "data": found}, headers=call.headers())
+
+
+async def model(request: Request) -> Response:
+    """By its name or an alias, and called as it was asked for."""
+    call, asked = Call(request), request.path_params["name"]
+    return json_response(await _about(call, asked, call.model(asked)), headers=call.headers())
+
+
+async def _about(call: Call, shown: str, name: str) -> dict[str, Any]:
+    about = {"id": shown, "object": "model", "created": _STARTED, "owned_by": "disaggregated-inference", "root": name}
+    window = await _window(call, name)
+    return about | ({"context_window": window} if window else {})
+
+
+async def _window(call: Call, name: str) -> int | None:
+    """From memory: nobody is asked."""
+    if given := call.core.config.options_of(name).context_window:
+        return given
+    watch = await call.core.start()
+    return max((node.about.context_window for node in watch.of(name) if node.about), default=None)

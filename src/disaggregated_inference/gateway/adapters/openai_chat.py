@@ -1,0 +1,154 @@
+"""POST /v1/chat/completions."""
+
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from disaggregated_inference.gateway.adapters.openai_asked import ChatAsked, read
+from disaggregated_inference.gateway.adapters.openai_errors import error_body
+from disaggregated_inference.gateway.adapters.openai_messages import plain_messages
+from disaggregated_inference.gateway.adapters.openai_told import Likely, Told, failure, in_chat, likely
+from disaggregated_inference.gateway.answers import body_of, json_response, streamed, unless_gone
+from disaggregated_inference.gateway.call import Call
+from disaggregated_inference.gateway.parsers.base import CallArguments, CallBegun, Said, Text, Thought
+from disaggregated_inference.gateway.turn import Part, Turn, converse
+from disaggregated_inference.models.tokenizer import ModelTokenizer
+
+
+async def chat_completions(request: Request) -> Response:
+    call, asked = Call(request), read(await body_of(request), ChatAsked)
+    turn = turn_of(call, asked)
+    if asked.stream:
+        return await streamed(request, _events(call, asked, turn), failure(error_body), call.headers)
+    return json_response(await unless_gone(request, _whole(call, asked, turn)), headers=call.headers())
+
+
+def turn_of(call: Call, asked: ChatAsked) -> Turn:
+    return Turn(
+        model=call.model(asked.model),
+        messages=plain_messages(asked.messages),
+        tools=[tool.plain() for tool in asked.tools or []],
+        tool_choice=asked.choice(),
+        template=asked.template(),
+        options=asked.options() | call.options(),
+    )
+
+
+class Choice:
+    """What one choice has said and nobody was told yet: in a stream since the last event, else all of it."""
+
+    def __init__(self, index: int, asked: ChatAsked, tokenizer: ModelTokenizer | None) -> None:
+        self.index, self._tokenizer = index, tokenizer
+        self._one_call = asked.parallel_tool_calls is False
+        self._opening: dict[str, Any] = {"role": "assistant", "content": None if asked.tools else ""}
+        self._said: list[Said] = []
+        self._likely: list[Likely] = []
+        self._finish: str | None = None
+        self._thinking = False
+        self.thought_tokens = 0
+
+    def take(self, part: Part) -> None:
+        for said in part.said:
+            self._thinking = isinstance(said, Thought)
+            if not (self._one_call and isinstance(said, CallBegun | CallArguments) and said.index):
+                self._said.append(said)
+        self.thought_tokens += self._thinking
+        self._finish = part.finish_reason
+        if self._tokenizer and part.token is not None and part.logprob is not None:
+            found = likely(self._tokenizer, part.token, part.logprob, part.top_logprobs)
+            self._likely += [found] if found else []
+
+    def told(self) -> dict[str, Any] | None:
+        """As an event, if there is anything to tell; the first one says whose turn it is."""
+        if not self._said and not self._finish and not self._opening:
+            return None
+        delta = self._opening | delta_of(self._said)
+        logprobs = in_chat(self._likely) if self._tokenizer else None
+        told = {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": self._finish}
+        self._opening, self._said, self._likely = {}, [], []
+        return told
+
+    def whole(self) -> dict[str, Any]:
+        """A message is the delta of everything."""
+        message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None} | delta_of(self._said)
+        if "tool_calls" not in message:
+            message["content"] = message["content"] or ""
+        for call in message.get("tool_calls", ()):
+            del call["index"]
+        logprobs = in_chat(self._likely) if self._tokenizer else None
+        return {"index": self.index, "message": message, "logprobs": logprobs, "finish_reason": self._finish}
+
+
+def delta_of(said: list[Said]) -> dict[str, Any]:
+    """All of it in one: clients put deltas together by key, and tool calls by index."""
+    if len(said) == 1 and isinstance(said[0], Text):
+        return {"content": said[0].text}  # nearly always
+    delta: dict[str, Any] = {}
+    if text := "".join(piece.text for piece in said if isinstance(piece, Text)):
+        delta["content"] = text
+    if thought := "".join(piece.text for piece in said if isinstance(piece, Thought)):
+        delta |= {"reasoning_content": thought, "reasoning": thought}  # there is no one name for it
+    calls = _calls(piece for piece in said if isinstance(piece, CallBegun | CallArguments))
+    return delta | ({"tool_calls": calls} if calls else {})
+
+
+def _calls(said: Iterable[CallBegun | CallArguments]) -> list[dict[str, Any]]:
+    heads: dict[int, dict[str, Any]] = {}
+    arguments: dict[int, list[str]] = {}
+    for piece in said:
+        pieces = arguments.setdefault(piece.index, [])
+        if isinstance(piece, CallBegun):
+            heads[piece.index] = {"id": piece.id, "type": "function", "function": {"name": piece.name}}
+        else:
+            pieces.append(piece.text)
+    return [_call(index, heads.get(index, {}), "".join(pieces)) for index, pieces in arguments.items()]
+
+
+def _call(index: int, head: dict[str, Any], arguments: str) -> dict[str, Any]:
+    return {"index": index} | head | {"function": head.get("function", {}) | {"arguments": arguments}}
+
+
+class _Choices:
+    def __init__(self, asked: ChatAsked, tokenizer: ModelTokenizer | None) -> None:
+        self._all = [Choice(index, asked, tokenizer) for index in range(asked.n or 1)]
+        self.records: list[dict[str, Any]] = []
+
+    def take(self, part: Part) -> Choice | None:
+        """Whose part it was."""
+        if part.metrics is not None:
+            self.records.append(part.metrics)
+            return None
+        choice = self._all[part.choice]
+        choice.take(part)
+        return choice
+
+    def whole(self) -> list[dict[str, Any]]:
+        return [choice.whole() for choice in self._all]
+
+    @property
+    def thought_tokens(self) -> int:
+        return sum(choice.thought_tokens for choice in self._all)
+
+
+async def _begun(call: Call, asked: ChatAsked, turn: Turn) -> _Choices:
+    return _Choices(asked, await call.core.tokenizer(turn.model) if asked.logprobs else None)
+
+
+async def _whole(call: Call, asked: ChatAsked, turn: Turn) -> dict[str, Any]:
+    told, choices = Told(call, asked, "chatcmpl", "chat.completion"), await _begun(call, asked, turn)
+    async with aclosing(converse(call.core, turn)) as parts:
+        async for part in parts:
+            choices.take(part)
+    return told.whole(choices.whole(), choices.records, choices.thought_tokens)
+
+
+async def _events(call: Call, asked: ChatAsked, turn: Turn) -> AsyncGenerator[bytes, None]:
+    told, choices = Told(call, asked, "chatcmpl", "chat.completion.chunk"), await _begun(call, asked, turn)
+    async with aclosing(converse(call.core, turn)) as parts:
+        async for part in parts:
+            if (choice := choices.take(part)) and (news := choice.told()):
+                yield told.event(news)
+    yield told.end(choices.records, choices.thought_tokens)

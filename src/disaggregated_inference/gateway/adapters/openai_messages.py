@@ -1,0 +1,87 @@
+"""Messages and tools of chat requests, as chat templates take them: known fields, in one order, without nulls."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from disaggregated_inference.errors import BadRequest
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a content that comes in parts."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    id: str | None = None
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Piece] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, by the name that others gave it
+
+
+class Function(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    name: Annotated[str, Meta(pattern=r"^[\w.:/-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict[str, Any]:
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        plain["function"].setdefault("parameters", {"type": "object", "properties": {}})
+        return plain
+
+
+def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    return [_plain(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+
+def _plain(message: Message, place: str) -> dict[str, Any]:
+    plain: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,  # the one that templates know
+        "content": _text(message, place),
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content or message.reasoning,
+        "tool_calls": msgspec.to_builtins(message.tool_calls) or None,
+    }
+    return {name: value for name, value in plain.items() if value is not None}
+
+
+def _text(message: Message, place: str) -> str:
+    content = message.content
+    if content is None and message.role != "assistant":
+        raise BadRequest(f"{place}.content: it is missing")
+    if not isinstance(content, list):
+        return content or ""
+    return "".join(_text_of(piece, f"{place}.content[{number}]") for number, piece in enumerate(content))
+
+
+def _text_of(piece: Piece, place: str) -> str:
+    text = piece.refusal if piece.type == "refusal" else piece.text
+    if piece.type not in ("text", "refusal"):
+        raise BadRequest(f"{place}: a part of type {piece.type[:40]!r}; these models read text alone")
+    if text is None:
+        raise BadRequest(f"{place}.{piece.type}: it is missing")
+    return text

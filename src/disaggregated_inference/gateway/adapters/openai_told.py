@@ -1,0 +1,125 @@
+"""What both of OpenAI's endpoints tell: events, usage, how likely a token was."""
+
+import logging
+import time
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+
+from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.gateway.adapters.openai_asked import Asked
+from disaggregated_inference.gateway.call import Call
+from disaggregated_inference.models.tokenizer import ModelTokenizer
+
+log = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+METRICS_HEADER = "x-disagg-metrics"
+
+_ANSWER = ("response", "tokens", "logprobs", "choices", "finish_reason")  # of a record: the answer, not about it
+_HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+
+
+class Told:
+    """The frame around one request's choices, whole or in events."""
+
+    def __init__(self, call: Call, asked: Asked, prefix: str, kind: str) -> None:
+        self._asked = asked
+        self._with_metrics = asked.include_metrics or call.request.headers.get(METRICS_HEADER) in ("1", "true")
+        self._head = {
+            "id": f"{prefix}-{call.id}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": asked.model or call.model(None),
+            "system_fingerprint": None,
+        }
+        # Most of an event is the same every time: it is written once.
+        self._before = b"data: " + msgspec.json.encode(self._head)[:-1] + b',"choices":['
+        self._after = b'],"usage":null}\n\n' if asked.wants_usage else b"]}\n\n"
+
+    def whole(self, choices: list[dict[str, Any]], records: list[dict[str, Any]], thought: int = 0) -> dict[str, Any]:
+        told = self._head | {"choices": choices, "usage": usage_of(records, thought)}
+        return told | self._metrics(records)
+
+    def event(self, choice: dict[str, Any]) -> bytes:
+        return self._before + msgspec.json.encode(choice) + self._after
+
+    def end(self, records: list[dict[str, Any]], thought: int = 0) -> bytes:
+        """What comes after the last choice's end."""
+        if not self._asked.wants_usage and not self._with_metrics:
+            return DONE
+        usage = {"usage": usage_of(records, thought)} if self._asked.wants_usage else {}
+        return event(self._head | {"choices": []} | usage | self._metrics(records)) + DONE
+
+    def _metrics(self, records: list[dict[str, Any]]) -> dict[str, Any]:
+        if not self._with_metrics:
+            return {}
+        told = [{name: value for name, value in record.items() if name not in _ANSWER} for record in records]
+        return {"disagg": told[0] if len(told) == 1 else told}
+
+
+def event(content: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def failure(error_body: Callable[[Exception], dict[str, Any]]) -> Callable[[Exception], bytes]:
+    """A stream's last event, where it ends in an error. Without a [DONE]: nobody should take it for a whole answer."""
+
+    def describe(error: Exception) -> bytes:
+        if not isinstance(error, DisaggError):
+            log.error("a stream failed", exc_info=error)
+        return event(error_body(error))
+
+    return describe
+
+
+def usage_of(records: list[dict[str, Any]], thought: int) -> dict[str, Any]:
+    """Over all prompts of a request."""
+    read, written, cached = (
+        sum(record[name] for record in records) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
+    )
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": thought},
+    }
+
+
+class Likely(msgspec.Struct, frozen=True):
+    """A token, its text, how likely it was, and what else was likely there."""
+
+    text: str
+    logprob: float
+    top: tuple[tuple[str, float], ...]
+
+
+def likely(tokenizer: ModelTokenizer, token: int, logprob: float, top: list[dict[str, float]]) -> Likely | None:
+    """None for what is no text: the tokens that end an answer."""
+    if not (text := tokenizer.decode([token])):
+        return None
+    others = tuple((tokenizer.decode([int(other["token"])]), other["logprob"]) for other in top)
+    return Likely(text, logprob, others)
+
+
+def in_chat(items: list[Likely]) -> dict[str, Any]:
+    def shown(text: str, logprob: float) -> dict[str, Any]:
+        raw = None if _HALF_A_CHARACTER in text else list(text.encode())  # not the token's own bytes: nobody has them
+        return {"token": text, "logprob": logprob, "bytes": raw}
+
+    told = [shown(i.text, i.logprob) | {"top_logprobs": [shown(*other) for other in i.top]} for i in items]
+    return {"content": told, "refusal": None}
+
+
+def in_completion(items: list[Likely], offset: int) -> dict[str, Any]:
+    """`offset`: where in the text the first of them begins. Of tokens that look the same the likeliest is told."""
+    lengths = (len(i.text) for i in items[:-1])
+    return {
+        "tokens": [i.text for i in items],
+        "token_logprobs": [i.logprob for i in items],
+        "top_logprobs": [dict(reversed(i.top)) for i in items] if any(i.top for i in items) else None,
+        "text_offset": list(accumulate(lengths, initial=offset)) if items else [],
+    }

@@ -1,0 +1,324 @@
+"""OpenAI's Responses API: what a request may say, and the conversation that it is for a model.
+
+Items go in and come out in the same types, so an answer's items can be the next request's.
+"""
+
+import secrets
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.gateway.turn import Turn
+
+Chat = dict[str, Any]  # as chat templates know it
+
+
+class _Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that nobody knows are tolerated: the API grows faster than its servers."""
+
+
+class InputText(_Shape, frozen=True, kw_only=True, tag="input_text"):
+    text: str
+
+
+class OutputText(_Shape, frozen=True, kw_only=True, tag="output_text"):
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] | None = []
+
+
+class Refusal(_Shape, frozen=True, kw_only=True, tag="refusal"):
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+class ReasoningText(_Shape, frozen=True, kw_only=True, tag="reasoning_text"):
+    text: str
+
+
+class SummaryText(_Shape, frozen=True, kw_only=True, tag="summary_text"):
+    text: str
+
+
+Content = InputText | OutputText | Refusal
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class Message(_Shape, frozen=True, kw_only=True, tag="message"):
+    id: str | None = None
+    status: Status | None = "completed"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Content]
+
+
+class FunctionCall(_Shape, frozen=True, kw_only=True, tag="function_call"):
+    id: str | None = None
+    status: Status | None = "completed"
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutput(_Shape, frozen=True, kw_only=True, tag="function_call_output"):
+    id: str | None = None
+    status: Status | None = "completed"
+    call_id: str
+    output: str | list[Content]
+
+
+class Reasoning(_Shape, frozen=True, kw_only=True, tag="reasoning"):
+    id: str | None = None
+    status: Status | None = "completed"
+    summary: list[SummaryText] = []
+    content: list[ReasoningText] | None = None
+    encrypted_content: str | None = None  # never ours: thoughts are not hidden here
+
+
+class ItemReference(_Shape, frozen=True, kw_only=True, tag="item_reference"):
+    id: str
+
+
+Item = Message | FunctionCall | FunctionCallOutput | Reasoning
+_PREFIXES = {Message: "msg", FunctionCall: "fc", FunctionCallOutput: "fco", Reasoning: "rs"}
+
+
+class FunctionTool(_Shape, frozen=True, kw_only=True, tag="function"):
+    name: Annotated[str, msgspec.Meta(pattern=r"^[\w.:/-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class OneFunction(_Shape, frozen=True, kw_only=True, tag="function"):
+    name: str
+
+
+class AllowedTools(_Shape, frozen=True, kw_only=True, tag="allowed_tools"):
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[OneFunction]
+
+
+class PlainFormat(_Shape, frozen=True, kw_only=True, tag="text"):
+    pass
+
+
+class JsonObject(_Shape, frozen=True, kw_only=True, tag="json_object"):
+    pass
+
+
+class JsonSchema(_Shape, frozen=True, kw_only=True, tag="json_schema"):
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextAsked(_Shape, frozen=True, kw_only=True):
+    format: PlainFormat | JsonObject | JsonSchema | None = PlainFormat()
+    verbosity: str | None = None
+
+
+class ReasoningAsked(_Shape, frozen=True, kw_only=True):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: str | None = None
+
+
+class Create(_Shape, frozen=True, kw_only=True):
+    model: str | None = None
+    input: str | list[Item | ItemReference] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | OneFunction | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextAsked | None = None
+    reasoning: ReasoningAsked | None = None
+    max_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)] | None = None
+    max_tool_calls: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    background: bool | None = None
+    include: list[str] | None = None
+    conversation: Any = None
+    prompt: Any = None
+    user: str | None = None
+
+    def require_supported(self) -> None:
+        for wanted, why_not in (
+            (self.background, "background: nothing runs here for a client that left; stream instead"),
+            (self.truncation == "auto", "truncation: prompts are never cut; leave it out, and send what fits"),
+            (self.conversation, "conversation: none are kept here; use previous_response_id"),
+            (self.prompt, "prompt: no prompts are kept here; send instructions and input"),
+            (self.top_logprobs, "top_logprobs: not here; /v1/chat/completions has them"),
+            (_LOGPROBS in (self.include or ()), f"include: no {_LOGPROBS} here; /v1/chat/completions has logprobs"),
+        ):
+            if wanted:
+                raise BadRequest(why_not)
+
+
+_LOGPROBS = "message.output_text.logprobs"
+
+
+def understood(body: dict[str, Any]) -> Create:
+    """Messages may come without their type."""
+    items = body.get("input")
+    if isinstance(items, list):
+        body = body | {"input": [_typed(item) for item in items]}
+    try:
+        create = msgspec.convert(body, Create)
+    except msgspec.ValidationError as error:
+        reason, _, place = str(error).partition(" - at ")
+        raise BadRequest(f"{place.strip('`').removeprefix('$.') or 'body'}: {reason}{_remedy(str(error))}") from error
+    create.require_supported()
+    return create
+
+
+def _typed(item: Any) -> Any:
+    untyped = isinstance(item, dict) and "role" in item and item.get("type") is None
+    return item | {"type": "message"} if untyped else item
+
+
+def _remedy(error: str) -> str:
+    if "Invalid value" not in error:
+        return ""
+    if "`$.tools[" in error or "`$.tool_choice" in error:
+        return ": tools of type function can be used, nothing here runs any other"
+    return ": these models read text, calls of functions and their outputs" if "`$.input" in error else ""
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(16)}"
+
+
+def named(item: Item) -> Item:
+    """As it is listed: with an id, and its text in parts."""
+    item = msgspec.structs.replace(item, id=item.id or new_id(_PREFIXES[type(item)]), status=item.status or "completed")
+    if isinstance(item, Message) and isinstance(item.content, str):
+        part = OutputText if item.role == "assistant" else InputText
+        item = msgspec.structs.replace(item, content=[part(text=item.content)])
+    return item
+
+
+def turn_of(create: Create, model: str, items: Iterable[Item], options: dict[str, Any]) -> Turn:
+    tools, choice = _tools(create)
+    asked = {"max_tokens": create.max_output_tokens, "temperature": create.temperature, "top_p": create.top_p}
+    return Turn(
+        model=model,
+        messages=messages_of(create.instructions, items),
+        tools=[_tool(tool) for tool in tools],
+        tool_choice=choice,
+        template=_template(create),
+        options=options | asked | {"format": _format(create.text)},
+    )
+
+
+def _tools(create: Create) -> tuple[list[FunctionTool], str]:
+    """Those that may be used, and whether one must be."""
+    tools, choice = create.tools or [], create.tool_choice or "auto"
+    if isinstance(choice, AllowedTools):
+        allowed = {tool.name for tool in choice.tools}
+        tools, choice = [tool for tool in tools if tool.name in allowed], choice.mode
+    names = {tool.name for tool in tools}
+    if isinstance(choice, OneFunction):
+        if choice.name not in names:
+            raise BadRequest(f"tool_choice: no {choice.name!r} among tools; there are {', '.join(names) or 'none'}")
+        return tools, choice.name
+    if choice == "required" and not tools:
+        raise BadRequest("tool_choice: a call is required, and there are no tools")
+    return tools, choice
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    described = {"description": tool.description} if tool.description else {}
+    parameters = tool.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": tool.name, **described, "parameters": parameters}}
+
+
+def _template(create: Create) -> dict[str, Any]:
+    """Templates know low, medium and high, or to think or not; what one of them does not know it does not read."""
+    effort = create.reasoning.effort if create.reasoning else None
+    verbosity = create.text.verbosity if create.text else None
+    near = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+    thinking = {"reasoning_effort": near.get(effort, effort), "enable_thinking": effort != "none"} if effort else {}
+    return thinking | ({"verbosity": verbosity} if verbosity else {})
+
+
+def _format(asked: TextAsked | None) -> dict[str, Any] | None:
+    match asked.format if asked else None:
+        case JsonSchema(schema=schema):
+            return {"type": "json_schema", "schema": schema}
+        case JsonObject():
+            return {"type": "json_object"}
+    return None
+
+
+def messages_of(instructions: str | None, items: Iterable[Item]) -> list[Chat]:
+    told: list[Chat] = [{"role": "system", "content": instructions}] if instructions else []
+    names: dict[str, str] = {}  # of calls
+    for item in items:
+        match item:
+            case FunctionCall():
+                names[item.call_id] = item.name
+                _assistant(told, "tool_calls").setdefault("tool_calls", []).append(_call(item))
+            case FunctionCallOutput():
+                told.append(_output(item, names))
+            case Reasoning():
+                _assistant(told, "reasoning_content")["reasoning_content"] = _thought(item)
+            case Message(role="assistant"):
+                _assistant(told, "content")["content"] = _text(item.content)
+            case Message(role="user"):
+                told.append({"role": "user", "content": _text(item.content)})
+            case Message():
+                _instruct(told, _text(item.content))
+    return told
+
+
+# A model's thought, text and calls are items of their own here, and one message for a template: what is not free in the
+# last message begins the next one.
+_TAKES = {
+    "reasoning_content": ("reasoning_content", "content", "tool_calls"),
+    "content": ("content",),
+    "tool_calls": (),
+}
+
+
+def _assistant(told: list[Chat], what: str) -> Chat:
+    if not told or told[-1]["role"] != "assistant" or any(told[-1].get(name) for name in _TAKES[what]):
+        told.append({"role": "assistant", "content": ""})
+    return told[-1]
+
+
+def _instruct(told: list[Chat], text: str) -> None:
+    """Developers' words are the system's to most templates; some read one such message, so neighbours are joined."""
+    if told and told[-1]["role"] == "system":
+        told[-1] = {"role": "system", "content": f"{told[-1]['content']}\n\n{text}"}
+    else:
+        told.append({"role": "system", "content": text})
+
+
+def _call(item: FunctionCall) -> Chat:
+    return {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+
+
+def _output(item: FunctionCallOutput, names: dict[str, str]) -> Chat:
+    if item.call_id not in names:
+        raise BadRequest(f"input: an output of the call {item.call_id!r}, and no such call before it")
+    return {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": _text(item.output)}
+
+
+def _thought(item: Reasoning) -> str:
+    return "".join(part.text for part in item.content or item.summary)
+
+
+def _text(content: str | list[Content]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)

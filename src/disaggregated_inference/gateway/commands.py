@@ -1,0 +1,56 @@
+"""`disagg gateway`. What it needs is imported when it runs, so that help is instant."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+gateway_app = typer.Typer(help="One endpoint for programs that speak to OpenAI, Ollama or Anthropic.")
+
+
+@gateway_app.callback(invoke_without_command=True)
+def gateway(
+    context: typer.Context,
+    config: Annotated[
+        str | None, typer.Option(help="Cluster file. Default: what DISAGG_CONFIG or this folder has.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8080,
+    keys: Annotated[str, typer.Option(help="File with API keys; see `disagg gateway key`.")] = "",
+    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without keys.")] = False,
+    tls_cert: Annotated[str, typer.Option(help="Certificate (PEM).")] = "",
+    tls_key: Annotated[str, typer.Option(help="Its private key (PEM).")] = "",
+    cors: Annotated[list[str] | None, typer.Option(help="Origin that browsers may call from; repeatable.")] = None,
+    drain: Annotated[int, typer.Option(min=0, help="Seconds to finish what is under way when told to stop.")] = 60,
+) -> None:
+    """Serve the cluster by OpenAI's, Ollama's and Anthropic's APIs. SIGHUP reads config and keys again."""
+    if context.invoked_subcommand:
+        return
+    from disaggregated_inference.gateway.run import Settings, run_gateway
+
+    run_gateway(
+        Settings(
+            config=config,
+            host=host,
+            port=port,
+            keys=keys,
+            insecure=insecure,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            cors=tuple(cors or ()),
+            drain_s=drain,
+        )
+    )
+
+
+@gateway_app.command("key")
+def make_key(
+    name: Annotated[str, typer.Argument(help="Whose key it is.")],
+    file: Annotated[Path, typer.Option(help="Where its hash is kept; made if it is not there.")] = Path("keys.json"),
+    model: Annotated[list[str] | None, typer.Option(help="A model it may use; repeatable. Default: all.")] = None,
+    per_minute: Annotated[float | None, typer.Option(min=0.001, help="Requests a minute. Default: no limit.")] = None,
+) -> None:
+    """Make an API key. It is shown once; the file has its hash."""
+    from disaggregated_inference.gateway.keyfile import new_key
+
+    typer.echo(new_key(name, file, tuple(model or ()), per_minute))

@@ -1,0 +1,59 @@
+"""What a parser makes of a model's text."""
+
+from abc import ABC, abstractmethod
+
+import msgspec
+
+
+class Text(msgspec.Struct, frozen=True):
+    """For the reader."""
+
+    text: str
+
+
+class Thought(msgspec.Struct, frozen=True):
+    """Reasoning: kept apart, shown where an API has a place for it."""
+
+    text: str
+
+
+class CallBegun(msgspec.Struct, frozen=True):
+    """A tool call: its place among the answer's calls, an id, and the function's name, once."""
+
+    index: int
+    id: str
+    name: str
+
+
+class CallArguments(msgspec.Struct, frozen=True):
+    """The next piece of its arguments: all pieces together are one JSON object."""
+
+    index: int
+    text: str
+
+
+Said = Text | Thought | CallBegun | CallArguments
+
+
+class Parser(ABC):
+    """One choice's. `called` says whether a whole tool call was seen."""
+
+    called = False
+
+    @abstractmethod
+    def push(self, token: int | None, text: str) -> list[Said]:
+        """The next token and the text that it completes (which may be empty)."""
+
+    @abstractmethod
+    def finish(self) -> list[Said]:
+        """No more comes: what was held back."""
+
+
+class Plain(Parser):
+    """Text is text."""
+
+    def push(self, token: int | None, text: str) -> list[Said]:
+        return [Text(text)] if text else []
+
+    def finish(self) -> list[Said]:
+        return []

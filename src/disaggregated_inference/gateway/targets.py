@@ -1,0 +1,122 @@
+"""What the cluster should reach, beside what it does: from the history in memory and the nodes' last word.
+
+Nothing is invented. Where nothing was measured, `measured` and `met` are null.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from disaggregated_inference.gateway.metrics import STATUS_OF
+
+Record = dict[str, Any]
+
+_LATELY_S = 60.0
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """Below `goal`, or above it, as `better` says."""
+
+    name: str
+    unit: str
+    goal: float
+    better: str  # "lower" or "higher"
+    what: str  # of which figures `measured` is made
+    measured: float | None = None
+    met: bool | None = None
+
+
+_TARGETS = (
+    Target(name="end_to_end", unit="s", goal=15, better="lower", what="p95 of answered requests"),
+    Target(name="requests_per_second", unit="1/s", goal=10, better="higher", what="answered in the last minute"),
+    Target(name="parallel_efficiency", unit="x", goal=1.5, better="higher", what="one by one over wall, last minute"),
+    Target(name="uptime", unit="%", goal=99.9, better="higher", what="not measured by one gateway"),
+    Target(name="errors", unit="%", goal=0.1, better="lower", what="failures that were not the request's own fault"),
+    Target(name="failover", unit="s", goal=5, better="lower", what="longest gap in an answer over a failed node"),
+    Target(name="cost_per_request", unit="$", goal=0.01, better="lower", what="mean, where the config has prices"),
+    Target(name="requests_per_kwh", unit="1/kWh", goal=50, better="higher", what="where the config has power"),
+    Target(name="utilisation", unit="%", goal=60, better="higher", what="slots of decode nodes in use, now"),
+)
+
+
+def targets(records: Sequence[Record], nodes: Sequence[Record], now: float | None = None) -> list[Record]:
+    """`records` are the history's, `nodes` as the orchestrator's status has them."""
+    lately = [record for record in records if _ended_at(record) > (now or time.time()) - _LATELY_S]
+    answered = [record for record in records if record.get("ok")]
+    measured = {
+        "end_to_end": _p95([record["total_time"] for record in answered if record.get("total_time")]),
+        "requests_per_second": sum(bool(record.get("ok")) for record in lately) / _LATELY_S if lately else None,
+        "parallel_efficiency": parallel_efficiency(lately),
+        "errors": error_share(records),
+        "failover": max(_stalls(records), default=None),
+        "cost_per_request": _mean(record.get("cost") for record in answered),
+        "requests_per_kwh": _per(_mean(record.get("energy_wh") for record in answered), 1000),
+        "utilisation": _utilisation(nodes),
+    }
+    return [msgspec.to_builtins(_held_against(target, measured.get(target.name))) for target in _TARGETS]
+
+
+def _held_against(target: Target, measured: float | None) -> Target:
+    if measured is None:
+        return target
+    met = measured < target.goal if target.better == "lower" else measured > target.goal
+    return msgspec.structs.replace(target, measured=measured, met=met)
+
+
+def parallel_efficiency(records: Sequence[Record]) -> float | None:
+    """What they would have taken one after the other, over the time in which at least one was under way."""
+    spans = sorted((_began_at(record), _ended_at(record)) for record in records if record.get("total_time"))
+    wall_s, until = 0.0, float("-inf")
+    for start, end in spans:
+        wall_s += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return sum(end - start for start, end in spans) / wall_s if wall_s else None
+
+
+def error_share(records: Sequence[Record]) -> float | None:
+    """Per cent. Whoever asked for what cannot be, or left, is no error of the cluster's."""
+    counted = [record for record in records if record.get("ok") or _is_ours(record)]
+    return 100 * sum(not record.get("ok") for record in counted) / len(counted) if counted else None
+
+
+def _is_ours(record: Record) -> bool:
+    code = str((record.get("error") or {}).get("code"))
+    return record.get("outcome") == "failed" and STATUS_OF.get(code, 500) >= 500
+
+
+def _ended_at(record: Record) -> float:
+    ended_at: float = _began_at(record) + (record.get("total_time") or 0.0)
+    return ended_at
+
+
+def _began_at(record: Record) -> float:
+    began_at: float = record.get("time") or 0.0
+    return began_at
+
+
+def _stalls(records: Sequence[Record]) -> list[float]:
+    return [stall for record in records for each in record.get("failovers") or () if (stall := each.get("stall_s"))]
+
+
+def _p95(values: Sequence[float]) -> float | None:
+    if len(values) < 2:
+        return values[0] if values else None
+    return statistics.quantiles(values, n=20, method="inclusive")[-1]
+
+
+def _mean(values: Any) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _per(value: float | None, whole: float) -> float | None:
+    return whole / value if value else None
+
+
+def _utilisation(nodes: Sequence[Record]) -> float | None:
+    writers = [node["slots"] for node in nodes if node["usable"] and node["role"] != "prefill"]
+    slots = sum(each["most"] for each in writers)
+    return 100 * sum(each["used"] for each in writers) / slots if slots else None

@@ -1,0 +1,120 @@
+"""A chat request as every API can be turned into it, and its answer as every API can be made from it.
+
+Adapters know their API and nothing of models; parsers know how a family of models writes tool calls and thoughts, and
+nothing of APIs. Between them are these types. Messages and tools have OpenAI's shape, because chat templates do.
+"""
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Literal
+
+import msgspec
+
+from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.gateway.parsers import parser_of
+from disaggregated_inference.gateway.parsers.base import Parser, Said
+from disaggregated_inference.gateway.parsers.forced import forced_format, framed_format
+from disaggregated_inference.gateway.parsers.harmony import speaks_harmony
+from disaggregated_inference.models.tokenizer import ModelTokenizer
+from disaggregated_inference.orchestrator import Delta, DisaggregatedInference
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    model: str | None = None
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = []
+    tool_choice: Literal["auto", "none", "required"] | str = "auto"  # or the one function that must be called
+    template: dict[str, Any] = {}  # more for the chat template: reasoning_effort, enable_thinking, ...
+    options: dict[str, Any] = {}  # for the orchestrator: max_tokens, temperature, format, n, timeout, request_id, ...
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of one choice: what a parser made of some text; with the choice's last piece, why it ended."""
+
+    choice: int = 0
+    said: tuple[Said, ...] = ()
+    token: int | None = None
+    logprob: float | None = None
+    top_logprobs: list[dict[str, float]] = []
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+    metrics: dict[str, Any] | None = None  # on the very last part, which has no choice
+
+
+async def converse(core: DisaggregatedInference, turn: Turn) -> AsyncGenerator[Part, None]:
+    """The answer in parts. Closing it cancels the request on both nodes."""
+    tokenizer = await core.tokenizer(turn.model)
+    parsers: dict[int, Parser] = {}
+    async with aclosing(core.stream(**asked(turn, tokenizer))) as deltas:
+        async for delta in deltas:
+            if delta.metrics is not None:
+                yield Part(metrics=delta.metrics)
+            else:
+                if delta.choice not in parsers:
+                    parsers[delta.choice] = _parser(tokenizer, turn)
+                yield _part(delta, parsers[delta.choice])
+
+
+def _parser(tokenizer: ModelTokenizer, turn: Turn) -> Parser:
+    guided = bool(turn.options.get("format"))
+    return parser_of(tokenizer, turn.tools, turn.tool_choice, template=turn.template, guided=guided)
+
+
+def asked(turn: Turn, tokenizer: ModelTokenizer) -> dict[str, Any]:
+    """For the orchestrator."""
+    tools = turn.tools if turn.tool_choice != "none" else []
+    template = turn.template | ({"tools": tools} if tools else {})
+    options = dict(turn.options)
+    if turn.tool_choice not in ("auto", "none"):
+        if options.get("format"):
+            raise BadRequest(
+                "a forced tool call has a format of its own: leave out response_format, or that tool_choice"
+            )
+        options["format"] = forced_format(tokenizer, turn.tools, turn.tool_choice)
+    elif options.get("format"):
+        options["format"] = framed_format(tokenizer, options["format"])
+    messages = [_for_template(message, speaks_harmony(tokenizer)) for message in turn.messages]
+    return options | {"model": turn.model, "messages": messages, "template": template}
+
+
+def _for_template(message: dict[str, Any], harmony: bool) -> dict[str, Any]:
+    """Templates read a call's arguments as an object; APIs carry them as text. GPT-OSS's reads the thoughts before a
+    call as `thinking`, and only where nothing else was said."""
+    if harmony and message.get("reasoning_content"):
+        thoughts = message["reasoning_content"]
+        message = {name: value for name, value in message.items() if name != "reasoning_content"}
+        if message.get("tool_calls") and not message.get("content"):
+            message |= {"thinking": thoughts}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    return message | {"tool_calls": [_call(call) for call in calls]}
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRequest("every tool call in messages needs a function with a name")
+    arguments = function.get("arguments") or {}
+    try:
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError as error:
+        raise BadRequest(f"the arguments of the call of {function['name']} are not JSON: {error}") from error
+    return call | {"function": function | {"arguments": parsed}}
+
+
+def _part(delta: Delta, parser: Parser) -> Part:
+    said = parser.push(delta.token, delta.text)
+    finish = delta.finish_reason
+    if finish:
+        said = [*said, *parser.finish()]
+        if finish == "stop" and parser.called:
+            finish = "tool_calls"
+    return Part(
+        choice=delta.choice,
+        said=tuple(said),
+        token=delta.token,
+        logprob=delta.logprob,
+        top_logprobs=delta.top_logprobs,
+        finish_reason=finish,  # type: ignore[arg-type]
+    )
