@@ -19,7 +19,7 @@ MAP = {
     "nodes": {"errors", "kv", "models", "engines", "wire"},
     "cluster": {"errors"},
     "orchestrator": {"errors", "kv", "models", "cluster"},
-    "gateway": {"errors", "cluster", "models", "orchestrator"},
+    "gateway": {"__init__", "errors", "cluster", "models", "orchestrator"},
     "talk": {"errors", "cluster", "client", "orchestrator"},
     "bench": {"__init__", "errors", "kv", "models", "engines", "wire", "nodes", "progress", "orchestrator", "cluster"},
 }
