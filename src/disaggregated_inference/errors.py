@@ -34,7 +34,6 @@ DisaggError
 │   ├── NoDecodeNode           503  no node is left that could write the answer
 │   └── QueueFull              503  more requests wait for a node than should; come back later
 ├── Unauthorized               401  no key, or one that nobody has
-├── Forbidden                  403  a key that is not for this
 ├── RateLimited                429  more requests a minute than the key is for
 ├── NotOffered                 501  what an API has and a cluster cannot do
 ├── ConfigError                400  a configuration that cannot be understood, or contradicts itself
@@ -201,10 +200,6 @@ class QueueFull(ClusterError):
 
 class Unauthorized(DisaggError):
     status = 401
-
-
-class Forbidden(DisaggError):
-    status = 403
 
 
 class RateLimited(DisaggError):

@@ -6,6 +6,7 @@ import logging
 import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from disaggregated_inference.cluster.config import load_config
-from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.errors import BadRequest, DisaggError
 from disaggregated_inference.gateway.app import gateway_app
 from disaggregated_inference.gateway.auth import Keys, require_keys
 from disaggregated_inference.orchestrator import DisaggregatedInference
@@ -37,6 +38,9 @@ def run_gateway(asked: Settings) -> None:
     """Until a signal. SIGHUP reads config and keys again; what is under way ends as it began."""
     keys = Keys.load(asked.keys or None)
     require_keys(asked.host, keys, asked.insecure)
+    for option, path in (("--tls-cert", asked.tls_cert), ("--tls-key", asked.tls_key)):
+        if path and not Path(path).is_file():
+            raise BadRequest(f"{option} {path}: no such file")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn drains on it, then raises it again for whoever was before
     asyncio.run(_serve(asked, keys))
 

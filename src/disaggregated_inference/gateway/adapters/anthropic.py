@@ -3,6 +3,7 @@
 import json
 import logging
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -200,7 +201,7 @@ def _usage(metrics: dict[str, Any]) -> dict[str, int]:
     }
 
 
-class _Open:
+class _Open(ABC):
     """A block that is being written."""
 
     field = ""
@@ -215,8 +216,8 @@ class _Open:
     def takes(self, said: Said) -> bool:
         return type(said) is type(self.said)
 
-    def block(self) -> shapes.Block:
-        raise NotImplementedError
+    @abstractmethod
+    def block(self) -> shapes.Block: ...
 
     def more(self, text: str) -> Event:
         self._pieces.append(text)

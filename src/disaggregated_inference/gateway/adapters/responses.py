@@ -2,6 +2,7 @@
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -272,7 +273,7 @@ class Answer:
         }
 
 
-class _Open:
+class _Open(ABC):
     """An item that is being written."""
 
     kind, prefix = "", ""
@@ -288,8 +289,8 @@ class _Open:
     def takes(self, said: Said) -> bool:
         return type(said) is type(self.said)
 
-    def item(self, status: shapes.Status) -> Item:
-        raise NotImplementedError
+    @abstractmethod
+    def item(self, status: shapes.Status) -> Item: ...
 
     def begun(self) -> Iterator[Event]:
         yield {"type": "response.output_item.added", "output_index": self._place, "item": self.item("in_progress")}
@@ -308,8 +309,8 @@ class _Open:
 class _Prose(_Open):
     """Its text is one part of it."""
 
-    def part(self) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def part(self) -> Any: ...
 
     def begun(self) -> Iterator[Event]:
         yield from super().begun()

@@ -33,8 +33,9 @@ class Tagged(Parser):
         return self._read()
 
     def read_call(self, opener: str) -> Waits[None]:
-        """A whole call, to its end, after what opened it. Raises `Broken` where it is none."""
-        raise NotImplementedError
+        """A whole call, to its end, after what opened it. Raises `Broken` where it is none. This class by itself has no
+        tags that open one: it is for models that think and call nothing."""
+        raise AssertionError(f"{opener!r} opens no call here")
 
     def _read(self) -> list[Said]:
         next(self._reading, None)
