@@ -98,13 +98,14 @@ class Life:
             avoid=frozenset(name for name, epoch in self._avoid if epochs.get(name) == epoch),
         )
         planned = plan(question, self._watch.view(self._model))
-        for allowed in (self._keeps_place, self._keeps_policy):
+        for allowed in (self._keeps_both, self._keeps_policy):
             if wanted := [option for option in planned.options if allowed(option)]:
                 option = wanted[0] if self.record.failovers else self._looked_at_again(wanted)
                 return option, _reason(planned, option)
         if not self._policies.fallback:
             raise ClusterError("no prefill node can read this prompt, and the config allows no fallback")
-        return planned.options[0], planned.reason
+        option = next(filter(self._keeps_place, planned.options), planned.options[0])
+        return option, _reason(planned, option)
 
     def _looked_at_again(self, options: list[Option]) -> Option:
         """The best, but for one request in a while: a node that was slow once is asked again, or nobody would ever know
@@ -135,7 +136,10 @@ class Life:
         return bool(readers) and not any(node.usable for node in readers)
 
     def _keeps_place(self, option: Option) -> bool:
-        return option.decode == self._pinned and self._keeps_policy(option)
+        return option.decode == self._pinned
+
+    def _keeps_both(self, option: Option) -> bool:
+        return self._keeps_place(option) and self._keeps_policy(option)
 
     def _keeps_policy(self, option: Option) -> bool:
         local = self._policies.local
