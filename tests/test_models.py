@@ -118,6 +118,12 @@ def test_spec_of_the_embedded_model(smollm2: ModelFiles) -> None:
     assert spec.kv_bytes(1000, "float32") == 46_080_000
 
 
+@pytest.mark.parametrize("text", ["na\u00efve", "\n\t x", "\u65e5\u672c\u8a9e \U0001f642", "a<|im_end|>b"])
+def test_tokens_have_bytes_even_where_they_are_half_a_character(smollm2: ModelFiles, text: str) -> None:
+    tokenizer = smollm2.tokenizer
+    assert b"".join(tokenizer.token_bytes(token) for token in tokenizer.encode(text)).decode() == text
+
+
 def test_gguf_and_safetensors_of_one_model_are_one_model(smollm2: ModelFiles, smollm2_gguf: Path) -> None:
     """Same spec, same tokenizer, same norms: a llama.cpp node and a torch node may talk."""
     raw = ModelFiles("gguf", smollm2_gguf)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,19 @@ Message = dict[str, Any]
 
 # What does not change which text an id stands for.
 _NOT_IDENTITY = ("truncation", "padding", "post_processor")
+
+
+_ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # as SentencePiece writes what is no text
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """The alphabet in which byte-level tokenizers write bytes: those that can be seen as themselves, others moved."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    moved = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(moved)}
+
+
+_BYTE_OF = _bytes_of_characters()
 
 
 class ModelTokenizer:
@@ -96,6 +110,25 @@ class ModelTokenizer:
         """Of a token that is written out whole, such as `<|end|>`."""
         found: int | None = self._tokenizer.token_to_id(text)
         return found
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for by itself: perhaps half a character, or the name of a special token."""
+        written = self._tokenizer.id_to_token(token) or ""
+        if token in self._added:
+            return written.encode()
+        if self._byte_level:
+            return bytes(_BYTE_OF[character] for character in written if character in _BYTE_OF)
+        if match := _ONE_BYTE.fullmatch(written):
+            return bytes.fromhex(match[1])
+        return written.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.get_added_tokens_decoder())
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        return "ByteLevel" in json.dumps(json.loads(self.json).get("decoder"))
 
     def stream(self) -> "TextStream":
         return TextStream(self._tokenizer)

@@ -75,7 +75,8 @@ class Telling:
         return [self._one(part.token, part.logprob) | ({"top_logprobs": others} if others else {})]
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._tokenizer.decode([token]), "logprob": logprob}
+        raw = self._tokenizer.token_bytes(token)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
 
     def told(self, piece: Piece, **last: Any) -> dict[str, Any]:
         head = {"model": self._name, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}

@@ -19,7 +19,6 @@ DONE = b"data: [DONE]\n\n"
 METRICS_HEADER = "x-disagg-metrics"
 
 _ANSWER = ("response", "tokens", "logprobs", "choices", "finish_reason")  # of a record: the answer, not about it
-_HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 class Told:
@@ -90,36 +89,44 @@ def usage_of(records: list[dict[str, Any]], thought: int) -> dict[str, Any]:
 
 
 class Likely(msgspec.Struct, frozen=True):
-    """A token, its text, how likely it was, and what else was likely there."""
+    """A token's bytes, how likely it was, and what else was likely there."""
 
-    text: str
+    raw: bytes
     logprob: float
-    top: tuple[tuple[str, float], ...]
+    top: tuple[tuple[bytes, float], ...]
+
+    @property
+    def text(self) -> str:
+        return _text(self.raw)
 
 
 def likely(tokenizer: ModelTokenizer, token: int, logprob: float, top: list[dict[str, float]]) -> Likely | None:
     """None for what is no text: the tokens that end an answer."""
-    if not (text := tokenizer.decode([token])):
+    if not tokenizer.decode([token]):
         return None
-    others = tuple((tokenizer.decode([int(other["token"])]), other["logprob"]) for other in top)
-    return Likely(text, logprob, others)
+    others = tuple((tokenizer.token_bytes(int(other["token"])), other["logprob"]) for other in top)
+    return Likely(tokenizer.token_bytes(token), logprob, others)
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")  # a token may be half a character; its bytes tell which
 
 
 def in_chat(items: list[Likely]) -> dict[str, Any]:
-    def shown(text: str, logprob: float) -> dict[str, Any]:
-        raw = None if _HALF_A_CHARACTER in text else list(text.encode())  # not the token's own bytes: nobody has them
-        return {"token": text, "logprob": logprob, "bytes": raw}
+    def shown(raw: bytes, logprob: float) -> dict[str, Any]:
+        return {"token": _text(raw), "logprob": logprob, "bytes": list(raw)}
 
-    told = [shown(i.text, i.logprob) | {"top_logprobs": [shown(*other) for other in i.top]} for i in items]
+    told = [shown(i.raw, i.logprob) | {"top_logprobs": [shown(*other) for other in i.top]} for i in items]
     return {"content": told, "refusal": None}
 
 
 def in_completion(items: list[Likely], offset: int) -> dict[str, Any]:
     """`offset`: where in the text the first of them begins. Of tokens that look the same the likeliest is told."""
-    lengths = (len(i.text) for i in items[:-1])
+    texts = [i.text for i in items]
+    tops = [{_text(raw): logprob for raw, logprob in reversed(i.top)} for i in items]
     return {
-        "tokens": [i.text for i in items],
+        "tokens": texts,
         "token_logprobs": [i.logprob for i in items],
-        "top_logprobs": [dict(reversed(i.top)) for i in items] if any(i.top for i in items) else None,
-        "text_offset": list(accumulate(lengths, initial=offset)) if items else [],
+        "top_logprobs": tops if any(tops) else None,
+        "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if items else [],
     }
