@@ -12,7 +12,8 @@ import pytest
 
 from disaggregated_inference.engines import Engine, load_engine
 from disaggregated_inference.engines.mlx.blas import load_blas
-from disaggregated_inference.models import ModelFiles, ModelStore
+from disaggregated_inference.models import ModelFiles, ModelStore, embedded
+from disaggregated_inference.models.store import default_home
 from disaggregated_inference.nodes.decode import DecodeNode
 from disaggregated_inference.nodes.prefill import PrefillNode
 from disaggregated_inference.nodes.room import Room
@@ -77,6 +78,11 @@ def tiny_engine(tiny_folder: Callable[[str], Path]) -> LoadTiny:
 @pytest.fixture(scope="session")
 def smollm2() -> ModelFiles:
     return ModelStore().resolve("smollm2")
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf(smollm2: ModelFiles) -> Path:
+    return embedded.ensure_gguf(default_home() / "models")
 
 
 @pytest.fixture(scope="session")

@@ -27,17 +27,37 @@ def test_demo_proves_the_hand_off(smollm2: ModelFiles) -> None:
     assert result["answer"] in run.stderr
 
 
-def test_models_lists_and_shows(smollm2: ModelFiles) -> None:
+def test_models_lists_and_inspects(smollm2: ModelFiles) -> None:
     listed = json.loads(disagg("models", "--json").stdout)
     assert {"name": "smollm2:135m", "path": str(smollm2.path), "note": "embedded, fetched on first use"} in listed
-    shown = json.loads(disagg("models", "show", "smollm2").stdout)
-    assert shown["kv_bytes_per_token"]["bfloat16"] == 23040
+    told = json.loads(disagg("models", "inspect", "smollm2", "--context", "1000", "--json").stdout)
+    assert told["kv_bytes_per_token"] == 23040
+    assert told["kv_bytes"] == 23_040_000
+    assert told["memory_bytes"] > told["weights_bytes"] > 500e6
+    assert told["engines"] == ["torch", "mlx"]
+    assert "23.04 MB at 1,000 tokens" in disagg("models", "inspect", "smollm2", "--context", "1000").stdout
     assert "smollm2:135m" in disagg("models").stdout
 
 
-def test_models_add(tmp_path: Path, smollm2: ModelFiles) -> None:
-    assert "(llama)" in disagg("models", "add", "mine", str(smollm2.path), home=tmp_path).stdout
-    assert json.loads(disagg("models", "show", "mine", home=tmp_path).stdout)["path"] == str(smollm2.path)
+def test_models_import(tmp_path: Path, smollm2: ModelFiles, smollm2_gguf: Path) -> None:
+    run = disagg("models", "import", str(smollm2.path), "--name", "mine", home=tmp_path)
+    assert "(llama); serve it with --engine torch or mlx" in run.stdout
+    assert json.loads(disagg("models", "inspect", "mine", "--json", home=tmp_path).stdout)["path"] == str(smollm2.path)
+    run = disagg("models", "import", str(smollm2_gguf), "--name", "as/gguf", "--copy", home=tmp_path)
+    copied = tmp_path / "models" / "as-gguf" / smollm2_gguf.name
+    assert f"as/gguf is {copied}" in run.stdout
+    assert copied.stat().st_size == smollm2_gguf.stat().st_size
+    again = disagg("models", "import", str(smollm2_gguf), "--name", "as/gguf", "--copy", home=tmp_path)
+    assert "exists already" in again.stderr
+
+
+def test_two_copies_are_one_model_or_not(tmp_path: Path, smollm2: ModelFiles, smollm2_gguf: Path) -> None:
+    there = tmp_path / "there.json"
+    there.write_text(disagg("models", "inspect", str(smollm2_gguf), "--json").stdout)
+    run = disagg("models", "verify", "smollm2", str(there))
+    assert (run.returncode, "stored differently" in run.stdout) == (0, True)
+    run = disagg("models", "verify", "smollm2", "simulated:tiny")
+    assert (run.returncode, "layout: 30 layers, 3 x 64 here" in run.stdout) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +70,9 @@ def test_models_add(tmp_path: Path, smollm2: ModelFiles) -> None:
         (("bench", "engine", "--engine", "torch", "--device", "abacus"), "no torch device 'abacus'"),
         (("bench", "engine", "--shape", "qwen3-30b-a3b", "--device", "cuda:99"), "device"),
         (("demo", "--max-tokens", "9000"), "do not fit the context window of 8192"),
-        (("models", "show", "gpt-oss:120b"), "hf download openai/gpt-oss-120b"),
-        (("models", "add", "x", "/nowhere"), "/nowhere is neither a model folder nor a .gguf file"),
+        (("models", "inspect", "gpt-oss:120b"), "hf download openai/gpt-oss-120b"),
+        (("models", "import", "/nowhere"), "/nowhere is neither a model folder nor a .gguf file"),
+        (("models", "verify", "smollm2", "http://127.0.0.1:9"), "http://127.0.0.1:9 does not answer"),
         (("bench", "engine", "--shape", "tiny"), "no shape 'tiny'; there are qwen3-30b-a3b"),
     ],
 )

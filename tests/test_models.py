@@ -30,14 +30,8 @@ from disaggregated_inference.errors import (
 from disaggregated_inference.models import ModelFiles, ModelStore, embedded, spec_from_config
 from disaggregated_inference.models.gguf import GGUFFile
 from disaggregated_inference.models.rope import rope_from_config
-from disaggregated_inference.models.store import default_home
 
 Folder = Callable[[str], Path]
-
-
-@pytest.fixture(scope="session")
-def smollm2_gguf(smollm2: ModelFiles) -> Path:
-    return embedded.ensure_gguf(default_home() / "models")
 
 
 @pytest.fixture

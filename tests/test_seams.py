@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "disaggregated_inference"
 # Rooms, and the rooms each may import. Engine libraries only inside their engine's folder.
 MAP = {
     "kv": {"errors"},
-    "models": {"errors", "kv"},
+    "models": {"errors", "kv", "progress"},
     "wire": {"errors", "kv"},
     "engines": {"errors", "kv", "models"},
     "nodes": {"errors", "kv", "models", "engines", "wire"},

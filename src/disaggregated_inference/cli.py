@@ -1,10 +1,8 @@
 """The `disagg` command. Commands import what they need when they run, so that help is instant."""
 
-import json
 import signal
 import sys
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -12,6 +10,7 @@ from disaggregated_inference import __version__
 from disaggregated_inference.bench.commands import bench_app
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.gateway.commands import gateway_app
+from disaggregated_inference.models.commands import models_app
 from disaggregated_inference.talk.commands import talk_app
 from disaggregated_inference.talk.config import config_app
 
@@ -23,7 +22,6 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,  # plain help: a third of the time
 )
-models_app = typer.Typer(help="Models on this machine (without a command: list them).")
 app.add_typer(talk_app)  # no name: its commands stand beside ours
 app.add_typer(config_app, name="config")
 app.add_typer(gateway_app, name="gateway")
@@ -75,60 +73,6 @@ def demo(
 
     proven = run_demo(prompt, model, max_tokens, prefill, decode, chunk, check, as_json)
     raise typer.Exit(0 if proven else 1)
-
-
-@models_app.callback(invoke_without_command=True)
-def models(context: typer.Context, as_json: AsJson = False) -> None:
-    """List the models this machine has, and the names it knows."""
-    if context.invoked_subcommand:
-        return
-    from disaggregated_inference.models import ModelStore
-
-    rows = ModelStore().list()
-    if as_json:
-        found = [{"name": row.name, "path": str(row.path) if row.path else None, "note": row.note} for row in rows]
-        typer.echo(json.dumps(found, indent=2))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold")
-    for column in ("model", "on this machine", "note"):
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(row.name, str(row.path) if row.path else "-", row.note)
-    Console().print(table)
-
-
-@models_app.command("show")
-def show_model(name: Annotated[str, typer.Argument(help="A name, an alias, a folder or a .gguf file.")]) -> None:
-    """What a model is: its cache, its context window, its fingerprint. As JSON."""
-    import msgspec
-
-    from disaggregated_inference.models import ModelStore
-    from disaggregated_inference.progress import steps
-
-    with steps() as progress:
-        model = ModelStore().resolve(name, progress)
-    spec = model.spec
-    about: dict[str, Any] = {"name": model.name, "path": str(model.path), "kind": model.kind}
-    about |= {"context_window": spec.context_window, "vocabulary": spec.vocabulary, "eos_tokens": spec.eos_tokens}
-    about["kv_bytes_per_token"] = {"bfloat16": spec.kv_token_bytes("bfloat16")}
-    about["kv_bytes_at_8k"] = {"bfloat16": spec.kv_bytes(8192, "bfloat16")}
-    about["fingerprint"] = msgspec.to_builtins(model.fingerprint)
-    typer.echo(json.dumps(about, indent=2))
-
-
-@models_app.command("add")
-def add_model(
-    name: Annotated[str, typer.Argument(help="The name to use from now on, such as qwen3-coder:30b.")],
-    path: Annotated[Path, typer.Argument(help="A folder with config.json and *.safetensors, or a .gguf file.")],
-) -> None:
-    """Give a model folder or GGUF file a name."""
-    from disaggregated_inference.models import ModelStore
-
-    added = ModelStore().add(name, path)
-    typer.echo(f"{name} is {added.path} ({added.spec.architecture})")
 
 
 @app.command()

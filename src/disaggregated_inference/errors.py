@@ -3,6 +3,7 @@
 DisaggError
 ├── ModelError
 │   ├── ModelNotFound          404  no such name, alias or path
+│   ├── ModelExists            409  a name that is taken
 │   ├── ModelUnsupported       422  an architecture or file the engines cannot run exactly
 │   └── ModelDamaged           500  files missing, cut short or not what the checksum says
 ├── EngineError
@@ -59,6 +60,10 @@ class ModelError(DisaggError):
 
 class ModelNotFound(ModelError):
     status = 404
+
+
+class ModelExists(ModelError):
+    status = 409
 
 
 class ModelUnsupported(ModelError):

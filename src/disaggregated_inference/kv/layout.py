@@ -36,6 +36,11 @@ class KVLayout(msgspec.Struct, frozen=True):
     kv_heads: int
     head_dim: int
 
+    def __str__(self) -> str:
+        sliding = [plan.window for plan in self.layers if plan.kind != "full"]
+        some = f" ({len(sliding)} of them sliding by {sliding[0]})" if sliding else ""
+        return f"{len(self.layers)} layers{some}, {self.kv_heads} x {self.head_dim}"
+
     def row_bytes(self, dtype: KVDType) -> int:
         """K and V of one token in one layer."""
         return 2 * self.kv_heads * self.head_dim * storage_dtype(dtype).itemsize

@@ -1,18 +1,20 @@
 """From the name a person types to files on this machine.
 
-Looked for, in this order: a name given with `disagg models add`; the embedded model; a simulated one; a path; a
+Looked for, in this order: a name given with `disagg models import`; the embedded model; a simulated one; a path; a
 well-known alias (`qwen3-coder:30b`) or a repository's name, in the store's folder and in the Hugging Face cache.
 Nothing is downloaded but the embedded model.
 """
 
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from disaggregated_inference.errors import ModelNotFound, ModelUnsupported
+from disaggregated_inference.errors import ModelExists, ModelNotFound, ModelUnsupported
 from disaggregated_inference.kv import Fingerprint
 from disaggregated_inference.kv.fingerprint import Weights
 from disaggregated_inference.models import embedded, simulated
@@ -38,6 +40,9 @@ ALIASES: dict[str, tuple[str, ...]] = {
 SHORT_NAMES = {"smollm2": EMBEDDED, "qwen3-coder": "qwen3-coder:30b", "gpt-oss": "gpt-oss:120b"}
 
 
+_ENGINES = {"safetensors": ("torch", "mlx"), "gguf": ("llamacpp",)}
+
+
 class ModelFiles:
     """A model found on this machine. What costs time to know is read when asked for."""
 
@@ -60,6 +65,17 @@ class ModelFiles:
     def simulated(self) -> str:
         """The shape of a model without weights, which only the simulated engine takes; empty for every other."""
         return "" if self.kind == "gguf" else str(self.config.get("simulated", ""))
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Those that can load it."""
+        return ("simulated",) if self.simulated else _ENGINES[self.kind]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the weights, as they are stored."""
+        files = [self.path] if self.kind == "gguf" else list(self.path.glob("*.safetensors"))
+        return sum(file.stat().st_size for file in files)
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -124,16 +140,34 @@ class ModelStore:
             return ModelFiles(wanted, _require_model(path))
         raise ModelNotFound(self._how_to_get(wanted))
 
-    def add(self, name: str, path: Path) -> ModelFiles:
-        """Give a folder or GGUF file a name of its own."""
+    def add(self, name: str, path: Path, copy: bool = False) -> ModelFiles:
+        """Give a folder or GGUF file a name of its own; with `copy`, keep it in the store's folder."""
         found = ModelFiles(name, _require_model(path.expanduser().absolute()))
-        found.spec  # noqa: B018  an unsupported model is refused now, not when a node starts
+        found.fingerprint  # noqa: B018  an unsupported or damaged model is refused now, not when a node starts
+        if copy:
+            found = ModelFiles(name, self._copied(found))
         self.root.mkdir(parents=True, exist_ok=True)
         names = self.names | {name: str(found.path)}
         partial = self._names_file.with_suffix(".partial")
         partial.write_text(json.dumps(names, indent=2) + "\n")
         partial.replace(self._names_file)
         return found
+
+    def _copied(self, model: ModelFiles) -> Path:
+        """Whole or not at all: a copy that was broken off is under another name."""
+        target = self.root / _as_folder(model.name)
+        if target.exists():
+            raise ModelExists(f"{target} exists already: choose another name, or remove it first")
+        self.root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="making-", dir=self.root) as scratch:
+            partial = Path(scratch) / "model"
+            if model.kind == "gguf":
+                partial.mkdir()
+                shutil.copy2(model.path, partial)
+            else:
+                shutil.copytree(model.path, partial)
+            partial.rename(target)
+        return target / model.path.name if model.kind == "gguf" else target
 
     def list(self) -> list[Listed]:
         """The embedded model, what the user named, what the store and the Hugging Face cache hold, known aliases."""
@@ -184,12 +218,17 @@ class ModelStore:
         if repositories := ALIASES.get(wanted.lower()):
             return (
                 f"model {wanted!r} is not on this machine. Fetch it with `hf download {repositories[0]}`, "
-                f"or name a folder you have: `disagg models add {wanted} /path/to/folder`"
+                f"or name a folder you have: `disagg models import /path/to/folder --name {wanted}`"
             )
         return (
             f"no model {wanted!r}: not a path, not in {self.root}, not in the Hugging Face cache. "
             f"Known names: {known}. Give a folder with config.json and *.safetensors, or a .gguf file"
         )
+
+
+def _as_folder(name: str) -> str:
+    folder = "".join(character if character.isalnum() or character in "-._" else "-" for character in name)
+    return folder.lstrip(".") or "model"
 
 
 def default_home() -> Path:

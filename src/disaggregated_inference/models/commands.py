@@ -1,0 +1,125 @@
+"""`disagg models`: what is on this machine, what a model is, and whether two copies are one model."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+models_app = typer.Typer(help="Models on this machine (without a command: list them).")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Name = Annotated[str, typer.Argument(help="A name, an alias, a folder or a .gguf file.")]
+Place = Annotated[str, typer.Argument(help="A name, a folder, a .gguf, a node's URL, or what inspect --json printed.")]
+
+
+@models_app.callback(invoke_without_command=True)
+def models(context: typer.Context, as_json: AsJson = False) -> None:
+    """List the models this machine has, and the names it knows."""
+    if context.invoked_subcommand:
+        return
+    from disaggregated_inference.models import ModelStore
+
+    rows = ModelStore().list()
+    if as_json:
+        found = [{"name": row.name, "path": str(row.path) if row.path else None, "note": row.note} for row in rows]
+        typer.echo(json.dumps(found, indent=2))
+        return
+    _print_table(
+        ("model", "on this machine", "note"),
+        [(row.name, str(row.path) if row.path else "-", row.note) for row in rows],
+    )
+
+
+@models_app.command("inspect")
+def inspect_model(
+    name: Name,
+    context: Annotated[
+        int | None, typer.Option(min=1, metavar="TOKENS", help="Memory for so many. Default: the whole window.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a model is: its cache, its memory at a context, its fingerprint, and which engines can load it."""
+    from disaggregated_inference.models import ModelStore
+    from disaggregated_inference.models.about import about
+    from disaggregated_inference.progress import steps
+
+    with steps() as progress:
+        model = ModelStore().resolve(name, progress)
+    told = about(model, context) | {"engines": list(model.engines)}
+    if as_json:
+        typer.echo(json.dumps(told, indent=2))
+    else:
+        _print_table(None, _lines(told))
+
+
+@models_app.command("import")
+def import_model(
+    path: Annotated[Path, typer.Argument(help="A folder with config.json and *.safetensors, or a .gguf file.")],
+    name: Annotated[str, typer.Option(help="The name to use from now on. Default: the folder's or the file's.")] = "",
+    copy: Annotated[bool, typer.Option("--copy", help="Copy it into the store; otherwise it stays there.")] = False,
+) -> None:
+    """Give a model folder or GGUF file a name. Damaged and unsupported models are refused here."""
+    from disaggregated_inference.models import ModelStore
+
+    chosen = name or (path.stem if path.suffix == ".gguf" else path.expanduser().absolute().name)
+    added = ModelStore().add(chosen, path, copy)
+    engines = " or ".join(added.engines)
+    typer.echo(f"{chosen} is {added.path} ({added.spec.architecture}); serve it with --engine {engines}")
+
+
+@models_app.command("verify")
+def verify_models(
+    mine: Place,
+    theirs: Place,
+    token: Annotated[str, typer.Option(envvar="DISAGG_TOKEN", help="That a node among them wants.")] = "",
+) -> None:
+    """Whether two copies, here or on two machines, are one model between which a cache may move.
+
+    The exit code is 0 if they are. For a machine that runs no node: `disagg models inspect NAME --json > there.json`.
+    """
+    from disaggregated_inference.models import ModelStore
+    from disaggregated_inference.models.about import fingerprint_at, sameness
+    from disaggregated_inference.progress import steps
+
+    with steps() as progress:
+        here, there = (fingerprint_at(place, ModelStore(), token, progress) for place in (mine, theirs))
+    if differences := here.differences(there):
+        typer.echo("not the same model:\n" + "\n".join(f"  {line}" for line in differences))
+        raise typer.Exit(1)
+    typer.echo(sameness(here.weights, there.weights))
+
+
+def _lines(told: dict[str, Any]) -> list[tuple[str, ...]]:
+    print_of = told["fingerprint"]
+    at = f"{told['context']:,} tokens"
+    return [
+        ("model", told["name"]),
+        ("path", told["path"]),
+        ("kind", f"{told['kind']}, {told['architecture']}, {told['layers']} layers"),
+        ("engines", ", ".join(told["engines"])),
+        ("context window", f"{told['context_window']:,} tokens"),
+        ("weights", _size(told["weights_bytes"])),
+        ("KV cache", f"{told['kv_bytes_per_token']:,} bytes a token; {_size(told['kv_bytes'])} at {at} (16 bit)"),
+        ("memory", f"{_size(told['memory_bytes'])} at {at}, before what the engine needs for itself"),
+        ("tokenizer", f"{print_of['tokenizer']}, {told['vocabulary']:,} tokens"),
+        ("chat template", print_of["chat_template"]),
+        ("norms", print_of["weights"]["norms"]),
+        ("weights' sample", f"{print_of['weights']['sample']} ({print_of['weights']['format']})"),
+    ]
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:,.2f} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:,.2f} MB"
+
+
+def _print_table(columns: tuple[str, ...] | None, rows: list[tuple[str, ...]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", show_header=columns is not None)
+    for column in columns or rows[0]:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table, highlight=False)
