@@ -17,7 +17,8 @@ from disaggregated_inference.cluster.config import ClusterConfig, ModelOptions, 
 from disaggregated_inference.errors import BadRequest, RateLimited, Unauthorized
 from disaggregated_inference.gateway.keyfile import HOW, Key, keys_of, read_keys
 
-_OPEN_PATHS = frozenset({"/", "/health", "/ready"})  # what is looked at to see whether anyone is there
+# What is looked at to see whether anyone is there, and what the same gateway says everywhere, of whichever cluster.
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/openapi.json"})
 
 Describe = Callable[[str, Exception], Response]
 
@@ -144,7 +145,7 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _admitted(self, scope: Scope) -> Caller:
-        if scope["path"] in _OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
+        if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
             return Caller()
         caller = self._keys.caller(_given(scope))
         if scope["method"] == "POST":  # what makes someone work; looking at lists and numbers does not

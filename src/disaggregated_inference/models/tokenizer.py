@@ -98,7 +98,7 @@ class ModelTokenizer:
             text: str = self._template.render(
                 **(self._special | {"add_generation_prompt": True} | options), messages=plain
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except (TemplateError, TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
             raise MessagesRefused(f"the model's chat template refuses these messages: {error}") from error
         return text
 

@@ -173,7 +173,15 @@ def _grammar(format: Format, compiler: Any) -> str:
         literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in format.choices)
         text = compiler.grammar_from_lark(f"start: {literals}")
     else:
-        text = compiler.grammar_from_json_schema(*_schema(format))
+        text = _json_grammar(format, compiler)
+    return text
+
+
+def _json_grammar(format: Format, compiler: Any) -> str:
+    try:
+        text: str = compiler.grammar_from_json_schema(*_schema(format))
+    except ValueError as error:  # more than a hundred objects in each other
+        raise BadRequest(f"format: the schema cannot be read: {error}") from error
     return text
 
 

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.gateway.effort import nearest
 from disaggregated_inference.gateway.turn import Turn
 
 Chat = dict[str, Any]  # a message as chat templates know it
@@ -116,7 +117,7 @@ class Counted(_Shape, frozen=True, kw_only=True):
     def template(self) -> dict[str, Any]:
         """Templates know to think or not, or how hard; what one of them does not know it does not read."""
         effort, kind = self.output_config.effort, self.thinking.type if self.thinking else None
-        hard = {"reasoning_effort": {"xhigh": "high", "max": "high"}.get(effort, effort)} if effort else {}
+        hard = {"reasoning_effort": nearest(effort)} if effort else {}
         return hard | ({"enable_thinking": kind == "enabled"} if kind in ("enabled", "disabled") else {})
 
     def turn(self, model: str, **options: Any) -> Turn:

@@ -8,12 +8,14 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from disaggregated_inference.errors import BadRequest, DisaggError, TokensRefused
+from disaggregated_inference.errors import DisaggError, TokensRefused
+from disaggregated_inference.gateway.adapters.cluster_asked import DetokenizeAsked, TokenizeAsked, read
 from disaggregated_inference.gateway.answers import body_of, json_response, unless_gone
 from disaggregated_inference.gateway.call import Call
 from disaggregated_inference.gateway.feed import Feed
 from disaggregated_inference.gateway.metrics import GatewayMetrics
 from disaggregated_inference.gateway.targets import targets
+from disaggregated_inference.models.tokenizer import ModelTokenizer
 from disaggregated_inference.orchestrator import DisaggregatedInference
 from disaggregated_inference.orchestrator.core import VERDICTS
 from disaggregated_inference.orchestrator.nodes import About
@@ -69,37 +71,28 @@ async def window_of(core: DisaggregatedInference, model: str) -> int | None:
 
 
 async def _tokenize(request: Request) -> Response:
-    call, body = Call(request), await body_of(request)
-    model = call.model(body.get("model"))
-    text = await _text(call.core, model, body)
+    call, wanted = Call(request), read(await body_of(request), TokenizeAsked)
+    wanted.require_possible()
+    model = call.model(wanted.model)
     tokenizer = await call.core.tokenizer(model)
+    text = _text(tokenizer, wanted)
     tokens = await unless_gone(request, in_thread(lambda: tokenizer.encode(text)))
     answer = {"count": len(tokens), "max_model_len": await window_of(call.core, model), "tokens": tokens}
     return json_response(answer, headers=call.headers())
 
 
-async def _text(core: DisaggregatedInference, model: str, body: dict[str, Any]) -> str:
+def _text(tokenizer: ModelTokenizer, wanted: TokenizeAsked) -> str:
     """As a model would get it."""
-    prompt, messages = body.get("prompt"), body.get("messages")
-    if body.get("add_special_tokens"):
-        raise BadRequest("add_special_tokens: none are added here, to no prompt; write them into it, or leave it out")
-    if (prompt is None) == (messages is None):
-        raise BadRequest("give exactly one of prompt and messages")
-    if isinstance(prompt, str):
-        return prompt
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise BadRequest("prompt must be text, or messages a list of objects")
-    template = {name: body[name] for name in ("tools", "add_generation_prompt") if body.get(name) is not None}
-    return (await core.tokenizer(model)).render_chat(messages, **template)
+    return tokenizer.render_chat(wanted.messages or [], **wanted.template()) if wanted.prompt is None else wanted.prompt
 
 
 async def _detokenize(request: Request) -> Response:
-    call, body = Call(request), await body_of(request)
-    model, tokens = call.model(body.get("model")), body.get("tokens")
+    call, wanted = Call(request), read(await body_of(request), DetokenizeAsked)
+    model, tokens = call.model(wanted.model), wanted.tokens
     tokenizer = await call.core.tokenizer(model)
     known = await about(call.core, model)
-    most = known.vocabulary if known else 1 << 31
-    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < most for token in tokens):
+    most = (known.vocabulary if known else None) or 1 << 31
+    if not all(token < most for token in tokens):
         raise TokensRefused(f"tokens must be a list of numbers from 0 to {most - 1}")
     text = await in_thread(lambda: tokenizer.decode(tokens))
     return json_response({"prompt": text}, headers=call.headers())

@@ -10,15 +10,15 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from disaggregated_inference.errors import BadRequest, DisaggError, ModelNotFound, NoDecodeNode, NotOffered
+from disaggregated_inference.errors import DisaggError, ModelNotFound, NoDecodeNode, NotOffered
 from disaggregated_inference.gateway.adapters.cluster import SERVES, window_of
-from disaggregated_inference.gateway.adapters.ollama_asked import Asked, ChatAsked, GenerateAsked, read
+from disaggregated_inference.gateway.adapters.ollama_asked import Asked, ChatAsked, GenerateAsked, Named, read
 from disaggregated_inference.gateway.adapters.ollama_models import model_of, ps, show, tags
 from disaggregated_inference.gateway.adapters.ollama_told import Piece, Telling, line
 from disaggregated_inference.gateway.answers import body_of, json_response, streamed, unless_gone
 from disaggregated_inference.gateway.call import Call
 from disaggregated_inference.gateway.parsers.base import Text
-from disaggregated_inference.gateway.turn import Part, Turn, asked, converse
+from disaggregated_inference.gateway.turn import Part, Parts, Turn, asked, converse
 from disaggregated_inference.models.tokenizer import ModelTokenizer
 from disaggregated_inference.orchestrator import Delta, DisaggregatedInference
 from disaggregated_inference.orchestrator.threads import in_thread
@@ -36,8 +36,6 @@ _ABSENT = {
     "/api/embeddings": "no node makes embeddings; ask an Ollama for them",
     "/api/blobs/{digest}": "models come with the nodes; start one with it: `disagg serve --model ...`",
 }
-
-Parts = AsyncGenerator[Part, None]
 
 
 def routes() -> list[Route]:
@@ -69,9 +67,9 @@ async def _version(request: Request) -> Response:
 
 async def _pull(request: Request) -> Response:
     """Many programs pull before they ask. What the cluster has is there already."""
-    call, body = Call(request), await body_of(request)
+    call, named = Call(request), read(await body_of(request), Named)
     try:
-        model_of(call, body.get("model") or body.get("name"))
+        model_of(call, named.model or named.name)
     except ModelNotFound as error:
         raise NotOffered(f"{error}; models are not fetched from here: start a node with it, `disagg serve`") from error
     return Response(line({"status": "success"}), media_type=_LINES)
@@ -90,7 +88,7 @@ async def _generate(request: Request) -> Response:
     model = model_of(call, wanted.model)
     if not wanted.prompt:
         return await _loaded(call, model, wanted)
-    tokenizer, options = await call.core.tokenizer(model), await _options(call, model, wanted)
+    tokenizer, options = await call.core.tokenizer(model), wanted.plain() | call.options()
     if wanted.raw or not tokenizer.chat_template:
         parts = _plain_parts(call.core, await _prompted(call, model, wanted, options))
     else:
@@ -111,17 +109,9 @@ async def _chat(request: Request) -> Response:
         messages=[message.plain() for message in wanted.messages],
         tools=wanted.plain_tools(tokenizer),
         template=wanted.template(tokenizer),
-        options=await _options(call, model, wanted),
+        options=wanted.plain() | call.options(),
     )
     return await _answer(request, call, wanted, converse(call.core, await _roomy(call.core, turn, wanted)), tokenizer)
-
-
-async def _options(call: Call, model: str, wanted: Asked) -> dict[str, Any]:
-    """For the orchestrator."""
-    context, window = wanted.tuning().num_ctx, await window_of(call.core, model)
-    if context and window and context > window:
-        raise BadRequest(f"num_ctx: {context} tokens are more than the context window of {window} tokens")
-    return wanted.plain() | call.options()
 
 
 async def _roomy(core: DisaggregatedInference, turn: Turn, wanted: Asked) -> Turn:
@@ -153,9 +143,9 @@ async def _left(core: DisaggregatedInference, model: str, tokenizer: ModelTokeni
 
 async def _plain_parts(core: DisaggregatedInference, options: dict[str, Any]) -> Parts:
     """Without a template before it and a parser behind it."""
-    async with aclosing(core.stream(**options)) as deltas:
-        async for delta in deltas:
-            yield _part(delta)
+    async with aclosing(core.batches(**options)) as batches:
+        async for deltas in batches:
+            yield [_part(delta) for delta in deltas]
 
 
 def _part(delta: Delta) -> Part:
@@ -178,23 +168,27 @@ async def _answer(request: Request, call: Call, wanted: Asked, parts: Parts, tok
     return await streamed(request, _lines(parts, telling), _failure, call.headers, pulse, _LINES)
 
 
-async def _lines(parts: Parts, telling: Telling) -> AsyncGenerator[bytes, None]:
-    async with aclosing(parts):
-        async for part in parts:
-            if part.metrics is not None:
-                yield line(telling.end(part.metrics))
-            elif piece := telling.piece(part):
-                yield line(telling.told(piece))
+async def _lines(batches: Parts, telling: Telling) -> AsyncGenerator[bytes, None]:
+    async with aclosing(batches):
+        async for parts in batches:
+            if lines := b"".join([_line(telling, part) for part in parts]):
+                yield lines
 
 
-async def _whole(parts: Parts, telling: Telling) -> dict[str, Any]:
+def _line(telling: Telling, part: Part) -> bytes:
+    if part.metrics is not None:
+        return line(telling.end(part.metrics))
+    piece = telling.piece(part)
+    return line(telling.told(piece)) if piece else b""
+
+
+async def _whole(batches: Parts, telling: Telling) -> dict[str, Any]:
     whole, metrics = Piece(), {}
-    async with aclosing(parts):
-        async for part in parts:
-            if part.metrics is not None:
-                metrics = part.metrics
-            else:
+    async with aclosing(batches):
+        async for parts in batches:
+            for part in parts:
                 whole.add(telling.piece(part))
+                metrics = part.metrics or {}
     return telling.end(metrics, whole)
 
 

@@ -25,7 +25,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Those that have a meaning here. Others are about how a model is loaded, or samplers that are out of use."""
 
     num_predict: int | None = None
-    num_ctx: int | None = None
+    num_ctx: int | None = None  # room for it is there, up to the window, as in Ollama; what does not fit is refused
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -158,6 +158,13 @@ class ChatAsked(Asked, frozen=True, kw_only=True):
         if tools and not can_call(tokenizer):
             raise BadRequest(f'"{self.model}" does not support tools: leave them out, or use another model')
         return tools
+
+
+class Named(msgspec.Struct, frozen=True, kw_only=True):
+    """One model, by the name of today or the one that Ollama had for it before."""
+
+    model: str | None = None
+    name: str | None = None
 
 
 def can_think(tokenizer: ModelTokenizer) -> bool:

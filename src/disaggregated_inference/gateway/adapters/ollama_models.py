@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from disaggregated_inference.errors import NoDecodeNode
 from disaggregated_inference.gateway.adapters.cluster import about, window_of
-from disaggregated_inference.gateway.adapters.ollama_asked import can_call, can_think
+from disaggregated_inference.gateway.adapters.ollama_asked import Named, can_call, can_think, read
 from disaggregated_inference.gateway.answers import body_of, json_response
 from disaggregated_inference.gateway.call import Call
 from disaggregated_inference.models.tokenizer import ModelTokenizer
@@ -40,15 +40,16 @@ async def ps(request: Request) -> Response:
 
 
 async def show(request: Request) -> Response:
-    call, body = Call(request), await body_of(request)
-    model = model_of(call, body.get("model") or body.get("name"))
+    call, named = Call(request), read(await body_of(request), Named)
+    model = model_of(call, named.model or named.name)
     known, tokenizer = await about(call.core, model), await _tokenizer(call.core, model)
+    window = await window_of(call.core, model)
     answer = {
         "modelfile": f"# {model}, served by a cluster; there is no Modelfile",
-        "parameters": "",
+        "parameters": f"num_ctx {window}" if window else "",  # Continue takes its window from here
         "template": tokenizer.chat_template if tokenizer else "",
         "details": _details(known),
-        "model_info": _info(known, await window_of(call.core, model)),
+        "model_info": _info(known, window),
         "capabilities": _capabilities(tokenizer),
         "modified_at": _SINCE.isoformat(),
     }
@@ -57,7 +58,7 @@ async def show(request: Request) -> Response:
 
 async def _listed(core: DisaggregatedInference, name: str) -> dict[str, Any]:
     known = await about(core, name)
-    identity = msgspec.json.encode(known.fingerprint) if known else name.encode()
+    identity = msgspec.json.encode(known.fingerprint or known.identity) if known else name.encode()
     return {
         "name": name,
         "model": name,
@@ -75,10 +76,11 @@ async def _running(core: DisaggregatedInference, name: str) -> dict[str, Any]:
 
 
 def _details(known: About | None) -> dict[str, Any]:
-    family = known.fingerprint.architecture if known else ""
+    who = known.fingerprint if known else None
+    family = who.architecture if who else known.identity.architecture if known else ""
     return {
         "parent_model": "",
-        "format": known.fingerprint.weights.format if known else "",
+        "format": who.weights.format if who else "",
         "family": family,
         "families": [family] if family else [],
         "parameter_size": "",
@@ -87,9 +89,9 @@ def _details(known: About | None) -> dict[str, Any]:
 
 
 def _info(known: About | None, window: int | None) -> dict[str, Any]:
-    family = known.fingerprint.architecture if known else "unknown"
+    family = _details(known)["family"] or "unknown"
     found: dict[str, Any] = {"general.architecture": family, f"{family}.context_length": window}
-    if known:
+    if known and known.fingerprint:
         layout = known.fingerprint.layout
         found[f"{family}.block_count"] = len(layout.layers)
         found[f"{family}.attention.head_count_kv"] = layout.kv_heads

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.adapters.openai_messages import Message, Tool
+from disaggregated_inference.gateway.effort import Effort, for_template
 from disaggregated_inference.orchestrator.ask import format_of
 
 _MOST_PROMPTS = 128
@@ -67,6 +68,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     response_format: dict[str, Any] | None = None
     include_metrics: bool | None = None  # ours
+    return_progress: bool | None = None  # llama.cpp's; of streams
 
     @property
     def wants_usage(self) -> bool:
@@ -80,6 +82,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         options = {name: getattr(self, name) for name in _SAME}
         options["top_k"] = 0 if self.top_k == -1 else self.top_k  # as vLLM has it
         options["format"] = format_of(self.response_format) if self.response_format else None
+        options["progress"] = bool(self.return_progress and self.stream)
         return options
 
 
@@ -108,7 +111,7 @@ class ChatAsked(Asked, frozen=True, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: list[str] | None = None
@@ -126,8 +129,8 @@ class ChatAsked(Asked, frozen=True, kw_only=True):
         more = self.chat_template_kwargs or {}
         if own := [name for name in _OWN_FIELD if name in more]:
             raise BadRequest(f"chat_template_kwargs: {own[0]} has a place of its own in the request")
-        said = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
-        return {name: value for name, value in said.items() if value is not None} | more
+        wordy = {"verbosity": self.verbosity} if self.verbosity else {}
+        return for_template(self.reasoning_effort) | wordy | more
 
     def choice(self) -> str:
         """Whether a tool may or must be called, or the one that must."""

@@ -5,10 +5,14 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.errors import ContextTooLong, DisaggError
 from disaggregated_inference.gateway.adapters.openai_asked import KNOWN
+from disaggregated_inference.gateway.adapters.responses_shapes import Create
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+# With a colon after it: `input` and `text` are words that sentences begin with, too.
+_OF_RESPONSES = frozenset(Create.__struct_fields__)
 
 # Names that programs look for.
 _CODES = {
@@ -36,15 +40,26 @@ def status_of(error: Exception) -> int:
 def _said(error: Exception) -> tuple[str, str | None]:
     """What went wrong inside is for the log, not for whoever calls."""
     if isinstance(error, DisaggError):
-        return str(error), _CODES.get(error.code, error.code)
+        return _too_long(error) or str(error), _CODES.get(error.code, error.code)
     if isinstance(error, HTTPException):
         return error.detail, None
     return "something failed inside the gateway; its log has the reason", "internal_error"
 
 
+def _too_long(error: DisaggError) -> str:
+    """It begins as OpenAI's own does: LiteLLM, and so aider, knows it by these words and not by the code."""
+    if not isinstance(error, ContextTooLong):
+        return ""
+    asked = f"prompt and answer together were to have {error.needed_tokens} tokens"
+    return f"This model's maximum context length is {error.window_tokens} tokens, and {asked}: shorten one of them"
+
+
 def _param(message: str) -> str | None:
     """Refusals begin with the field that they are about, whoever refused: see openai_asked and nodes.sampling."""
-    found = re.match(r"([a-z_]+)([\w.\[\]]*)(?=[: ])", message)
-    if found and found[1] == "format":
+    found = re.match(r"(([a-z_]+)[\w.\[\]]*)([: ])", message)
+    if not found:
+        return None
+    if found[2] == "format":
         return "response_format"
-    return found[0] if found and found[1] in KNOWN else None
+    known = found[2] in KNOWN or (found[3] == ":" and found[2] in _OF_RESPONSES)
+    return found[1] if known else None

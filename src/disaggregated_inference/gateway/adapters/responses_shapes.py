@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.gateway.effort import Effort, for_template
 from disaggregated_inference.gateway.turn import Turn
 
 Chat = dict[str, Any]  # as chat templates know it
@@ -120,11 +121,11 @@ class JsonSchema(_Shape, frozen=True, kw_only=True, tag="json_schema"):
 
 class TextAsked(_Shape, frozen=True, kw_only=True):
     format: PlainFormat | JsonObject | JsonSchema | None = PlainFormat()
-    verbosity: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningAsked(_Shape, frozen=True, kw_only=True):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: str | None = None
 
 
@@ -245,12 +246,9 @@ def _tool(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _template(create: Create) -> dict[str, Any]:
-    """Templates know low, medium and high, or to think or not; what one of them does not know it does not read."""
     effort = create.reasoning.effort if create.reasoning else None
     verbosity = create.text.verbosity if create.text else None
-    near = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
-    thinking = {"reasoning_effort": near.get(effort, effort), "enable_thinking": effort != "none"} if effort else {}
-    return thinking | ({"verbosity": verbosity} if verbosity else {})
+    return for_template(effort) | ({"verbosity": verbosity} if verbosity else {})
 
 
 def _format(asked: TextAsked | None) -> dict[str, Any] | None:
