@@ -10,9 +10,9 @@ from disaggregated_inference import __version__
 from disaggregated_inference.bench.commands import bench_app
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.gateway.commands import gateway_app
-from disaggregated_inference.models.commands import models_app
 from disaggregated_inference.talk.commands import talk_app
 from disaggregated_inference.talk.config import config_app
+from disaggregated_inference.talk.models import models_app
 
 app = typer.Typer(
     name="disagg",
@@ -80,7 +80,12 @@ def serve(
     role: Annotated[str, typer.Option(help="prefill (reads prompts), decode (writes answers) or both.")] = "both",
     model: Model = "smollm2",
     engine: Annotated[
-        str, typer.Option(help="torch, mlx, or simulated (no inference). Default: torch to prefill, else mlx.")
+        str,
+        typer.Option(
+            help="torch, mlx, llamacpp (GGUF files), ollama (a running one, whole answers only) or simulated (no"
+            " inference)."
+            " Default: torch to prefill, else mlx."
+        ),
     ] = "",
     profile: Annotated[
         str,
@@ -114,6 +119,16 @@ def serve(
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for memory.")] = 256,
     idle_unload: Annotated[float, typer.Option(min=0, help="Unload the model when idle for so many seconds.")] = 0.0,
     drain: Annotated[int, typer.Option(min=0, help="Seconds to finish what is under way when told to stop.")] = 60,
+    ollama_host: Annotated[
+        str, typer.Option(help="Where --engine ollama finds its Ollama.")
+    ] = "http://localhost:11434",
+    ollama_context: Annotated[
+        int, typer.Option(min=256, help="Most tokens of a context there; the model's own window, if that is less.")
+    ] = 32768,
+    ollama_slots: Annotated[int, typer.Option(min=1, help="Answers it writes at once: its OLLAMA_NUM_PARALLEL.")] = 4,
+    keep_alive: Annotated[
+        str, typer.Option(help="How long it keeps an idle model: 30m, -1 for ever. Default: its own setting.")
+    ] = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error; JSON on standard error.")] = "warning",
 ) -> None:
     """Run a node: it reads prompts and hands out their KV, or takes KV and writes answers, or both."""
@@ -143,6 +158,10 @@ def serve(
             queue=queue,
             idle_unload_s=idle_unload,
             drain_s=drain,
+            ollama_host=ollama_host,
+            ollama_context=ollama_context,
+            ollama_slots=ollama_slots,
+            keep_alive=keep_alive,
             log_level=log_level,
         )
     )

@@ -8,7 +8,8 @@ DisaggError
 │   └── ModelDamaged           500  files missing, cut short or not what the checksum says
 ├── EngineError
 │   ├── EngineUnavailable      503  its package is missing, or a version nobody has proven
-│   └── EngineMismatch         500  the engine does not compute what the model says (RoPE)
+│   ├── EngineMismatch         500  the engine does not compute what the model says (RoPE)
+│   └── EngineFailed           502  the server that computes for this node failed, or broke off
 ├── KVError
 │   ├── SliceRefused           400  a slice of the wrong shape, dtype, layer or place
 │   ├── TokensRefused          400  token ids outside the vocabulary, or not one per sequence
@@ -84,6 +85,10 @@ class EngineUnavailable(EngineError):
 
 class EngineMismatch(EngineError):
     pass
+
+
+class EngineFailed(EngineError):
+    status = 502
 
 
 class KVError(DisaggError):
@@ -232,7 +237,7 @@ class DeadlineExceeded(DisaggError):
 class ContextTooLong(DisaggError):
     status = 400
 
-    def __init__(self, needed_tokens: int, window_tokens: int) -> None:
-        super().__init__(f"{needed_tokens} tokens do not fit the context window of {window_tokens} tokens")
+    def __init__(self, needed_tokens: int, window_tokens: int, how_exact: str = "") -> None:
+        super().__init__(f"{how_exact}{needed_tokens} tokens do not fit the context window of {window_tokens} tokens")
         self.needed_tokens = needed_tokens
         self.window_tokens = window_tokens

@@ -8,9 +8,15 @@ from disaggregated_inference.engines.base import Engine, Logits, Sequence, Token
 from disaggregated_inference.errors import DisaggError, EngineUnavailable, ModelDamaged, ModelUnsupported
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.models.simulated import NAMES as SIMULATED_MODELS
+from disaggregated_inference.models.store import FileKind
 
 # And the packages that each needs.
-ENGINES: dict[str, tuple[str, ...]] = {"torch": ("torch", "transformers"), "mlx": ("mlx", "mlx_lm"), "simulated": ()}
+ENGINES: dict[str, tuple[str, ...]] = {
+    "torch": ("torch", "transformers"),
+    "mlx": ("mlx", "mlx_lm"),
+    "llamacpp": ("xllamacpp or llama_cpp",),
+    "simulated": (),
+}
 
 
 def load_engine(name: str, model: ModelFiles, **options: Any) -> Engine:
@@ -30,11 +36,22 @@ def load_engine(name: str, model: ModelFiles, **options: Any) -> Engine:
 def require_engine(name: str) -> None:
     """Say what is wrong with an engine's name before anything is loaded."""
     if name not in ENGINES:
-        raise EngineUnavailable(f"no engine {name!r}; there are {', '.join(ENGINES)}")
-    if missing := [package for package in ENGINES[name] if importlib.util.find_spec(package) is None]:
+        raise EngineUnavailable(
+            f"no engine {name!r}; there are {', '.join(ENGINES)}, and ollama for a node in front of one"
+        )
+    if missing := [package for package in ENGINES[name] if not any(map(_installed, package.split(" or ")))]:
         raise EngineUnavailable(
             f"engine {name!r} needs {', '.join(missing)}: pip install 'disaggregated-inference[{name}]'"
         )
+
+
+def file_kind(name: str) -> FileKind:
+    """The files that an engine reads, for whoever looks for a model that exists in both kinds."""
+    return "gguf" if name == "llamacpp" else "safetensors"
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def _require_right_kind(name: str, model: ModelFiles) -> None:
@@ -48,4 +65,4 @@ def _require_right_kind(name: str, model: ModelFiles) -> None:
         raise ModelUnsupported(f"{model.name} has no weights: it is for the simulated engine alone, not for {name}")
 
 
-__all__ = ["ENGINES", "Engine", "Logits", "Sequence", "Tokens", "chunks", "load_engine", "require_engine"]
+__all__ = ["ENGINES", "Engine", "Logits", "Sequence", "Tokens", "chunks", "file_kind", "load_engine", "require_engine"]

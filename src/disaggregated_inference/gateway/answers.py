@@ -1,17 +1,19 @@
 """HTTP that all adapters share: bodies, streams that stay alive, and clients that leave."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from disaggregated_inference.errors import BadRequest, BodyTooLarge, Cancelled
 
 BODY_LIMIT_BYTES = 16 << 20
-_PULSE_S = 5.0  # on the wall clock, whatever the model does: proxies and clients give up on silence
+_PULSE_S = 5.0  # on the wall clock, whatever the model does: proxies and clients give up on silence; see --keepalive
 
 Result = TypeVar("Result")
 
@@ -56,7 +58,6 @@ async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
 
 
 Describe = Callable[[Exception], bytes]
-Item = bytes | Exception | None  # a line, why there are no more, or that it was the last
 
 
 async def streamed(
@@ -70,60 +71,66 @@ async def streamed(
 ) -> Response:
     """`lines` as a response. What fails within a moment, before the first line, has a status of its own (the error is
     raised here), and `headers` is asked for after that moment: by then the plan is known. Later, and after the first
-    line, `describe` makes the last line of it. `pulse` goes out where nothing else does; empty: never."""
-    queue: asyncio.Queue[Item] = asyncio.Queue()
-
-    async def pump() -> None:
-        try:
-            async for line in lines:
-                queue.put_nowait(line)
-            queue.put_nowait(None)
-        except Exception as error:
-            queue.put_nowait(error)
-        finally:
-            await lines.aclose()
-
-    pumping = asyncio.create_task(pump())
-    first: list[Item] = []
+    line, `describe` makes the last line of it. `pulse` goes out where nothing else does."""
+    first = asyncio.ensure_future(anext(lines, b""))
     try:
-        async with asyncio.timeout(patience_s):
-            first.append(await queue.get())
-    except TimeoutError:
-        pass
+        await asyncio.wait({first}, timeout=patience_s)
+        if first.done():
+            first.result()
     except BaseException:
-        pumping.cancel()
+        first.cancel()
         raise
-    if first and isinstance(first[0], Exception):
-        await asyncio.wait({pumping})
-        raise first[0]
+    pulse_s = getattr(request.app.state, "keepalive_s", _PULSE_S)
+    return _Stream(first, lines, describe, pulse, pulse_s, headers=headers(), media_type=media_type)
 
-    async def out() -> AsyncGenerator[bytes, None]:
-        waiting = list(first)
+
+class _Stream(StreamingResponse):
+    """Never silent for long: the pulse has a task of its own, so that lines need none, and pass by no queue."""
+
+    def __init__(
+        self,
+        first: "asyncio.Future[bytes]",
+        lines: AsyncGenerator[bytes, None],
+        describe: Describe,
+        pulse: bytes,
+        pulse_s: float,
+        **more: Any,
+    ) -> None:
+        super().__init__(lines, **more)
+        self._first, self._lines, self._describe = first, lines, describe
+        self._pulse, self._pulse_s = pulse, pulse_s
+        self._sent_at = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            while True:
-                waiting = waiting or await _some(queue, pulse)
-                lines = [item for item in waiting if isinstance(item, bytes)]
-                if lines:
-                    yield b"".join(lines)
-                if isinstance(waiting[-1], Exception):
-                    yield describe(waiting[-1])
-                if not isinstance(waiting[-1], bytes):
-                    return
-                waiting = []
+            await super().__call__(scope, receive, send)
+        finally:  # a client may have left before anything was told, or between two lines
+            self._first.cancel()
+            await asyncio.wait({self._first})
+            await self._lines.aclose()
+
+    async def stream_response(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._sent_at = time.monotonic()
+        beating = asyncio.create_task(self._beat(send))
+        try:
+            await self._say(send, await self._first)
+            async for line in self._lines:
+                await self._say(send, line)
+        except Exception as error:
+            await self._say(send, self._describe(error))
         finally:
-            pumping.cancel()
-            await asyncio.wait({pumping})
+            beating.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    return StreamingResponse(out(), headers=headers(), media_type=media_type)
+    async def _say(self, send: Send, line: bytes) -> None:
+        self._sent_at = time.monotonic()
+        await send({"type": "http.response.body", "body": line, "more_body": True})
 
-
-async def _some(queue: "asyncio.Queue[Item]", pulse: bytes) -> "list[Item]":
-    """All that is there: a slow client gets several at once. The pulse, where nothing is."""
-    try:
-        async with asyncio.timeout(_PULSE_S if pulse else None):
-            items = [await queue.get()]
-    except TimeoutError:
-        return [pulse]
-    while not queue.empty():
-        items.append(queue.get_nowait())
-    return items
+    async def _beat(self, send: Send) -> None:
+        while True:
+            quiet_s = time.monotonic() - self._sent_at
+            if quiet_s < self._pulse_s:
+                await asyncio.sleep(self._pulse_s - quiet_s)
+            else:
+                await self._say(send, self._pulse)

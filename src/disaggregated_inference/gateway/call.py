@@ -35,6 +35,8 @@ class Call:
         self.caller: Caller = request.scope["state"]["caller"]
         self.id = request_id_of(request)
         self._headers = {"x-request-id": self.id}
+        if traces := getattr(request.app.state, "traces", None):
+            traces.begin(request)
 
     def model(self, name: Any) -> str:
         """The cluster's own name for what was asked for, if this caller may have it."""

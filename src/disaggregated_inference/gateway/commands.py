@@ -21,9 +21,19 @@ def gateway(
     tls_cert: Annotated[str, typer.Option(help="Certificate (PEM).")] = "",
     tls_key: Annotated[str, typer.Option(help="Its private key (PEM).")] = "",
     cors: Annotated[list[str] | None, typer.Option(help="Origin that browsers may call from; repeatable.")] = None,
+    keepalive: Annotated[
+        float, typer.Option(min=0.1, help="Seconds of silence after which a stream gets a sign of life.")
+    ] = 5.0,
+    read_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds in which a request must arrive; large bodies get more.")
+    ] = 20.0,
     drain: Annotated[int, typer.Option(min=0, help="Seconds to finish what is under way when told to stop.")] = 60,
+    otlp: Annotated[
+        str, typer.Option(help="Where traces go: http://HOST:4318. Default: what OTEL_EXPORTER_OTLP_ENDPOINT says.")
+    ] = "",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error; JSON on standard error.")] = "warning",
 ) -> None:
-    """Serve the cluster by OpenAI's, Ollama's and Anthropic's APIs. SIGHUP reads config and keys again."""
+    """Serve the cluster by OpenAI's, Ollama's and Anthropic's APIs. SIGHUP reads config, keys and certificate again."""
     if context.invoked_subcommand:
         return
     from disaggregated_inference.gateway.run import Settings, run_gateway
@@ -38,7 +48,11 @@ def gateway(
             tls_cert=tls_cert,
             tls_key=tls_key,
             cors=tuple(cors or ()),
+            keepalive_s=keepalive,
+            read_s=read_timeout,
             drain_s=drain,
+            otlp=otlp,
+            log_level=log_level,
         )
     )
 

@@ -25,11 +25,13 @@ Record = dict[str, Any]
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _EACH_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 _WHOLE_S = tuple(0.01 * 2**step for step in range(14))
+_LONG_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)  # vLLM's
 _TOKENS = tuple(4**step for step in range(14))
 _TRANSFER_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _SHARE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
 
 _PROVIDER = "disaggregated_inference"
+_OPERATIONS = ("chat", "text_completion")
 _BREAKER = {"closed": 0, "half_open": 1, "open": 2}
 _WAITING = ("queue", "admission", "prefill queue")  # phases in which nobody works for the request
 _LEG_CODES = ("unreachable", "stuck", "stream_ended", "bad_answer", "internal_error", "failed")
@@ -55,7 +57,7 @@ class GatewayMetrics:
         core().on_end.append(self.ended)
 
     def _make_standard(self) -> None:
-        genai = ("gen_ai_provider_name", "gen_ai_request_model")
+        genai = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", "gen_ai_response_model")
         self._usage = self._histogram("gen_ai_client_token_usage", _TOKENS, *genai, "gen_ai_token_type")
         self._duration = self._histogram("gen_ai_server_request_duration_seconds", _WHOLE_S, *genai, "error_type")
         self._first = (
@@ -65,10 +67,18 @@ class GatewayMetrics:
         self._each = (
             self._histogram("gen_ai_server_time_per_output_token_seconds", _EACH_TOKEN_S, *genai),
             self._histogram("vllm:inter_token_latency_seconds", _EACH_TOKEN_S, "model_name"),
+            self._histogram("vllm:request_time_per_output_token_seconds", _EACH_TOKEN_S, "model_name"),
         )
+        self._make_vllm()
+
+    def _make_vllm(self) -> None:
+        latencies = ("e2e_request_latency", *(f"request_{name}_time" for name in ("queue", "prefill", "decode")))
         self._whole, self._queue, self._prefill, self._decode = (
-            self._histogram(f"vllm:{name}_seconds", _WHOLE_S, "model_name")
-            for name in ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time")
+            self._histogram(f"vllm:{name}_seconds", _LONG_S, "model_name") for name in latencies
+        )
+        self._inference = self._histogram("vllm:request_inference_time_seconds", _LONG_S, "model_name")
+        self._prompts, self._answers = (
+            self._histogram(f"vllm:request_{name}_tokens", _TOKENS, "model_name") for name in ("prompt", "generation")
         )
         self._read, self._written, self._asked_for, self._found = (
             self._counter(f"vllm:{name}", "model_name")
@@ -87,6 +97,8 @@ class GatewayMetrics:
         self._failovers = self._counter("disagg_failover", "code")
         self._energy = self._counter("disagg_energy_wh", "model")
         self._cost = self._counter("disagg_cost", "model")
+        self._node_tokens = self._counter("disagg_node_tokens", "node", "phase")
+        self._node_energy = self._counter("disagg_node_energy_joules", "node", "phase")
 
     def _histogram(self, name: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(name, _WORDS[name], labels, buckets=buckets, registry=self.registry)
@@ -114,29 +126,32 @@ class GatewayMetrics:
         self._count_tokens(model, record)
         self._count_transfer(model, record)
         self._count_trouble(record)
+        self._count_nodes(record)
         for name, counter in (("energy_wh", self._energy), ("cost", self._cost)):
             if record.get(name) is not None:  # where it is not known there is no series: 0 would be a claim
                 counter.labels(model).inc(record[name])
 
     def _count_times(self, model: str, record: Record) -> None:
-        self._duration.labels(_PROVIDER, model, _error_type(record)).observe(record["total_time"])
-        self._whole.labels(model).observe(record["total_time"])
+        genai, whole_s = _genai(model, record), record["total_time"]
+        self._duration.labels(*genai, _error_type(record)).observe(whole_s)
+        self._whole.labels(model).observe(whole_s)
         phases = record.get("waterfall") or ()
-        self._queue.labels(model).observe(sum(each["seconds"] for each in phases if each["name"] in _WAITING))
+        waited_s = sum(each["seconds"] for each in phases if each["name"] in _WAITING)
+        self._queue.labels(model).observe(waited_s)
         if record.get("first_token_time"):
-            self._first[0].labels(_PROVIDER, model).observe(record["first_token_time"])
-            self._first[1].labels(model).observe(record["first_token_time"])
+            _observe(self._first, genai, model, record["first_token_time"])
             self._prefill.labels(model).observe(record["prefill_time"])
             self._decode.labels(model).observe(record["decode_time"])
-        if record.get("decode_speed"):
-            self._each[0].labels(_PROVIDER, model).observe(1 / record["decode_speed"])
-            self._each[1].labels(model).observe(1 / record["decode_speed"])
+            self._inference.labels(model).observe(max(0.0, whole_s - waited_s))
+        if record.get("decode_speed"):  # of all choices together; each of them was so many times slower
+            _observe(self._each, genai, model, (record.get("n") or 1) / record["decode_speed"])
 
     def _count_tokens(self, model: str, record: Record) -> None:
         read, written = record.get("prompt_tokens") or 0, record.get("completion_tokens") or 0
-        for kind, tokens in (("input", read), ("output", written)):
+        for kind, tokens, vllm in (("input", read, self._prompts), ("output", written, self._answers)):
             if tokens:
-                self._usage.labels(_PROVIDER, model, kind).observe(tokens)
+                self._usage.labels(*_genai(model, record), kind).observe(tokens)
+                vllm.labels(model).observe(tokens)
         self._read.labels(model).inc(read)
         self._written.labels(model).inc(written)
         if written:
@@ -162,6 +177,29 @@ class GatewayMetrics:
             self._failovers.labels(code).inc()
         if record.get("warning"):
             self._fallbacks.labels(codes[-1] if codes else "no_prefill_node").inc()
+
+    def _count_nodes(self, record: Record) -> None:
+        """Energy over tokens is joules per token, read or written, on each machine."""
+        power_w = {server.name: server.power_w for server in self._core().config.servers}
+        read = round((record.get("prefill_speed") or 0) * (record.get("prefill_time") or 0))
+        for phase, tokens in (("prefill", read), ("decode", record.get("completion_tokens") or 0)):
+            node = record.get(f"{phase}_server")
+            if node in power_w:
+                self._node_tokens.labels(node, phase).inc(tokens)
+                if (watts := power_w[node]) is not None:
+                    self._node_energy.labels(node, phase).inc(watts * record[f"{phase}_time"])
+
+
+def _genai(model: str, record: Record) -> tuple[str, ...]:
+    """An alias is told by the name behind it: whoever asks may write it in many ways."""
+    return _one_of(record.get("operation"), _OPERATIONS), _PROVIDER, model, model
+
+
+def _observe(both: tuple[Histogram, ...], genai: tuple[str, ...], model: str, value: float) -> None:
+    """The first by OpenTelemetry's labels, the others by vLLM's."""
+    both[0].labels(*genai).observe(value)
+    for other in both[1:]:
+        other.labels(model).observe(value)
 
 
 def _one_of(value: Any, known: Any) -> str:
@@ -209,6 +247,8 @@ class _Live(Collector):
             ("disagg_node_usable", lambda node: node["usable"]),
             ("disagg_breaker_state", lambda node: _BREAKER[node["breaker"]]),
             ("disagg_node_kv_held_bytes", lambda node: node["kv"]["held_bytes"]),
+            ("disagg_node_kv_reserved_bytes", lambda node: node["kv"]["reserved_bytes"]),
+            ("disagg_node_kv_limit_bytes", lambda node: node["kv"]["limit_bytes"]),
         ):
             yield _gauges(name, ["node"], [([node["name"]], value(node)) for node in self._shown])
 
@@ -231,10 +271,14 @@ _WORDS = {
     "gen_ai_server_time_per_output_token_seconds": "Of one answer, after its first token",
     "vllm:time_to_first_token_seconds": "From the request to its first token",
     "vllm:inter_token_latency_seconds": "Of one answer, after its first token, on average",
+    "vllm:request_time_per_output_token_seconds": "Of one answer, after its first token, on average",
     "vllm:e2e_request_latency_seconds": "From the request to its end",
     "vllm:request_queue_time_seconds": "Waiting, here and on nodes, of the attempt that came through",
     "vllm:request_prefill_time_seconds": "Reading of the prompt",
     "vllm:request_decode_time_seconds": "From the first token to the end",
+    "vllm:request_inference_time_seconds": "All of it but the waiting",
+    "vllm:request_prompt_tokens": "Tokens of one prompt",
+    "vllm:request_generation_tokens": "Tokens of one request's answers",
     "vllm:prompt_tokens": "Tokens of prompts",
     "vllm:generation_tokens": "Tokens of answers",
     "vllm:prefix_cache_queries": "Tokens of prompts that were looked for in caches",
@@ -253,9 +297,13 @@ _WORDS = {
     "disagg_failover": "Legs that failed while another node went on, by code",
     "disagg_energy_wh": "Energy of requests, where the config has the servers' power",
     "disagg_cost": "Cost of requests, where the config has prices",
+    "disagg_node_tokens": "Tokens of prompts that the node read, and of answers that it wrote",
+    "disagg_node_energy_joules": "Of requests, where the config has the node's power: as if each had it to itself",
     "disagg_link_goodput_bytes_per_second": "Measured where it was, else as the config says",
     "disagg_queue_waiting": "Requests that wait for a place",
     "disagg_node_usable": "Whether requests go there",
     "disagg_breaker_state": "Of the node's circuit: 0 closed, 1 half open, 2 open",
     "disagg_node_kv_held_bytes": "KV memory that the node's engine holds",
+    "disagg_node_kv_reserved_bytes": "KV memory that is promised to requests",
+    "disagg_node_kv_limit_bytes": "KV memory that the node may use",
 }

@@ -4,8 +4,7 @@ Adapters know their API and nothing of models; parsers know how a family of mode
 nothing of APIs. Between them are these types. Messages and tools have OpenAI's shape, because chat templates do.
 """
 
-import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -16,8 +15,12 @@ from disaggregated_inference.gateway.parsers import parser_of
 from disaggregated_inference.gateway.parsers.base import Parser, Said
 from disaggregated_inference.gateway.parsers.forced import forced_format, framed_format
 from disaggregated_inference.gateway.parsers.harmony import speaks_harmony
+from disaggregated_inference.gateway.parsers.parsed import Parsed
+from disaggregated_inference.gateway.parsers.untaught import in_words, knows_tools
+from disaggregated_inference.models.no_tokenizer import NoTokenizer
 from disaggregated_inference.models.tokenizer import ModelTokenizer
 from disaggregated_inference.orchestrator import Delta, DisaggregatedInference
+from disaggregated_inference.orchestrator.legs import Progress
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,33 +32,42 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any] = {}  # for the orchestrator: max_tokens, temperature, format, n, timeout, request_id, ...
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class Part(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A piece of one choice: what a parser made of some text; with the choice's last piece, why it ended."""
 
     choice: int = 0
-    said: tuple[Said, ...] = ()
+    said: Sequence[Said] = ()
     token: int | None = None
     logprob: float | None = None
-    top_logprobs: list[dict[str, float]] = []
+    top_logprobs: Sequence[dict[str, float]] = ()
     finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     metrics: dict[str, Any] | None = None  # on the very last part, which has no choice
+    progress: Progress | None = None  # on parts before the first token, which have nothing else
 
 
-async def converse(core: DisaggregatedInference, turn: Turn) -> AsyncGenerator[Part, None]:
-    """The answer in parts. Closing it cancels the request on both nodes."""
+Parts = AsyncGenerator[list[Part], None]
+
+
+async def converse(core: DisaggregatedInference, turn: Turn) -> Parts:
+    """The answer in parts, as many at a time as have come. Closing it cancels the request on both nodes."""
     tokenizer = await core.tokenizer(turn.model)
     parsers: dict[int, Parser] = {}
-    async with aclosing(core.stream(**asked(turn, tokenizer))) as deltas:
-        async for delta in deltas:
-            if delta.metrics is not None:
-                yield Part(metrics=delta.metrics)
-            else:
-                if delta.choice not in parsers:
-                    parsers[delta.choice] = _parser(tokenizer, turn)
-                yield _part(delta, parsers[delta.choice])
+
+    def part(delta: Delta) -> Part:
+        if delta.metrics is not None or delta.progress:
+            return Part(metrics=delta.metrics, progress=delta.progress)
+        if delta.choice not in parsers:
+            parsers[delta.choice] = _parser(tokenizer, turn)
+        return _part(delta, parsers[delta.choice])
+
+    async with aclosing(core.batches(**asked(turn, tokenizer))) as batches:
+        async for deltas in batches:
+            yield [part(delta) for delta in deltas]
 
 
 def _parser(tokenizer: ModelTokenizer, turn: Turn) -> Parser:
+    if isinstance(tokenizer, NoTokenizer):
+        return Parsed()
     guided = bool(turn.options.get("format"))
     return parser_of(tokenizer, turn.tools, turn.tool_choice, template=turn.template, guided=guided)
 
@@ -65,6 +77,10 @@ def asked(turn: Turn, tokenizer: ModelTokenizer) -> dict[str, Any]:
     tools = turn.tools if turn.tool_choice != "none" else []
     template = turn.template | ({"tools": tools} if tools else {})
     options = dict(turn.options)
+    if isinstance(tokenizer, NoTokenizer):  # whoever has it also has the template, the parser and the grammars
+        if turn.tool_choice not in ("auto", "none"):
+            raise BadRequest(f"tool_choice: {turn.model} is served by an engine that cannot be made to call a tool")
+        return options | {"model": turn.model, "messages": turn.messages, "template": template}
     if turn.tool_choice not in ("auto", "none"):
         if options.get("format"):
             raise BadRequest(
@@ -74,6 +90,8 @@ def asked(turn: Turn, tokenizer: ModelTokenizer) -> dict[str, Any]:
     elif options.get("format"):
         options["format"] = framed_format(tokenizer, options["format"])
     messages = [_for_template(message, speaks_harmony(tokenizer)) for message in turn.messages]
+    if not knows_tools(tokenizer):
+        messages = in_words(messages, tools)
     return options | {"model": turn.model, "messages": messages, "template": template}
 
 
@@ -97,14 +115,14 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
         raise BadRequest("every tool call in messages needs a function with a name")
     arguments = function.get("arguments") or {}
     try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError as error:
+        parsed = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError) as error:  # halves of characters, too: no tokenizer takes them
         raise BadRequest(f"the arguments of the call of {function['name']} are not JSON: {error}") from error
     return call | {"function": function | {"arguments": parsed}}
 
 
 def _part(delta: Delta, parser: Parser) -> Part:
-    said = parser.push(delta.token, delta.text)
+    said = parser.take(delta) if isinstance(parser, Parsed) else parser.push(delta.token, delta.text)
     finish = delta.finish_reason
     if finish:
         said = [*said, *parser.finish()]
@@ -112,7 +130,7 @@ def _part(delta: Delta, parser: Parser) -> Part:
             finish = "tool_calls"
     return Part(
         choice=delta.choice,
-        said=tuple(said),
+        said=said,
         token=delta.token,
         logprob=delta.logprob,
         top_logprobs=delta.top_logprobs,

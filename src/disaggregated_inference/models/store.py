@@ -26,6 +26,8 @@ from disaggregated_inference.models.tokenizer import ModelTokenizer, read_json
 
 EMBEDDED = "smollm2:135m"
 
+FileKind = Literal["safetensors", "gguf"]
+
 # One short name, the repositories that hold that model: full precision first, then quantizations for MLX.
 ALIASES: dict[str, tuple[str, ...]] = {
     "qwen3-coder:30b": (
@@ -49,7 +51,7 @@ class ModelFiles:
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
         self.path = path
-        self.kind: Literal["safetensors", "gguf"] = "gguf" if path.suffix == ".gguf" else "safetensors"
+        self.kind: FileKind = "gguf" if path.suffix == ".gguf" else "safetensors"
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -126,18 +128,22 @@ class ModelStore:
         self.home = home or default_home()
         self.root = self.home / "models"
 
-    def resolve(self, name: str, progress: Progress = embedded.quiet) -> ModelFiles:
-        """Files for `name`, or an error that says what was looked for and how to get it."""
+    def resolve(
+        self, name: str, progress: Progress = embedded.quiet, kind: FileKind = "safetensors"
+    ) -> ModelFiles:
+        """Files for `name`, of a kind where there are both, or an error that says what was looked for and how to get
+        it."""
         wanted = name.removeprefix("disaggregated:")
         if wanted in self.names:
-            return ModelFiles(wanted, _require_model(Path(self.names[wanted])))
+            return ModelFiles(wanted, _require_model(Path(self.names[wanted]), kind))
         wanted = SHORT_NAMES.get(wanted.lower(), wanted)
         if wanted.lower() == EMBEDDED:
-            return ModelFiles(EMBEDDED, embedded.ensure_folder(self.root, progress))
+            ensure = embedded.ensure_gguf if kind == "gguf" else embedded.ensure_folder
+            return ModelFiles(EMBEDDED, ensure(self.root, progress))
         if wanted.lower().startswith(simulated.PREFIX):
             return ModelFiles(wanted.lower(), simulated.ensure_folder(self.root, wanted))
         if path := self._local(wanted):
-            return ModelFiles(wanted, _require_model(path))
+            return ModelFiles(wanted, _require_model(path, kind))
         raise ModelNotFound(self._how_to_get(wanted))
 
     def add(self, name: str, path: Path, copy: bool = False) -> ModelFiles:
@@ -252,9 +258,12 @@ def _in_hugging_face_cache(repository: str) -> Path | None:
     return snapshot if (snapshot / "config.json").is_file() else None
 
 
-def _require_model(path: Path) -> Path:
+def _require_model(path: Path, kind: FileKind = "safetensors") -> Path:
+    """The folder or file itself; a folder's one GGUF where that is the kind wanted."""
     if path.is_file() and path.suffix == ".gguf":
         return path
+    if kind == "gguf" and len(found := sorted(path.glob("*.gguf"))) == 1:
+        return found[0]
     if not path.is_dir():
         raise ModelNotFound(f"{path} is neither a model folder nor a .gguf file")
     if not (path / "config.json").is_file():

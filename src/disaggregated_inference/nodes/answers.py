@@ -13,6 +13,7 @@ from disaggregated_inference.nodes.guidance import Format
 from disaggregated_inference.nodes.sampling import Sampling
 
 _MOST_CHOICES = 16
+_PROGRESS_S = 0.1  # at most so often is anyone told how far the reading is; a prompt may come in pieces of 16 tokens
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +27,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     choice: int = 0  # which of several this is, where one of them goes on by itself: it has its own random numbers
     timeout_s: float = 180.0
     queue_s: float = 30.0  # how long it may wait for memory
+    progress: bool = False  # whether someone wants to know how much of the prompt is here
 
     def seeded(self) -> "Rules":
         """With a seed to report and to go on with, where the answer will be sampled and none was given."""
@@ -91,7 +93,16 @@ class Admitted:
     """The memory is there: the first thing that an answer brings."""
 
 
-Item = Piece | Admitted | BaseException | None
+class Progress(msgspec.Struct, frozen=True):
+    """How much of a prompt is here. By llama.cpp's names: its clients have bars for them."""
+
+    total: int
+    cache: int  # held before the request came
+    processed: int  # those included
+    time_ms: int  # since the memory was there
+
+
+Item = Piece | Admitted | Progress | BaseException | None
 
 
 class Answer:
@@ -107,12 +118,26 @@ class Answer:
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._deliver: Callable[[Item], None] = self._items.put
         self._lock = threading.Lock()
+        self._told, self._told_at = -1, 0.0
 
     def put(self, item: Item) -> None:
         """The next token, or the end: None, or the error there was."""
         with self._lock:
             self.ended = item is None or isinstance(item, BaseException)
             self._deliver(item)
+
+    def was_read(self, tokens: int) -> None:
+        """So many of the prompt's tokens are here. Told to who asked: the first and the last news always."""
+        if not self.rules.progress:
+            return
+        now, metrics = time.perf_counter(), self.metrics
+        with self._lock:
+            early = now - self._told_at < _PROGRESS_S and tokens < metrics.prompt_tokens
+            if self.ended or early or tokens <= self._told:
+                return
+            self._told, self._told_at = tokens, now
+            passed_ms = round(1000 * (now - self.begun_at - metrics.admission_time))
+            self._deliver(Progress(metrics.prompt_tokens, metrics.cached_tokens, tokens, passed_ms))
 
     def listen(self, deliver: Callable[[Item], None]) -> None:
         """From now on every item goes to `deliver`, on whatever thread it comes from; those that wait go first."""

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from disaggregated_inference.errors import Cancelled
-from disaggregated_inference.nodes.answers import Answer, Item, Piece
+from disaggregated_inference.nodes.answers import Answer, Item, Piece, Progress
 from disaggregated_inference.nodes.guards import describe
 
 log = logging.getLogger(__name__)
@@ -103,6 +103,8 @@ async def _events(items: _Items, stalled_s: Callable[[], float]) -> AsyncIterato
             if not (batch := await items.some()):
                 yield b": alive %.1f\n\n" % stalled_s()
                 continue
+            if answer.rules.progress and (told := [item for item in batch if isinstance(item, Progress)]):
+                yield b"".join(_event({"progress": item}) for item in told)  # none of it comes after the first token
             pieces = [item for item in batch if isinstance(item, Piece)]
             if pieces:
                 yield b"".join(_event(_token(answer, piece)) for piece in pieces)

@@ -52,7 +52,7 @@ def node_app(served: Served, token: str | None) -> Starlette:
         return json_response(describe(error), error.status, headers)
 
     guards = [Middleware(RequestId), *([Middleware(Bearer, token=token)] if token else [])]
-    handlers: dict[Any, Any] = {DisaggError: refused, 404: _no_route, 405: _no_route}
+    handlers: dict[Any, Any] = {DisaggError: refused, 404: no_route, 405: no_route}
     return Starlette(routes=routes, middleware=guards, exception_handlers=handlers)
 
 
@@ -185,7 +185,7 @@ def _decode_routes(served: Served) -> list[Route]:
     return [Route("/decode", decode, methods=["POST"]), Route("/generate", generate, methods=["POST"])]
 
 
-async def _no_route(request: Request, error: Exception) -> Response:
+async def no_route(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     words = "no such path" if status == 404 else f"{request.method} is not for this path"
     code = "not_found" if status == 404 else "method_not_allowed"

@@ -96,6 +96,7 @@ class Intake:
         self.room.prefixes.recall(task.prompt)
         started = time.perf_counter()
         metrics.cached_tokens = self.worker.start(self._reuse(task, context.tokens), urgent=True).result()
+        answer.was_read(metrics.cached_tokens)
         held = {"held_tokens": metrics.cached_tokens, "prompt_hash": prompt_hash(task.prompt)}
         hello = msgspec.structs.replace(hello, **held)
         task.exact = self.codecs[0] == "raw"
@@ -148,14 +149,20 @@ class Intake:
                 with keeping:
                     insertion.put(piece)
 
+        def commit(length: int) -> None:
+            self.worker.call(lambda: self.engine.commit(sequence, length))
+            if length < metrics.prompt_tokens:  # all of it is read when the logits are here, and not before
+                task.answer.was_read(length)
+
         def logits(row: Array) -> None:
             self._first(task, row)
 
-        return Sink(place, lambda length: self.worker.call(lambda: self.engine.commit(sequence, length)), logits)
+        return Sink(place, commit, logits)
 
     def _first(self, task: Task, row: Array) -> None:
         task.first_token_at = time.perf_counter()
         task.answer.metrics.first_token_time = task.first_token_at - task.answer.begun_at
+        task.answer.was_read(task.answer.metrics.prompt_tokens)  # slices may still be on their way: they were overtaken
         for choice in task.choices:
             choice.choose(row)
 
@@ -195,6 +202,7 @@ class Intake:
         sequence = task.sequences[0]
         at = metrics.cached_tokens = yield from self._reuse(task, len(prompt) - 1)
         task.unread = len(prompt) - at
+        task.answer.was_read(at)
         with self._keeping(task) as insertion:
             spent = 0.0
             while at < len(prompt):
@@ -209,6 +217,7 @@ class Intake:
                 at, spent = at + len(part), spent + seconds
                 task.unread = len(prompt) - at
                 if task.unread:  # the first token waits for nobody
+                    task.answer.was_read(at)
                     yield
         self.reading.note(len(prompt), len(prompt) - metrics.cached_tokens, spent)
         metrics.prefill_time = time.perf_counter() - started

@@ -107,6 +107,13 @@ def write_alone(writer: LocalNode, tokens: list[int], max_tokens: int) -> tuple[
     return written, _texts(written, writer, "/generate", asked)
 
 
+def finished(answer: tuple[Written, Iterator[str]]) -> Written:
+    """Read to its end, for those who want no text."""
+    for _ in answer[1]:
+        pass
+    return answer[0]
+
+
 def _texts(written: Written, node: LocalNode, path: str, asked: dict[str, Any]) -> Iterator[str]:
     with node.post(path, asked) as response:
         yield from written.read(response)

@@ -12,7 +12,7 @@ from disaggregated_inference.nodes.attempt import PrefillMetrics
 from disaggregated_inference.nodes.served import Served
 from disaggregated_inference.wire.paths import spoken
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0)
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0)
 
 
 class NodeMetrics:
@@ -77,7 +77,7 @@ class NodeMetrics:
         return Counter(f"disagg_{name}", words, labels, registry=self.registry)
 
     def _histogram(self, name: str, words: str, *labels: str) -> Histogram:
-        return Histogram(f"disagg_{name}", words, labels, buckets=_SECONDS, registry=self.registry)
+        return Histogram(f"disagg_{name}", words, labels, buckets=SECONDS, registry=self.registry)
 
 
 def _outcome(error: BaseException | None) -> str:

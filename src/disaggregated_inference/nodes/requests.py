@@ -72,6 +72,7 @@ class DecodeRequest(Prompt, frozen=True, kw_only=True):
     context: str | None = None
     kv_cache: str | None = None
     stream: bool = False
+    progress: bool = False  # of a stream: how much of the prompt is here, as it comes
     max_new_tokens: int | None = None
     max_tokens: int | None = None  # the same, by the name other APIs have
     temperature: float = 0.0
@@ -111,6 +112,7 @@ class DecodeRequest(Prompt, frozen=True, kw_only=True):
             choice=self.choice,
             timeout_s=self.timeout_s,
             queue_s=self.queue_s,
+            progress=self.progress and self.stream,
         )
 
     def tape(self) -> bytes:

@@ -1,5 +1,6 @@
 """From a command line to a running node: load, warm up, listen, say so."""
 
+import asyncio
 import ipaddress
 import json
 import math
@@ -12,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from disaggregated_inference.engines import Engine, load_engine, require_engine
+from disaggregated_inference.engines import Engine, file_kind, load_engine, require_engine
+from disaggregated_inference.engines.ollama import Ollama
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.kv.disk import DiskTier
 from disaggregated_inference.kv.dtype import require_dtype
@@ -20,7 +22,9 @@ from disaggregated_inference.models import ModelFiles, ModelStore
 from disaggregated_inference.nodes.decode import DecodeNode
 from disaggregated_inference.nodes.http import node_app, serve_app
 from disaggregated_inference.nodes.listen import listen, parse_address
-from disaggregated_inference.nodes.logs import log_to_stderr
+from disaggregated_inference.logs import log_to_stderr
+from disaggregated_inference.nodes.ollama import OllamaNode
+from disaggregated_inference.nodes.ollama_http import ollama_app
 from disaggregated_inference.nodes.prefill import PrefillNode
 from disaggregated_inference.nodes.room import Room
 from disaggregated_inference.nodes.served import Served
@@ -59,6 +63,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     queue: int = 256
     idle_unload_s: float = 0.0
     drain_s: int = 60
+    ollama_host: str = "http://localhost:11434"
+    ollama_context: int = 32768
+    ollama_slots: int = 4
+    keep_alive: str = ""
     log_level: str = "warning"
 
 
@@ -70,6 +78,8 @@ def run_node(asked: Settings) -> None:
     if asked.kv_codec not in CODECS:
         raise BadRequest(f"no codec {asked.kv_codec!r}; there are {', '.join(CODECS)}")
     port = ROLES[asked.role] if asked.port is None else asked.port
+    if asked.engine == "ollama":
+        return _run_ollama(asked, port)
     reads, writes = asked.role != "decode", asked.role != "prefill"
     addresses = [parse_address(text, asked.kv_port) for text in asked.kv_address or [asked.host]] if reads else []
     _require_token([asked.host, *(name for name, _ in addresses)], asked.token, asked.insecure)
@@ -87,6 +97,21 @@ def run_node(asked: Settings) -> None:
     finally:
         room.close_all()
         room.worker.stop()
+
+
+def _run_ollama(asked: Settings, port: int) -> None:
+    """In front of a server that has its own memory, queue and cache."""
+    ollama = Ollama(asked.ollama_host, asked.model)
+    node = OllamaNode(
+        ollama, asked.role, asked.ollama_context, asked.keep_alive, slots=asked.ollama_slots, queue=asked.queue
+    )
+    _require_token([asked.host], asked.token, asked.insecure)
+    _require_free([(asked.host, port)])
+    asyncio.run(node.require_model())
+    about: dict[str, Any] = {"role": asked.role, "model": asked.model, "backend": "ollama", "host": asked.host}
+    about["ollama"] = ollama.url
+    app = ollama_app(node, asked.token or None)
+    serve_app(app, asked.host, port, asked.drain_s, partial(_ready, **about), node.stop_taking)
 
 
 def _serve(asked: Settings, port: int, served: Served) -> None:
@@ -134,7 +159,7 @@ def _load(asked: Settings) -> tuple[ModelFiles, Room]:
         raise BadRequest(f"--profile is a simulated machine's: it needs --engine simulated, not {engine}")
     kv_bytes, prefix_bytes = parse_size(asked.kv_memory), parse_size(asked.prefix_memory)
     disk_bytes = parse_size(asked.prefix_disk_size)
-    files = ModelStore().resolve(asked.model)
+    files = ModelStore().resolve(asked.model, kind=file_kind(engine))
     options: dict[str, Any] = {"dtype": require_dtype(asked.dtype)} if asked.dtype else {}
     if asked.profile:
         options["profile"] = asked.profile

@@ -54,6 +54,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     format: dict[str, Any] | None = None
     timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None  # seconds for all of it
     priority: int = 0
+    progress: bool = False  # a stream also tells how much of the prompt was read
     request_id: Annotated[str, msgspec.Meta(pattern=r"^[\w.:-]{1,100}$")] = "-"
 
     def sampling(self) -> dict[str, Any]:

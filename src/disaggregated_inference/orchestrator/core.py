@@ -15,7 +15,7 @@ from disaggregated_inference.errors import ClusterError, DeadlineExceeded, Disag
 from disaggregated_inference.models.tokenizer import ModelTokenizer
 from disaggregated_inference.orchestrator.ask import Ask, asked, require_defaults
 from disaggregated_inference.orchestrator.history import History
-from disaggregated_inference.orchestrator.legs import Event
+from disaggregated_inference.orchestrator.legs import Delta, Event
 from disaggregated_inference.orchestrator.life import Life
 from disaggregated_inference.orchestrator.line import Line
 from disaggregated_inference.orchestrator.nodes import Node
@@ -24,24 +24,13 @@ from disaggregated_inference.orchestrator.texts import Texts
 from disaggregated_inference.orchestrator.threads import in_thread
 from disaggregated_inference.orchestrator.view import Option
 from disaggregated_inference.orchestrator.watch import Watch
+from disaggregated_inference.orchestrator.whole import WholeLife, about_tokens
 
 _FIRST_NEWS_S = 3.0
 _IDLE_S = 2.0  # connections are kept for less long than nodes keep theirs: a request never goes into a closing one
 _MAX_TOKENS = 2000
 _PLACES = 64  # of a model whose nodes are not known yet
 _AHEAD = 2  # requests per slot: nodes have the next one there when a slot is free
-
-
-class Delta(msgspec.Struct, frozen=True):
-    """What a stream brings: the next piece of text of one choice. The last one of all has the metrics."""
-
-    text: str
-    token: int | None = None
-    choice: int = 0
-    logprob: float | None = None
-    top_logprobs: list[dict[str, int | float]] = []
-    finish_reason: str | None = None
-    metrics: dict[str, Any] | None = None
 
 
 class DisaggregatedInference:
@@ -103,19 +92,36 @@ class DisaggregatedInference:
 
     async def stream(self, prompt: str | None = None, **options: Any) -> AsyncGenerator[Delta, None]:
         """The answer while it is written; closing the iterator cancels it on both nodes."""
+        async with aclosing(self.batches(prompt, **options)) as batches:
+            async for deltas in batches:
+                for delta in deltas:
+                    yield delta
+
+    async def batches(self, prompt: str | None = None, **options: Any) -> AsyncGenerator[list[Delta], None]:
+        """The same, each time with all that has come: whoever passes it on has the work of doing so only once."""
         ask, record = self._asked(prompt=prompt, **options)
-        lines: asyncio.Queue[list[Event] | None] = asyncio.Queue()
-        task = self._begun(ask, record, lines.put_nowait)
-        task.add_done_callback(lambda _: lines.put_nowait(None))
+        came: list[Delta] = []
+        news = asyncio.Event()
+
+        def put(deltas: Sequence[Delta]) -> None:
+            came.extend(deltas)
+            news.set()
+
+        record.on_progress = lambda progress: put([Delta(progress=progress)])
+        task = self._begun(ask, record, put)
+        task.add_done_callback(lambda _: news.set())
         try:
-            while (some := await lines.get()) is not None:
-                for event in some:
-                    yield _delta(event)
+            while came or not task.done():
+                await news.wait()
+                news.clear()
+                if deltas := came.copy():
+                    came.clear()
+                    yield deltas
             await _finished(task)
         finally:
             task.cancel()
             await asyncio.wait({task})
-        yield Delta("", metrics=record.answer)
+        yield [Delta(metrics=record.answer)]
 
     async def generate_many(self, requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """All at once, in one merged result. One that fails has `error` in its place; the others go on."""
@@ -164,6 +170,7 @@ class DisaggregatedInference:
         model = self.config.resolve_model(options.get("model") or options.get("model_type"))
         ask = asked(self.config.options_of(model).defaults, **options)
         record = Record(ask.request_id, model)
+        record.operation = "text_completion" if ask.messages is None else "chat"
         record.on_plan = on_plan or record.on_plan
         return ask, record
 
@@ -196,15 +203,26 @@ class DisaggregatedInference:
         self.line.allow(record.model, _places(watch.of(record.model)))
         async with self.line.turn(record.model, ask.priority, deadline):
             record.phase("queue", began_at)
-            tokens = await self._read(ask, record, watch)
-            if ask.max_tokens is None:  # nobody said: as much as usual, or as fits
-                fits = self._window(record.model, watch.of(record.model)) - len(tokens)
-                ask = msgspec.structs.replace(ask, max_tokens=max(1, min(_MAX_TOKENS, fits)))
-            life = Life(watch, ask, record.model, tokens, record, deadline)
+            life = await self._life(ask, record, watch, deadline)
             async with aclosing(life.events()) as events:
                 async for some in events:
                     if some:
                         put(some)
+
+    async def _life(self, ask: Ask, record: Record, watch: Watch, deadline: float) -> Life:
+        nodes = watch.of(record.model)
+        if any(node.takes_text for node in nodes):
+            ask = self._limited(ask, about_tokens(ask), nodes, record)
+            return WholeLife(watch, ask, record.model, record, deadline)
+        tokens = await self._read(ask, record, watch)
+        return Life(watch, self._limited(ask, len(tokens), nodes, record), record.model, tokens, record, deadline)
+
+    def _limited(self, ask: Ask, prompt_tokens: int, nodes: list[Node], record: Record) -> Ask:
+        """Where nobody said how long the answer may be: as much as usual, or as fits."""
+        if ask.max_tokens is not None:
+            return ask
+        fits = self._window(record.model, nodes) - prompt_tokens
+        return msgspec.structs.replace(ask, max_tokens=max(1, min(_MAX_TOKENS, fits)))
 
     def _timeout_s(self, model: str) -> float:
         policies, options = self.config.policies, self.config.options_of(model)
@@ -238,6 +256,7 @@ class DisaggregatedInference:
         said = {"error": {"code": getattr(error, "code", outcome), "message": str(error)}} if error else {}
         ended = metrics | said | {"ok": error is None, "outcome": outcome, "time": record.time}
         ended["finish_reason"] = record.answer.get("finish_reason")
+        ended |= {"operation": record.operation, "n": len(record.courses)}
         self.history.add(ended)
         for tell in self.on_end:
             tell(ended)
@@ -254,10 +273,6 @@ async def _finished(task: "asyncio.Task[None]") -> None:
     if task.cancelled():
         raise ClusterError("the orchestrator was closed before the request was done")
     task.result()
-
-
-def _delta(event: Event) -> Delta:
-    return Delta(event.text, event.token, event.index, event.logprob, event.top_logprobs, event.finish_reason)
 
 
 def _places(nodes: list[Node]) -> int:

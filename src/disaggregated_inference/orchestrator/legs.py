@@ -76,18 +76,35 @@ class Failure(msgspec.Struct, frozen=True):
     message: str = "no reason given"
 
 
-class Event(msgspec.Struct, frozen=True):
-    """One line of a decode node's stream: a token, the end, or an error."""
+class Progress(msgspec.Struct, frozen=True):
+    """How much of a prompt the node that will write has. By llama.cpp's names."""
 
-    token: int | None = None
+    total: int
+    cache: int  # held before the request came
+    processed: int  # those included
+    time_ms: int
+
+
+class Delta(msgspec.Struct, frozen=True, gc=False):
+    """What a stream brings: the next piece of text of one choice. The last one of all has the metrics."""
+
     text: str = ""
-    index: int = 0
+    token: int | None = None
+    choice: int = msgspec.field(default=0, name="index")
     logprob: float | None = None
-    top_logprobs: list[dict[str, int | float]] = []
+    top_logprobs: tuple[dict[str, int | float], ...] = ()
     finish_reason: str | None = None
+    thinking: str = ""  # of a node that takes text, which tells thoughts and calls apart by itself
+    tool_calls: list[dict[str, Any]] = []
+    metrics: dict[str, Any] | None = None
+    progress: Progress | None = None  # before the first token, where it was asked for: then there is nothing else
+
+
+class Event(Delta, frozen=True, gc=False):
+    """One line of a decode node's stream: a token, which goes to the client as it is; the end, an error, or how far the
+    reading is."""
+
     done: bool = False
-    usage: dict[str, int] = {}
-    metrics: dict[str, Any] = {}
     error: Failure | None = None
 
 
@@ -97,7 +114,7 @@ class Health(msgspec.Struct, frozen=True):
     stalled_s: float = 0.0
 
 
-_events = msgspec.json.Decoder(Event)
+_events = msgspec.json.Decoder(list[Event])
 
 
 class Legs:
@@ -187,10 +204,10 @@ class Legs:
 
     def _parsed(self, lines: list[bytes]) -> list[Event]:
         """Tokens, and perhaps the end, or an error."""
-        events = [_events.decode(line[6:]) for line in lines if line.startswith(b"data: ")]
-        if not events:
+        told = [line[6:] for line in lines if line.startswith(b"data: ")]
+        if not told:
             self._require_progress(lines)
-        return events
+        return _events.decode(b"[%b]" % b",".join(told))  # all at once: that is half of the work
 
     async def _rest(self, response: aiohttp.ClientResponse) -> None:
         """To the very end, so that the connection can serve again; a node that fails now has done its work."""
@@ -281,6 +298,6 @@ class Legs:
 
     def _failure(self, failure: Failure) -> Exception:
         """An error in the middle of a stream."""
-        if failure.code in ("deadline_exceeded", "bad_request"):
+        if failure.code in ("deadline_exceeded", "bad_request", "context_too_long"):
             return Refused(504 if failure.code == "deadline_exceeded" else 400, failure.code, failure.message)
         return LegFailed(self.server.name, failure.code, failure.message)

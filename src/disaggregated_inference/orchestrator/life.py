@@ -13,10 +13,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
+
 from disaggregated_inference.cluster.config import Policies
 from disaggregated_inference.errors import ClusterError, DeadlineExceeded, NoDecodeNode
 from disaggregated_inference.orchestrator.ask import Ask
-from disaggregated_inference.orchestrator.legs import Event, LegFailed, NodeIsBusy
+from disaggregated_inference.orchestrator.legs import Event, LegFailed, NodeIsBusy, Progress
 from disaggregated_inference.orchestrator.nodes import Node
 from disaggregated_inference.orchestrator.plan import plan
 from disaggregated_inference.orchestrator.record import Attempt, Course, Failover, Record
@@ -51,15 +53,14 @@ class Life:
         self._decode_failures = 0
         self._gave_second_chance = False
         self._waiting_since: float | None = None
+        self._cache = len(tokens)  # of the prompt, at most: see `_read_on`
 
     @property
     def fell_back(self) -> bool:
         return self._prefill_failures > self._policies.retries
 
-    async def events(self) -> Events:
-        async with aclosing(self._persist(tuple(range(self._ask.n)))) as events:
-            async for some in events:
-                yield some
+    def events(self) -> Events:
+        return self._persist(tuple(range(self._ask.n)))
 
     async def _persist(self, numbers: tuple[int, ...]) -> Events:
         """Attempt after attempt, until these choices are over."""
@@ -88,16 +89,7 @@ class Life:
 
     def _choose(self, numbers: tuple[int, ...]) -> tuple[Option, str]:
         """The best way that the policies and this request's own past allow."""
-        prompt = self._prompt(numbers)
-        epochs = self._watch.epochs(self._model)
-        question = Question(
-            model=self._model,
-            prompt_tokens=len(prompt),
-            max_tokens=self._left(numbers),
-            held=self._watch.remembered.held(prompt, epochs),
-            avoid=frozenset(name for name, epoch in self._avoid if epochs.get(name) == epoch),
-        )
-        planned = plan(question, self._watch.view(self._model))
+        planned = plan(self._question(numbers), self._watch.view(self._model))
         for allowed in (self._keeps_both, self._keeps_policy):
             if wanted := [option for option in planned.options if allowed(option)]:
                 option = wanted[0] if self.record.failovers else self._looked_at_again(wanted)
@@ -106,6 +98,16 @@ class Life:
             raise ClusterError("no prefill node can read this prompt, and the config allows no fallback")
         option = next(filter(self._keeps_place, planned.options), planned.options[0])
         return option, _reason(planned, option)
+
+    def _question(self, numbers: tuple[int, ...]) -> Question:
+        prompt, epochs = self._prompt(numbers), self._watch.epochs(self._model)
+        return Question(
+            model=self._model,
+            prompt_tokens=len(prompt),
+            max_tokens=self._left(numbers),
+            held=self._watch.remembered.held(prompt, epochs),
+            avoid=frozenset(name for name, epoch in self._avoid if epochs.get(name) == epoch),
+        )
 
     def _looked_at_again(self, options: list[Option]) -> Option:
         """The best, but for one request in a while: a node that was slow once is asked again, or nobody would ever know
@@ -176,8 +178,9 @@ class Life:
                 path = "/decode" if prefill else "/generate"
                 async with aclosing(decode.legs.write(path, body, self._id)) as events:
                     async for some in events:
-                        gate.leave()  # the first of them: the prompt was read
-                        yield self._took(some, attempt, numbers, prompt)
+                        if kept := self._took(some, attempt, numbers, prompt):
+                            gate.leave()  # the first of them: the prompt was read
+                            yield kept
             done = True
         finally:
             for node in {decode, reader}:
@@ -202,6 +205,8 @@ class Life:
             body |= {"written": written}
         if len(numbers) < self._ask.n:
             body |= {"n": 1, "choice": numbers[0]}
+        if self._ask.progress and not any(course.written for course in self.courses):
+            body["progress"] = True
         return body
 
     def _prefill_body(self, prefill: Node, prompt: list[int], ticket: str) -> dict[str, Any]:
@@ -219,17 +224,30 @@ class Life:
         alone = len(numbers) == 1 and numbers[0]
         kept: list[Event] = []
         for event in events:
-            if event.token is not None:
-                number = numbers[event.index]
+            if self._is_piece(event):
+                number = numbers[event.choice]
                 self.courses[number].take(event)
-                kept.append(Event(**_fields(event, number)) if alone else event)
+                kept.append(msgspec.structs.replace(event, choice=number) if alone else event)
             elif event.done:
-                attempt.metrics = event.metrics
+                attempt.metrics = event.metrics or {}
+            elif event.progress:
+                self._read_on(event.progress, attempt)
         if kept:
             attempt.last_at = time.perf_counter()
             if not attempt.first_token_at:
                 self._began(attempt, len(prompt))
         return kept
+
+    def _is_piece(self, event: Event) -> bool:
+        return event.token is not None
+
+    def _read_on(self, progress: Progress, attempt: Attempt) -> None:
+        """What an earlier attempt had read was not held before the request came, wherever it is held now; and the time
+        is this request's, not the attempt's. Another node may have less: then it goes back."""
+        self._cache = min(self._cache, progress.cache)
+        earlier_ms = round(1000 * (attempt.began_at - self.record.attempts[0].began_at))
+        told = msgspec.structs.replace(progress, cache=self._cache, time_ms=progress.time_ms + earlier_ms)
+        self.record.on_progress(told)
 
     def _began(self, attempt: Attempt, prompt_tokens: int) -> None:
         """The first token is here: both legs work."""
@@ -349,10 +367,6 @@ class _let_in:  # noqa: N801  used as a function
         if self._inside and self._node:
             self._inside = False
             self._node.gate.release()
-
-
-def _fields(event: Event, number: int) -> dict[str, Any]:
-    return {name: getattr(event, name) for name in Event.__struct_fields__} | {"index": number}
 
 
 def _reason(planned: Plan, option: Option) -> str:

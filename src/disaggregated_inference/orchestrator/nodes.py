@@ -63,6 +63,7 @@ class Status(msgspec.Struct, frozen=True):
     running: int = 0
     exports: bool = True
     imports: bool = True
+    reason: str = ""  # why it is unhealthy, where it says so
     slots: _Slots = _Slots()
     kv: _Memory = _Memory()
     rates: _Rates = _Rates()
@@ -72,12 +73,30 @@ class Status(msgspec.Struct, frozen=True):
     tickets: int = 0
 
 
+class Identity(msgspec.Struct, frozen=True):
+    """Of a model that only its engine knows well: little, but enough to tell two models apart."""
+
+    architecture: str = ""
+    parameters: int = 0
+
+
 class About(msgspec.Struct, frozen=True):
-    """Of a node's `/model`."""
+    """Of a node's `/model`. Without a fingerprint it hands out neither cache nor tokenizer, and takes text."""
 
     context_window: int
-    vocabulary: int
-    fingerprint: Fingerprint
+    vocabulary: int | None = None
+    fingerprint: Fingerprint | None = None
+    identity: Identity = Identity()
+
+    def differences(self, other: "About") -> list[str]:
+        """One line per disagreement; none: both may answer for one model."""
+        if self.fingerprint and other.fingerprint:
+            return self.fingerprint.differences(other.fingerprint)
+        if self.fingerprint or other.fingerprint:
+            takes = {True: "tokens", False: "text alone"}
+            return [f"it takes {takes[bool(other.fingerprint)]}, not {takes[bool(self.fingerprint)]}"]
+        mine, theirs = self.identity, other.identity
+        return [] if mine == theirs else [f"{theirs.architecture} of {theirs.parameters} parameters there"]
 
 
 class Node:
@@ -104,6 +123,10 @@ class Node:
     @property
     def epoch(self) -> str:
         return self.status.epoch if self.status else ""
+
+    @property
+    def takes_text(self) -> bool:
+        return self.about is not None and self.about.fingerprint is None and not self.mismatch
 
     @property
     def role(self) -> Role:
@@ -170,7 +193,7 @@ class Node:
 
     def _trouble(self, status: Status) -> str:
         if status.status not in ("healthy", "loading"):
-            return f"it is {status.status}"
+            return f"it is {status.status}" + (f": {status.reason}" if status.reason else "")
         if status.stalled_s > self._policies.stuck_s:
             return f"its engine has made no progress for {status.stalled_s:.0f} s"
         if self.server.role == "decode" and status.role == "prefill":

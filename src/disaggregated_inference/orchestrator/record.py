@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from disaggregated_inference.cluster.config import Policies, Server
-from disaggregated_inference.orchestrator.legs import Event
+from disaggregated_inference.orchestrator.legs import Event, Progress
 from disaggregated_inference.orchestrator.view import Option
 
 FALLBACK = "Using fallback mode - slower performance"
@@ -43,13 +43,17 @@ class Course:
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish: str | None = None
 
+    @property
+    def tokens(self) -> int:
+        return len(self.written)
+
     def take(self, event: Event) -> None:
         assert event.token is not None
         self.written.append(event.token)
         self.text.append(event.text)
         self.finish = event.finish_reason
         if event.logprob is not None:
-            likely = {"token": event.token, "logprob": event.logprob, "top_logprobs": event.top_logprobs}
+            likely = {"token": event.token, "logprob": event.logprob, "top_logprobs": list(event.top_logprobs)}
             self.logprobs.append(likely)
 
     def told(self) -> dict[str, Any]:
@@ -77,6 +81,7 @@ class Record:
 
     def __init__(self, request_id: str, model: str) -> None:
         self.request_id, self.model = request_id, model
+        self.operation = ""  # by OpenTelemetry's names: chat, text_completion
         self.came_at, self.time = time.perf_counter(), time.time()
         self.prompt_tokens = 0
         self.phases: list[Phase] = []
@@ -85,7 +90,9 @@ class Record:
         self.courses: list[Course] = []
         self.answer: dict[str, Any] = {}  # what a client gets, once it ended
         self.on_plan: Callable[[Option, str], None] = lambda option, reason: None  # told of every attempt
+        self.on_progress: Callable[[Progress], None] = lambda progress: None  # before the first token, where asked for
         self.fallback = False
+        self.warning: str | None = None
         self.first_token_s = self.total_s = 0.0
         self._stalled: list[tuple[Failover, float]] = []
 
@@ -124,7 +131,7 @@ class Record:
         last = last or (self.attempts[-1] if self.attempts else None)
         told = last.metrics if last else {}
         courses = self.courses
-        completion = sum(len(course.written) for course in courses)
+        completion = sum(course.tokens for course in courses)
         prefill_s = self._prefill_s(last)
         decode_s = max(0.0, self.total_s - self.first_token_s) if self.first_token_s else 0.0
         readers = last.option.prefill or last.option.decode if last else None
@@ -135,13 +142,13 @@ class Record:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": self.prompt_tokens + completion,
-            "prefill_speed": self._read_tokens(last) / prefill_s if prefill_s else 0.0,
+            "prefill_speed": self._prefill_speed(last, prefill_s),
             "decode_speed": (completion - len(courses)) / decode_s if decode_s and completion > len(courses) else 0.0,
             "method": self._method(last),
             "prefill_server": readers,
             "decode_server": last.option.decode if last else None,
             "tokens_per_sec": completion / self.total_s if self.total_s else 0.0,
-            "warning": FALLBACK if self.fallback else None,
+            "warning": FALLBACK if self.fallback else self.warning,
             "request_id": self.request_id,
             "model": self.model,
             "first_token_time": self.first_token_s,
@@ -171,6 +178,12 @@ class Record:
             return 0.0
         told: float = attempt.metrics.get("prefill_time") or 0.0
         return told or max(0.0, attempt.first_token_at - attempt.began_at)
+
+    def _prefill_speed(self, attempt: Attempt | None, prefill_s: float) -> float:
+        """A node that cannot tell what it held from what it read says so itself, or that it does not know."""
+        if attempt and "prefill_speed" in attempt.metrics:
+            return attempt.metrics["prefill_speed"] or 0.0
+        return self._read_tokens(attempt) / prefill_s if prefill_s else 0.0
 
     def _read_tokens(self, attempt: Attempt | None) -> int:
         """Of the prompt, what its reader did not hold already."""

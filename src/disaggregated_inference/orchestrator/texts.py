@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from disaggregated_inference.errors import BadRequest, DisaggError, NoDecodeNode
+from disaggregated_inference.models.no_tokenizer import NoTokenizer
 from disaggregated_inference.models.store import default_home
 from disaggregated_inference.models.tokenizer import ModelTokenizer
 from disaggregated_inference.orchestrator.ask import Ask
@@ -38,7 +39,8 @@ class Texts:
         if not having:
             raise NoDecodeNode()
         assert having[0].about
-        model = having[0].about.fingerprint
+        if (model := having[0].about.fingerprint) is None:
+            return NoTokenizer(having[0].model)
         identity = hashlib.blake2b(f"{model.tokenizer}/{model.chat_template}".encode(), digest_size=16).hexdigest()
         if found := self._known.get(identity):
             return found
@@ -75,6 +77,7 @@ class Texts:
     def _take(self, identity: str, body: bytes, node: Node) -> ModelTokenizer:
         tokenizer = ModelTokenizer.from_whole(msgspec.json.decode(body))
         assert node.about
+        assert node.about.fingerprint
         if tokenizer.identity != node.about.fingerprint.tokenizer:
             raise DisaggError(f"{node.name} handed out another tokenizer than the one it uses; restart it")
         try:

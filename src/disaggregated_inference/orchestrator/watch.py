@@ -146,4 +146,4 @@ def _writers(nodes: list[Node]) -> list[Node]:
 def _differences(reference: Node, node: Node) -> list[str]:
     assert reference.about
     assert node.about
-    return reference.about.fingerprint.differences(node.about.fingerprint)
+    return reference.about.differences(node.about)

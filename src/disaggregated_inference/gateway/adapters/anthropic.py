@@ -1,6 +1,5 @@
 """Anthropic's Messages API: answers as blocks of text, thought and tool use."""
 
-import json
 import logging
 import secrets
 from abc import ABC, abstractmethod
@@ -14,12 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.errors import ContextTooLong, DisaggError
 from disaggregated_inference.gateway.adapters import anthropic_shapes as shapes
 from disaggregated_inference.gateway.answers import body_of, json_response, streamed, unless_gone
 from disaggregated_inference.gateway.call import Call
 from disaggregated_inference.gateway.parsers.base import CallArguments, CallBegun, Said, Text, Thought
-from disaggregated_inference.gateway.turn import Part, asked, converse
+from disaggregated_inference.gateway.turn import Part, Parts, asked, converse
 from disaggregated_inference.models.tokenizer import ModelTokenizer
 from disaggregated_inference.orchestrator.threads import in_thread
 
@@ -54,7 +53,9 @@ def error_body(error: Exception, request_id: str | None = None) -> dict[str, Any
 
 
 def _message(error: Exception) -> str:
-    """What was not foreseen may tell of what is nobody's business."""
+    """What was not foreseen may tell of what is nobody's business. Programs make room when they read these words."""
+    if isinstance(error, ContextTooLong):
+        return f"prompt is too long: {error.needed_tokens} tokens with max_tokens > {error.window_tokens} maximum"
     if isinstance(error, HTTPException):
         return error.detail
     return str(error) if isinstance(error, DisaggError) else "internal error"
@@ -63,7 +64,8 @@ def _message(error: Exception) -> str:
 async def messages(request: Request) -> Response:
     call, wanted = Call(request), shapes.understood(await body_of(request), shapes.Asked)
     model = call.model(wanted.model)
-    turn, tokenizer = wanted.turn(model, **call.options()), await call.core.tokenizer(model)
+    options = call.options() | {"progress": bool(wanted.stream)}  # a stream begins with how much was read
+    turn, tokenizer = wanted.turn(model, **options), await call.core.tokenizer(model)
     answer = Answer(model, wanted, tokenizer)
     parts = converse(call.core, turn)
     if not wanted.stream:
@@ -91,17 +93,18 @@ async def count_tokens(request: Request) -> Response:
     return json_response({"input_tokens": count}, headers=call.headers())
 
 
-async def _exhausted(answer: "Answer", parts: AsyncGenerator[Part, None]) -> None:
-    async with aclosing(parts):
-        async for part in parts:
-            answer.take(part)
+async def _exhausted(answer: "Answer", batches: Parts) -> None:
+    async with aclosing(batches):
+        async for parts in batches:
+            for part in parts:
+                answer.take(part)
 
 
-async def _lines(answer: "Answer", parts: AsyncGenerator[Part, None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(parts):
-        async for part in parts:
-            if events := answer.take(part):
-                yield _told(events)
+async def _lines(answer: "Answer", batches: Parts) -> AsyncGenerator[bytes, None]:
+    async with aclosing(batches):
+        async for parts in batches:
+            if lines := b"".join([_told(answer.take(part)) for part in parts]):
+                yield lines
 
 
 def _told(events: list[Event]) -> bytes:
@@ -130,10 +133,13 @@ class Answer:
         return said | {"content": self._content, **self._stopped, "usage": self._usage}
 
     def take(self, part: Part) -> list[Event]:
+        if part.progress:
+            self._usage = _usage({"prompt_tokens": part.progress.total, "cached_tokens": part.progress.cache})
+            return []
         return [*self._opening(), *self._taken(part)]
 
     def _opening(self) -> Iterator[Event]:
-        """How much was read is known in the end: `message_delta` tells it again, and rightly."""
+        """What the prefill node held is known in the end: `message_delta` tells it again, and rightly."""
         if not self._began:
             self._began = True
             yield {"type": "message_start", "message": self.message() | {"content": []}}
@@ -254,8 +260,8 @@ class _ToolUse(_Open):
 def _object(text: str) -> dict[str, Any]:
     """Of an answer that was cut off in a call there is no whole one; `max_tokens` says so."""
     try:
-        found = json.loads(text)
-    except ValueError:
+        found = msgspec.json.decode(text)
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -1,6 +1,5 @@
 """What Ollama's programs are told: one JSON object a line, times in nanoseconds."""
 
-import json
 from datetime import UTC, datetime
 from typing import Any
 
@@ -62,9 +61,9 @@ class Telling:
         if not self._call:
             return
         try:
-            function = {"name": self._call.name, "arguments": json.loads(self._arguments or "{}")}
+            function = {"name": self._call.name, "arguments": msgspec.json.decode(self._arguments or "{}")}
             piece.calls.append({"id": self._call.id, "function": function})
-        except ValueError:
+        except (ValueError, RecursionError):
             piece.text += self._arguments
         self._call, self._arguments = None, ""
 

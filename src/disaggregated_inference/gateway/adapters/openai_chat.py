@@ -61,15 +61,34 @@ class Choice:
             found = likely(self._tokenizer, part.token, part.logprob, part.top_logprobs)
             self._likely += [found] if found else []
 
+    def line(self, part: Part, told: Told) -> bytes:
+        """The part as an event, or nothing, if there is nothing to tell."""
+        if len(part.said) == 1 and isinstance(part.said[0], Text) and self._is_plain(part):
+            self._thinking = False
+            return told.text(self.index, part.said[0].text)
+        self.take(part)
+        news = self.told()
+        return told.event(news) if news else b""
+
+    def _is_plain(self, part: Part) -> bool:
+        return not (self._opening or self._tokenizer or part.finish_reason)
+
+    def silent(self) -> dict[str, Any]:
+        """As an event that says nothing but, the first time, whose turn it is. llama.cpp says so every time; OpenAI's
+        own client would put the words together: assistantassistant."""
+        delta, self._opening = self._opening, {}
+        return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
     def told(self) -> dict[str, Any] | None:
         """As an event, if there is anything to tell; the first one says whose turn it is."""
         if not self._said and not self._finish and not self._opening:
             return None
-        delta = self._opening | delta_of(self._said)
+        delta = delta_of(self._said)
+        if self._opening:
+            delta, self._opening = self._opening | delta, {}
         logprobs = in_chat(self._likely) if self._tokenizer else None
-        told = {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": self._finish}
-        self._opening, self._said, self._likely = {}, [], []
-        return told
+        self._said, self._likely = [], []
+        return {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": self._finish}
 
     def whole(self) -> dict[str, Any]:
         """A message is the delta of everything."""
@@ -116,14 +135,17 @@ class _Choices:
         self._all = [Choice(index, asked, tokenizer) for index in range(asked.n or 1)]
         self.records: list[dict[str, Any]] = []
 
-    def take(self, part: Part) -> Choice | None:
-        """Whose part it was."""
-        if part.metrics is not None:
-            self.records.append(part.metrics)
+    def of(self, part: Part) -> Choice | None:
+        """Whose part it is, if it is of the answer."""
+        if part.token is None and (part.metrics is not None or part.progress):
+            self.records += [part.metrics] if part.metrics is not None else []
             return None
-        choice = self._all[part.choice]
-        choice.take(part)
-        return choice
+        return self._all[part.choice]
+
+    def line(self, part: Part, told: Told) -> bytes:
+        if choice := self.of(part):
+            return choice.line(part, told)
+        return told.progress(self._all[0].silent(), part.progress) if part.progress else b""
 
     def whole(self) -> list[dict[str, Any]]:
         return [choice.whole() for choice in self._all]
@@ -139,16 +161,18 @@ async def _begun(call: Call, asked: ChatAsked, turn: Turn) -> _Choices:
 
 async def _whole(call: Call, asked: ChatAsked, turn: Turn) -> dict[str, Any]:
     told, choices = Told(call, asked, "chatcmpl", "chat.completion"), await _begun(call, asked, turn)
-    async with aclosing(converse(call.core, turn)) as parts:
-        async for part in parts:
-            choices.take(part)
+    async with aclosing(converse(call.core, turn)) as batches:
+        async for parts in batches:
+            for part in parts:
+                if choice := choices.of(part):
+                    choice.take(part)
     return told.whole(choices.whole(), choices.records, choices.thought_tokens)
 
 
 async def _events(call: Call, asked: ChatAsked, turn: Turn) -> AsyncGenerator[bytes, None]:
     told, choices = Told(call, asked, "chatcmpl", "chat.completion.chunk"), await _begun(call, asked, turn)
-    async with aclosing(converse(call.core, turn)) as parts:
-        async for part in parts:
-            if (choice := choices.take(part)) and (news := choice.told()):
-                yield told.event(news)
+    async with aclosing(converse(call.core, turn)) as batches:
+        async for parts in batches:
+            if lines := b"".join([choices.line(part, told) for part in parts]):
+                yield lines
     yield told.end(choices.records, choices.thought_tokens)

@@ -19,6 +19,7 @@ from disaggregated_inference.orchestrator import Delta
 _AT_ONCE = 16  # prompts of one request: who sends many leaves places for others
 
 Asks = list[dict[str, Any]]
+Deltas = AsyncGenerator[list[Delta], None]
 
 
 async def completions(request: Request) -> Response:
@@ -77,12 +78,16 @@ class _Choices:
         self._records: dict[int, dict[str, Any]] = {}
 
     def take(self, prompt: int, delta: Delta) -> Choice | None:
-        if delta.metrics is not None:
-            self._records[prompt] = delta.metrics
+        if delta.metrics is not None or delta.progress:
+            if delta.metrics is not None:
+                self._records[prompt] = delta.metrics
             return None
         choice = self._all[prompt * self._each + delta.choice]
         choice.take(delta)
         return choice
+
+    def silent(self, prompt: int) -> dict[str, Any]:
+        return {"index": prompt * self._each, "text": "", "logprobs": None, "finish_reason": None}
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -99,31 +104,39 @@ async def _begun(call: Call, asked: CompletionAsked, asks: Asks) -> _Choices:
 
 async def _whole(call: Call, asked: CompletionAsked, asks: Asks) -> dict[str, Any]:
     told, choices = Told(call, asked, "cmpl", "text_completion"), await _begun(call, asked, asks)
-    async with aclosing(_together([call.core.stream(**ask) for ask in asks])) as deltas:
-        async for prompt, delta in deltas:
-            choices.take(prompt, delta)
+    async with aclosing(_together([call.core.batches(**ask) for ask in asks])) as batches:
+        async for prompt, deltas in batches:
+            for delta in deltas:
+                choices.take(prompt, delta)
     return told.whole(choices.whole(), choices.records)
 
 
 async def _events(call: Call, asked: CompletionAsked, asks: Asks) -> AsyncGenerator[bytes, None]:
     told, choices = Told(call, asked, "cmpl", "text_completion"), await _begun(call, asked, asks)
-    async with aclosing(_together([call.core.stream(**ask) for ask in asks])) as deltas:
-        async for prompt, delta in deltas:
-            if (choice := choices.take(prompt, delta)) and choice.has_news:
-                yield told.event(choice.told())
+    async with aclosing(_together([call.core.batches(**ask) for ask in asks])) as batches:
+        async for prompt, deltas in batches:
+            if lines := b"".join([_line(told, choices, prompt, delta) for delta in deltas]):
+                yield lines
     yield told.end(choices.records)
 
 
-async def _together(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Several answers as they are written, each piece with its answer's number. One that fails ends all."""
-    news: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
+def _line(told: Told, choices: _Choices, prompt: int, delta: Delta) -> bytes:
+    """An event, or nothing."""
+    if (choice := choices.take(prompt, delta)) and choice.has_news:
+        return told.event(choice.told())
+    return told.progress(choices.silent(prompt), delta.progress) if delta.progress else b""
+
+
+async def _together(streams: Sequence[Deltas]) -> AsyncGenerator[tuple[int, list[Delta]], None]:
+    """Several answers as they are written, their pieces with the answer's number. One that fails ends all."""
+    news: asyncio.Queue[tuple[int, list[Delta]] | Exception | None] = asyncio.Queue()
     places = asyncio.Semaphore(_AT_ONCE)
 
-    async def follow(number: int, stream: AsyncGenerator[Delta, None]) -> None:
+    async def follow(number: int, stream: Deltas) -> None:
         try:
             async with places, aclosing(stream):
-                async for delta in stream:
-                    news.put_nowait((number, delta))
+                async for deltas in stream:
+                    news.put_nowait((number, deltas))
             news.put_nowait(None)
         except Exception as error:
             news.put_nowait(error)

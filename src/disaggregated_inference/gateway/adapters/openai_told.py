@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -12,10 +12,12 @@ from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.gateway.adapters.openai_asked import Asked
 from disaggregated_inference.gateway.call import Call
 from disaggregated_inference.models.tokenizer import ModelTokenizer
+from disaggregated_inference.orchestrator.legs import Progress
 
 log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+_TEXT = b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b'
 METRICS_HEADER = "x-disagg-metrics"
 
 _ANSWER = ("response", "tokens", "logprobs", "choices", "finish_reason")  # of a record: the answer, not about it
@@ -44,6 +46,15 @@ class Told:
 
     def event(self, choice: dict[str, Any]) -> bytes:
         return self._before + msgspec.json.encode(choice) + self._after
+
+    def text(self, index: int, text: str) -> bytes:
+        """The event of a chat that is nearly every event."""
+        return _TEXT % (self._before, index, msgspec.json.encode(text), self._after)
+
+    def progress(self, choice: dict[str, Any], progress: Progress) -> bytes:
+        """As llama.cpp does it: a choice that says nothing, and beside it how much of the prompt was read."""
+        usage = {"usage": None} if self._asked.wants_usage else {}
+        return event(self._head | {"choices": [choice]} | usage | {"prompt_progress": progress})
 
     def end(self, records: list[dict[str, Any]], thought: int = 0) -> bytes:
         """What comes after the last choice's end."""
@@ -100,7 +111,7 @@ class Likely(msgspec.Struct, frozen=True):
         return _text(self.raw)
 
 
-def likely(tokenizer: ModelTokenizer, token: int, logprob: float, top: list[dict[str, float]]) -> Likely | None:
+def likely(tokenizer: ModelTokenizer, token: int, logprob: float, top: Sequence[dict[str, float]]) -> Likely | None:
     """None for what is no text: the tokens that end an answer."""
     if not tokenizer.decode([token]):
         return None

@@ -139,10 +139,10 @@ class Responses:
         self, call: Call, read: tuple[Item, ...], answer: "Answer", turn: Turn
     ) -> AsyncGenerator[list[Event], None]:
         """Kept before its end is told: whoever knows of it can ask for it."""
-        async with aclosing(converse(call.core, turn)) as parts:
-            async for part in parts:
-                events = answer.take(part)
-                if part.metrics is not None and answer.response.store:
+        async with aclosing(converse(call.core, turn)) as batches:
+            async for parts in batches:
+                events = [event for part in parts for event in answer.take(part)]
+                if parts[-1].metrics is not None and answer.response.store:
                     self._store.put(call.caller.name, answer.response.id, read, answer.response)
                 yield events
 

@@ -1,0 +1,48 @@
+"""The servers by the names they have in the set-up documents: `disagg serve` with a role and an engine filled in."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from disaggregated_inference.errors import DisaggError
+
+OLLAMA = "http://localhost:11434"
+
+
+def run_server(words: str, role: str, engine: str, model: str, arguments: Sequence[str] | None = None) -> None:
+    """`words` is for --help. Everything else about a node is said to `disagg serve`."""
+    asked = _parser(words, role, engine, model).parse_args(arguments)
+    from disaggregated_inference.nodes.run import Settings, run_node
+
+    given = {"ollama_host": asked.ollama_host} if engine == "ollama" else {}
+    settings = Settings(
+        role=role,
+        engine=engine,
+        model=asked.model,
+        host=asked.host,
+        port=asked.port,
+        token=asked.token,
+        insecure=asked.insecure,
+        **given,
+    )
+    try:
+        run_node(settings)
+    except (DisaggError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(1) from None
+
+
+def _parser(words: str, role: str, engine: str, model: str) -> argparse.ArgumentParser:
+    port = 8000 if role == "prefill" else 8001
+    more = f"The same as `disagg serve --role {role} --engine {engine}`, which has more options."
+    parser = argparse.ArgumentParser(description=words, epilog=more)
+    parser.add_argument("--model", default=model, help="default: %(default)s")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=port, help="default: %(default)s; 0: a free one")
+    token = os.environ.get("DISAGG_TOKEN", "")
+    parser.add_argument("--token", default=token, help="bearer token that callers must send (or DISAGG_TOKEN)")
+    parser.add_argument("--insecure", action="store_true", help="listen beyond loopback without a token")
+    if engine == "ollama":
+        parser.add_argument("--ollama-host", default=OLLAMA, help="where Ollama is (default: %(default)s)")
+    return parser

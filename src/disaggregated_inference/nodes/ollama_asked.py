@@ -1,0 +1,197 @@
+"""What a node in front of an Ollama is asked, and how that is said in Ollama's words.
+
+Everything is said, also what is a default of ours: Ollama's own are others (temperature 0.8, a context of 4096 tokens).
+What it cannot do is refused with the reason; nothing is dropped in silence.
+"""
+
+import json
+import secrets
+from typing import Any
+
+import msgspec
+
+from disaggregated_inference.engines.ollama import Shown
+from disaggregated_inference.errors import BadRequest, MessagesRefused
+from disaggregated_inference.nodes.guidance import Format
+from disaggregated_inference.nodes.requests import DecodeRequest, PrefillRequest, Prompt
+from disaggregated_inference.nodes.sampling import Sampling
+
+_NO_IDS = "an Ollama takes and gives text: its tokens have no ids here"
+_SEEDS = 1 << 31  # what every version of it keeps whole
+
+# Settings that it has no word for, with what they are when nobody asks for them.
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "tokens": (None, f"tokens: {_NO_IDS}; give prompt or messages"),
+    "kv_cache": (None, "kv_cache: an Ollama cannot take a cache in; give prompt or messages"),
+    "n": (1, "n: an Ollama writes one answer to a request; ask several times"),
+    "logprobs": (None, f"logprobs: {_NO_IDS}"),
+    "logit_bias": ({}, f"logit_bias: {_NO_IDS}"),
+    "ignore_eos": (False, "ignore_eos: an Ollama ends an answer where the model does"),
+    "min_tokens": (0, "min_tokens: an Ollama ends an answer where the model does"),
+    "written": ((), f"written: {_NO_IDS}; give written_text"),
+    "choice": (0, "choice: an Ollama writes one answer to a request"),
+}
+_THINKING = ("enable_thinking", "thinking", "reasoning_effort")  # of a chat template's words, those about thinking
+_LEVELS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
+
+
+class TextRequest(DecodeRequest, frozen=True, kw_only=True):
+    """As other nodes are asked, and what only text can say."""
+
+    template: dict[str, Any] = msgspec.field(
+        default_factory=dict
+    )  # a chat template's words; Ollama knows tools and thinking
+    written_text: str = ""  # of an answer that another node began: writing goes on after it
+
+    @property
+    def limit(self) -> int:
+        asked = self.max_new_tokens if self.max_tokens is None else self.max_tokens
+        return 256 if asked is None else asked
+
+    def require_possible(self) -> None:
+        require_text(self)
+        for name, (default, words) in _REFUSED.items():
+            if getattr(self, name) != default:
+                raise BadRequest(words)
+        if None not in (self.max_tokens, self.max_new_tokens) and self.max_tokens != self.max_new_tokens:
+            raise BadRequest("max_tokens and max_new_tokens are the same thing: give one of them")
+        if self.limit < 1:
+            raise BadRequest("max_new_tokens must be at least 1")
+        if not 0 < self.timeout_s <= 86400:
+            raise BadRequest("timeout_s is seconds, up to a day")
+        if unknown := [name for name in self.template if name not in ("tools", *_THINKING)]:
+            raise BadRequest(f"template: an Ollama has its own chat template, which is not told of {unknown[0]}")
+        if self.format:
+            _format(self.format)
+        self._sampling.require_valid(0)
+
+    @property
+    def _sampling(self) -> Sampling:
+        shared = {name: getattr(self, name) for name in Sampling.__struct_fields__ if name != "stop"}
+        return Sampling(stop=(self.stop,) if isinstance(self.stop, str) else self.stop, **shared)
+
+    def options(self, shown: Shown) -> dict[str, Any]:
+        """All but `num_ctx`, which is the node's."""
+        sampling = self._sampling
+        options: dict[str, Any] = {
+            "num_predict": self.limit,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repeat_penalty": sampling.repetition_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "presence_penalty": sampling.presence_penalty,
+        }
+        if sampling.stop:
+            options["stop"] = list(dict.fromkeys([*shown.stops, *sampling.stop]))
+        if sampling.seed is not None:
+            options["seed"] = sampling.seed % _SEEDS
+        elif sampling.temperature:
+            options["seed"] = secrets.randbelow(_SEEDS)
+        return options
+
+    def body(self, shown: Shown) -> tuple[str, dict[str, Any]]:
+        """The path, and what goes there beside the model and its options."""
+        path, body = text_body(self, self.written_text)
+        if self.format:
+            body["format"] = _format(self.format)
+        if path == "/api/chat":
+            if tools := self.template.get("tools"):
+                body["tools"] = tools
+            if (thinks := _thinks(self.template, shown)) is not None:
+                body["think"] = thinks
+        elif self.template:
+            raise BadRequest("template: a prompt is taken as it is; give messages")
+        return path, body
+
+
+def require_text(asked: Prompt) -> None:
+    given = [name for name in ("prompt", "messages", "tokens") if getattr(asked, name) is not None]
+    if given == ["tokens"]:
+        raise BadRequest(_REFUSED["tokens"][1])
+    if len(given) != 1:
+        raise BadRequest(f"give exactly one of prompt and messages, not {len(given)}")
+    if not (asked.prompt or asked.messages):
+        raise BadRequest("the prompt is empty")
+
+
+def text_body(asked: Prompt, written: str = "") -> tuple[str, dict[str, Any]]:
+    """A prompt goes as it is, without a template around it, as other nodes take it."""
+    if asked.messages is None:
+        return "/api/generate", {"prompt": (asked.prompt or "") + written, "raw": True}
+    messages = [_message(message) for message in asked.messages]
+    return "/api/chat", {"messages": messages + ([{"role": "assistant", "content": written}] if written else [])}
+
+
+def text_of(body: dict[str, Any]) -> str:
+    """All that will be read, but for what a template puts around it."""
+    if "prompt" in body:
+        return str(body["prompt"])
+    return "\n".join(f"{message['role']}: {message['content']}" for message in body["messages"])
+
+
+def require_warmable(asked: PrefillRequest) -> None:
+    require_text(asked)
+    if asked.inline:
+        raise BadRequest("inline: an Ollama keeps its cache to itself; there is none to send")
+    if not asked.wait:
+        raise BadRequest("wait: there is no cache to fetch while it is being made; leave it out, or set it to true")
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """From OpenAI's shape, which is that of every other node, to Ollama's."""
+    if not isinstance(role := message.get("role"), str):
+        raise MessagesRefused("every message needs a role")
+    found: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": _content(message)}
+    if thoughts := message.get("thinking") or message.get("reasoning_content"):
+        found["thinking"] = thoughts
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [_call(call) for call in calls]
+    if name := message.get("tool_name") or (message.get("name") if role == "tool" else None):
+        found["tool_name"] = name
+    return found | ({"tool_call_id": message["tool_call_id"]} if message.get("tool_call_id") else {})
+
+
+def _content(message: dict[str, Any]) -> str:
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        raise MessagesRefused("a message's content is text, or a list of parts of the type text")
+    return "".join(str(part.get("text", "")) for part in parts)
+
+
+def _call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise MessagesRefused("every tool call in messages needs a function with a name")
+    arguments = function.get("arguments") or {}
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError as error:
+        raise MessagesRefused(f"the arguments of the call of {function['name']} are not JSON: {error}") from error
+    named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return named | {"function": {"name": function["name"], "arguments": arguments}}
+
+
+def _format(format: Format) -> Any:
+    format.require_valid()
+    if format.type == "json_object":
+        return "json"
+    if format.type == "json_schema" and isinstance(format.schema, dict):
+        return format.schema
+    raise BadRequest(f"format: an Ollama knows json_object and json_schema, not {format.type}")
+
+
+def _thinks(template: dict[str, Any], shown: Shown) -> bool | str | None:
+    """None: as the model does by itself. GPT-OSS has levels, others think or do not."""
+    effort = template.get("reasoning_effort")
+    wanted = template.get("enable_thinking", template.get("thinking"))
+    if effort is not None:
+        wanted = effort not in ("none", "minimal")
+    if wanted is None or (not wanted and shown.lacks("thinking")):
+        return None
+    levelled = shown.architecture.replace("-", "") == "gptoss"
+    return _LEVELS.get(str(effort), True) if wanted and levelled else bool(wanted)

@@ -1,0 +1,146 @@
+"""A request's life where no cache can move: the text goes to one node, which does everything.
+
+Failover is by text, too. Before the first of it another node begins anew. After it the next one is given what was
+written, and goes on: it reads the text as its own tokens, which may be others, and so the result carries a warning. A
+thought or a tool call that was begun cannot be gone on with; nor can an answer whose model's template closes it (the
+node says so). Then the request fails, with the reason: an honest error is better than an answer with a seam in it.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from disaggregated_inference.errors import BadRequest, ClusterError
+from disaggregated_inference.orchestrator.ask import Ask
+from disaggregated_inference.orchestrator.legs import Event, LegFailed, Refused
+from disaggregated_inference.orchestrator.life import Events, Life
+from disaggregated_inference.orchestrator.nodes import Node
+from disaggregated_inference.orchestrator.record import Attempt, Course, Record
+from disaggregated_inference.orchestrator.view import Option, Question
+from disaggregated_inference.orchestrator.watch import Watch
+
+SEAM = "Another node went on from the text - tokens may differ"
+
+_TOKEN_BYTES = 3  # of most texts a little more: a guess that leaves room
+_MOST_TOKEN_BYTES = 8  # as a node has it: so few tokens a text has at least
+
+
+@dataclass(slots=True)
+class TextCourse(Course):
+    """One choice, of which there is text alone. `written` stays empty: nobody knows the ids."""
+
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    pieces: int = 0  # that came: about as many as tokens
+    counted: int | None = None  # tokens, once the node has said it
+
+    @property
+    def tokens(self) -> int:
+        return self.pieces if self.counted is None else self.counted
+
+    @property
+    def can_go_on(self) -> bool:
+        return not self.thoughts and not self.calls
+
+    def take(self, event: Event) -> None:
+        self.pieces += bool(event.text or event.thinking or event.tool_calls)
+        self.text.append(event.text)
+        self.thoughts += [event.thinking] if event.thinking else []
+        self.calls += event.tool_calls
+        self.finish = event.finish_reason
+
+    def told(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"text": "".join(self.text), "tokens": None, "finish_reason": self.finish}
+        found |= {"thinking": "".join(self.thoughts)} if self.thoughts else {}
+        return found | ({"tool_calls": self.calls} if self.calls else {})
+
+
+class WholeLife(Life):
+    def __init__(self, watch: Watch, ask: Ask, model: str, record: Record, deadline: float) -> None:
+        if ask.tokens is not None:
+            raise BadRequest(f"tokens: {model} is served by an engine that takes text; give prompt or messages")
+        super().__init__(watch, ask, model, [], record, deadline)
+        self._courses = [TextCourse() for _ in range(ask.n)]
+        self.courses = record.courses = list(self._courses)
+
+    def events(self) -> Events:
+        """Choices are requests of their own: nobody reads a prompt once for several of them here."""
+        numbers = tuple(range(self._ask.n))
+        return self._persist(numbers) if len(numbers) == 1 else self._apart(numbers)
+
+    def _question(self, numbers: tuple[int, ...]) -> Question:
+        epochs = self._watch.epochs(self._model)
+        return Question(
+            model=self._model,
+            prompt_tokens=_size_bytes(self._ask) // _MOST_TOKEN_BYTES,
+            max_tokens=self._left(numbers),
+            avoid=frozenset(name for name, epoch in self._avoid if epochs.get(name) == epoch),
+        )
+
+    def _choose(self, numbers: tuple[int, ...]) -> tuple[Option, str]:
+        option, _ = super()._choose(numbers)
+        status = self._watch.nodes[option.decode].status
+        engine = status.backend if status else "its engine"
+        return option, f"whole on {option.decode}: {engine} cannot import KV"
+
+    def _keeps_policy(self, option: Option) -> bool:
+        return True  # there is one way, whatever the policies say about two
+
+    def _falls_back(self, option: Option) -> bool:
+        return False
+
+    def _left(self, numbers: tuple[int, ...]) -> int:
+        assert self._ask.max_tokens is not None
+        return max(1, self._ask.max_tokens - self._courses[numbers[0]].pieces)
+
+    def _body(self, numbers: tuple[int, ...], prompt: list[int]) -> dict[str, Any]:
+        ask, course = self._ask, self._courses[numbers[0]]
+        body = self._sampling | {"n": 1, "max_tokens": self._left(numbers), "timeout_s": self._left_s()}
+        body |= {"messages": ask.messages} if ask.messages is not None else {"prompt": ask.prompt}
+        if ask.template:
+            body["template"] = ask.template
+        if "seed" in body:
+            body["seed"] += numbers[0]
+        if written := "".join(course.text):
+            body["written_text"] = written
+        return body
+
+    async def _attempt(
+        self, attempt: Attempt, option: Option, numbers: tuple[int, ...]
+    ) -> AsyncGenerator[list[Event], None]:
+        course = self._courses[numbers[0]]
+        before = course.pieces
+        self.record.warning = SEAM if before else self.record.warning
+        try:
+            async with aclosing(super()._attempt(attempt, option, numbers)) as events:
+                async for some in events:
+                    yield some
+        except Refused as refused:
+            if not before:
+                raise
+            raise ClusterError(f"{self.record.failovers[-1].message}; {refused}") from refused
+        course.counted = before + int(attempt.metrics.get("completion_tokens") or course.pieces - before)
+        if counted := attempt.metrics.get("prompt_tokens"):
+            self.record.prompt_tokens = max(0, counted - before)  # what was written was read again
+
+    def _is_piece(self, event: Event) -> bool:
+        return not event.done and event.error is None and event.progress is None
+
+    def _learn(self, failure: LegFailed, attempt: Attempt) -> bool:
+        return super()._learn(failure, attempt) and all(course.can_go_on for course in self._courses)
+
+    def _succeeded(
+        self, attempt: Attempt, decode: Node, prefill: Node | None, prompt: list[int], numbers: tuple[int, ...]
+    ) -> None:
+        """Nothing is remembered: who holds which beginning is the engine's own business."""
+
+
+def about_tokens(ask: Ask) -> int:
+    """A guess, on the large side: for whoever wants to know what is left of a window."""
+    return _size_bytes(ask) // _TOKEN_BYTES + 64
+
+
+def _size_bytes(ask: Ask) -> int:
+    texts = [ask.prompt or "", *(str(message.get("content") or "") for message in ask.messages or [])]
+    return sum(len(text.encode(errors="replace")) for text in texts)

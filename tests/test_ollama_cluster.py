@@ -1,0 +1,259 @@
+"""Clusters with Ollama in them: whole requests, failover by text, and another model's real hand-off beside it."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disaggregated_client import DisaggregatedClient
+from disaggregated_inference.errors import BadRequest, ClusterError, DisaggError
+from disaggregated_inference.models import ModelFiles
+from disaggregated_inference.nodes.http import node_app
+from disaggregated_inference.nodes.served import Served
+from disaggregated_inference.orchestrator.record import FALLBACK
+from disaggregated_inference.orchestrator.whole import SEAM
+from tests.conftest import Pair, until
+from tests.gateway import served
+from tests.handoff import alone
+from tests.recorded_ollama import LONG_S, Front, OnThread, RecordedOllama
+
+ROLES = {"p": "prefill", "a": "decode", "b": "decode"}
+
+
+class Farm:
+    """Three Ollamas with a node each: one to read prompts, as people configure it, and two to write."""
+
+    def __init__(self) -> None:
+        self.ollamas = {name: RecordedOllama() for name in ROLES}
+        self.nodes = {name: Front(self.ollamas[name].url, role=role) for name, role in ROLES.items()}
+        self.config: dict[str, Any] = {
+            "prefill_servers": [self._entry("p")],
+            "decode_servers": [self._entry("a"), self._entry("b")],
+            "policies": {"local": "never", "poll_s": 0.2},
+        }
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        return {"host": "127.0.0.1", "port": self.nodes[name].port, "name": name, "model": "smollm2"}
+
+    def fail_once(self, fault: str, after: int = 0) -> None:
+        """Whoever is asked first."""
+        for ollama in self.ollamas.values():
+            ollama.fault, ollama.fault_after, ollama.on_fault = fault, after, self._failed
+
+    def _failed(self) -> None:
+        for ollama in self.ollamas.values():
+            ollama.fault = ""
+
+    def asked(self) -> dict[str, int]:
+        return {name: len(ollama.asked) for name, ollama in self.ollamas.items()}
+
+    def end(self) -> None:
+        for node in self.nodes.values():
+            node.end()
+        for ollama in self.ollamas.values():
+            ollama.end()
+
+
+@pytest.fixture
+def farm() -> Iterator[Farm]:
+    farm = Farm()
+    yield farm
+    farm.end()
+
+
+@pytest.fixture
+def client(farm: Farm) -> Iterator[DisaggregatedClient]:
+    with DisaggregatedClient(farm.config) as client:
+        assert until(lambda: all(node["usable"] for node in client.health()["nodes"].values()), LONG_S)
+        yield client
+
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "count"}], "max_tokens": 6}
+
+
+def test_a_request_goes_whole_to_one_node(farm: Farm, client: DisaggregatedClient) -> None:
+    text, metrics = client.generate(prompt="count from 3", max_tokens=4)
+    assert text == " 4 5 6 7"
+    where = metrics["decode_server"]
+    assert farm.asked() == {"p": 0, "a": 0, "b": 0} | {where: 1}, "a prefill would have been for nothing"
+    assert metrics["plan"] == f"whole on {where}: ollama cannot import KV"
+    assert (metrics["method"], metrics["warning"]) == ("local", None)
+    assert (metrics["prompt_tokens"], metrics["completion_tokens"], metrics["total_tokens"]) == (3, 4, 7)
+    assert metrics["tokens"] is None
+    assert metrics["prefill_time"] == pytest.approx(0.474583514)
+    speeds = [client.generate(prompt="count from 3", max_tokens=1)[1]["prefill_speed"] for _ in range(3)]
+    assert speeds[-1] == 0, "both have held it since: that is no reading"
+
+    deltas = list(client.stream(**CHAT))
+    assert [delta.text for delta in deltas[:-2]] == [" 1", " 2", " 3", " 4", " 5", " 6"]
+    assert all(delta.token is None for delta in deltas)
+    assert deltas[-2].finish_reason == "length"
+    both = client.generate(prompt="5", n=2, max_tokens=2)[1]
+    assert [choice["text"] for choice in both["choices"]] == [" 6 7", " 6 7"]
+    assert both["completion_tokens"] == 4
+
+
+def test_what_cannot_be_is_refused_as_the_node_says(farm: Farm, client: DisaggregatedClient) -> None:
+    with pytest.raises(BadRequest, match="takes text"):
+        client.generate(tokens=[1, 2, 3])
+    with pytest.raises(DisaggError, match="logprobs"):
+        client.generate(prompt="x", logprobs=2)
+    with pytest.raises(DisaggError, match="do not fit") as error:
+        client.generate(prompt="word " * 20000, max_tokens=2)
+    assert error.value.code == "context_too_long"
+    assert farm.asked() == {"p": 0, "a": 0, "b": 0}
+
+
+def test_before_the_first_text_another_node_begins_anew(farm: Farm, client: DisaggregatedClient) -> None:
+    farm.fail_once("runner")
+    text, metrics = client.generate(prompt="1", max_tokens=2)
+    assert (text, metrics["warning"], metrics["attempts"]) == (" 2 3", None, 2)
+    assert metrics["failovers"][0]["code"] == "engine_failed"
+    assert metrics["failovers"][0]["node"] != metrics["decode_server"]
+    for ollama in farm.ollamas.values():
+        ollama.models = []
+    with pytest.raises(ClusterError):
+        client.generate(prompt="1", max_tokens=2)
+
+
+@pytest.mark.parametrize("fault", ["die", "cut"])
+@pytest.mark.parametrize("ask", [{"prompt": "0", "max_tokens": 6}, CHAT], ids=["prompt", "messages"])
+def test_after_it_another_node_goes_on_from_the_text(
+    farm: Farm, client: DisaggregatedClient, ask: dict[str, Any], fault: str
+) -> None:
+    farm.fail_once(fault, after=2)
+    text, metrics = client.generate(**ask)
+    assert text == " 1 2 3 4 5 6", "no gap and no repetition"
+    assert (metrics["warning"], metrics["attempts"]) == (SEAM, 2)
+    assert metrics["completion_tokens"] == 6
+    assert metrics["prompt_tokens"] in (1, 2, 3)
+
+
+def test_what_cannot_be_gone_on_with_fails_with_the_reason(farm: Farm, client: DisaggregatedClient) -> None:
+    farm.fail_once("die", after=2)
+    for ollama in farm.ollamas.values():
+        ollama.continues = False
+    with pytest.raises(ClusterError, match=r"unexpected EOF.*cannot be gone on with"):
+        client.generate(**CHAT)
+
+
+def test_a_thought_that_was_begun_is_not_gone_on_with(farm: Farm, client: DisaggregatedClient) -> None:
+    farm.fail_once("die", after=1)
+    for ollama in farm.ollamas.values():
+        ollama.says = [{"content": "", "thinking": "hm"}, {"content": "so"}]
+    with pytest.raises(ClusterError, match="unexpected EOF"):
+        client.generate(**CHAT)
+    assert sum(farm.asked().values()) == 1
+    assert client.generate(**CHAT)[1]["thinking"] == "hm"
+
+
+def test_nodes_of_one_model_all_take_text_or_none_does(
+    farm: Farm, nodes: Callable[..., Pair], tiny_folder: Callable[[str], Path]
+) -> None:
+    _, writer = nodes()
+    odd = OnThread(node_app(Served(ModelFiles("llama", tiny_folder("llama")), writer.room, None, writer), None))
+    entry = {"host": "127.0.0.1", "port": odd.port, "name": "odd", "model": "smollm2"}
+    config = farm.config | {"decode_servers": [*farm.config["decode_servers"], entry]}
+    try:
+        with DisaggregatedClient(config) as client:
+            assert until(lambda: client.health()["nodes"]["odd"]["state"] == "mismatch", LONG_S)
+            assert "it takes tokens, not text alone" in client.health()["nodes"]["odd"]["why"]
+            assert client.generate(prompt="1", max_tokens=1)[0] == " 2"
+    finally:
+        odd.end()
+
+
+def _ask(url: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=LONG_S) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+def test_two_models_at_once_one_of_them_handed_over(
+    farm: Farm, nodes: Callable[..., Pair], tiny_folder: Callable[[str], Path]
+) -> None:
+    """torch reads and MLX writes for one model, an Ollama does both for the other; one gateway before them."""
+    reader, writer = nodes()
+    files = ModelFiles("llama", tiny_folder("llama"))
+    pair = [
+        OnThread(node_app(Served(files, reader.room, reader, None), None)),
+        OnThread(node_app(Served(files, writer.room, None, writer), None)),
+    ]
+    entries = [
+        {"host": "127.0.0.1", "port": node.port, "name": name, "model": "llama"}
+        for node, name in zip(pair, ("torch", "mlx"), strict=True)
+    ]
+    config: dict[str, Any] = {
+        "prefill_servers": [*farm.config["prefill_servers"], entries[0]],
+        "decode_servers": [*farm.config["decode_servers"], entries[1]],
+        "policies": {"local": "never", "poll_s": 0.2},
+    }
+    prompt = "hello there, " * 12
+    asks = [{"model": "llama", "prompt": prompt, "temperature": 0}, {"model": "smollm2", "prompt": "7"}] * 3
+    try:
+        with DisaggregatedClient(config) as client:
+            assert until(lambda: all(node["usable"] for node in client.health()["nodes"].values()), LONG_S)
+            with ThreadPoolExecutor(6) as pool:
+                answers = list(pool.map(lambda ask: client.generate(max_tokens=8, **ask), asks))
+            expected = alone(writer.engine, files.tokenizer.encode(prompt), 8)
+            for number, (text, metrics) in enumerate(answers):
+                if number % 2:
+                    assert (text, metrics["method"]) == (" 8 9 10 11 12 13 14 15", "local")
+                else:
+                    assert (metrics["tokens"], metrics["method"]) == (expected, "disaggregated_mlx")
+                    assert metrics["prompt_tokens_recomputed"] == 0
+                assert metrics["warning"] != FALLBACK
+    finally:
+        for node in pair:
+            node.end()
+
+
+def test_every_api_of_the_gateway_serves_it(farm: Farm) -> None:
+    with served(farm.config) as url:
+        status, body = _ask(url, "/v1/chat/completions", {"model": "smollm2"} | CHAT)
+        answer = json.loads(body)
+        assert answer["choices"][0]["message"]["content"] == " 1 2 3 4 5 6"
+        assert (status, answer["choices"][0]["finish_reason"]) == (200, "length")
+        assert answer["usage"]["completion_tokens"] == 6
+        _, body = _ask(url, "/v1/chat/completions", {"model": "smollm2", "stream": True} | CHAT)
+        chunks = [json.loads(line[6:]) for line in body.split(b"\n\n") if line.startswith(b"data: {")]
+        assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == " 1 2 3 4 5 6"
+        _, body = _ask(url, "/v1/completions", {"model": "smollm2", "prompt": "7", "max_tokens": 2})
+        assert json.loads(body)["choices"][0]["text"] == " 8 9"
+        _, body = _ask(url, "/api/chat", {"model": "smollm2", "stream": False, "options": {"num_predict": 2}} | CHAT)
+        assert json.loads(body)["message"]["content"] == " 1 2"
+        _, body = _ask(url, "/v1/messages", {"model": "smollm2"} | CHAT)
+        assert json.loads(body)["content"][0]["text"] == " 1 2 3 4 5 6"
+        status, body = _ask(url, "/v1/messages/count_tokens", {"model": "smollm2", "messages": CHAT["messages"]})
+        assert status == 422
+        assert b"keeps its tokenizer to itself" in body
+        _tools(farm, url)
+
+
+def _tools(farm: Farm, url: str) -> None:
+    """Its own tool calls are passed on; what it cannot be made to do is refused."""
+    call = {"function": {"name": "look", "arguments": {"at": 1}}}
+    for ollama in farm.ollamas.values():
+        ollama.says = [{"content": "", "thinking": "hm"}, {"content": "", "tool_calls": [call]}]
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    ask = {"model": "smollm2", "tools": tools} | CHAT
+    choice = json.loads(_ask(url, "/v1/chat/completions", ask)[1])["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["reasoning_content"] == "hm"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at":1}'}
+    sent = [body for ollama in farm.ollamas.values() for body in ollama.asked]
+    assert any(body.get("tools") == tools for body in sent)
+    back = [*CHAT["messages"], choice["message"], {"role": "tool", "content": "2", "tool_call_id": "x"}]
+    assert _ask(url, "/v1/chat/completions", ask | {"messages": back})[0] == 200
+    sent = [body for ollama in farm.ollamas.values() for body in ollama.asked if len(body.get("messages", ())) == 3]
+    assert sent[0]["messages"][1]["tool_calls"][0]["function"] == call["function"]
+    assert _ask(url, "/v1/chat/completions", ask | {"tool_choice": "required"})[0] == 400
