@@ -1,10 +1,15 @@
-"""A gateway on a thread of this process, and small clusters to put behind it."""
+"""A gateway on a thread of this process or as one of its own, small clusters to put behind it, and answers by hand."""
 
 import asyncio
+import json
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,12 +20,15 @@ from starlette.responses import Response
 
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.gateway.auth import Caller
+from disaggregated_inference.gateway.parsers.base import Said
+from disaggregated_inference.gateway.turn import Part, Turn
 from disaggregated_inference.orchestrator import DisaggregatedInference
 from tests.cluster import Process, config_of
 from tests.conftest import until
 
 _FLOAT32 = ("--dtype", "float32", "--kv-memory", "256M")
 _START_S = 30.0
+_METRICS = {"prompt_tokens": 9, "completion_tokens": 5, "total_tokens": 14, "cached_tokens": 4}
 
 
 @contextmanager
@@ -67,6 +75,52 @@ class _Gateway(threading.Thread):
     def stop(self) -> None:
         if self._server:
             self._server.should_exit = True
+
+
+class GatewayProcess:
+    """`disagg gateway` as people run it, on a free port. Its config is a file that a test may write again."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], *arguments: str) -> None:
+        self.config = folder / "cluster.json"
+        self.config.write_text(json.dumps(config))
+        command = [sys.executable, "-m", "disaggregated_inference", "gateway", "--config", str(self.config)]
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in end
+        self.process = subprocess.Popen([*command, "--port", "0", *arguments], stdout=subprocess.PIPE, stderr=self._log)
+        self.url = ""
+
+    def ready(self) -> "GatewayProcess":
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        assert line, self.said()
+        self.url = json.loads(line)["url"]
+        return self
+
+    def said(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
+    def tell(self, signal: int) -> None:
+        self.process.send_signal(signal)
+
+    def ended(self) -> int:
+        """Its exit code."""
+        return self.process.wait(_START_S)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._log.close()
+        if self.process.stdout:
+            self.process.stdout.close()
+
+
+@contextmanager
+def gateway_process(folder: Path, config: dict[str, Any], *arguments: str) -> Iterator[GatewayProcess]:
+    gateway = GatewayProcess(folder, config, *arguments)
+    try:
+        yield gateway.ready()
+    finally:
+        gateway.end()
 
 
 @contextmanager
@@ -129,3 +183,24 @@ def _as_anyone(app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[N
         await app(scope, receive, send)
 
     return with_caller
+
+
+class Script:
+    """What a model is made to say, and what it was asked: `converse` stands where an adapter has the gateway's own."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self.parts: list[Part] = []
+        self.error: Exception | None = None
+        self.wait_s = 0.0
+
+    def says(self, *said: Said, finish: Any = "stop") -> None:
+        self.parts = [Part(said=(one,), token=7) for one in said] + [Part(finish_reason=finish), Part(metrics=_METRICS)]
+
+    async def converse(self, core: Any, turn: Turn) -> AsyncIterator[list[Part]]:
+        self.turns.append(turn)
+        await asyncio.sleep(self.wait_s)
+        for part in self.parts:
+            yield [part]
+        if self.error:
+            raise self.error

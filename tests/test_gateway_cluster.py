@@ -221,7 +221,8 @@ def test_what_prometheus_gets(config: dict[str, Any]) -> None:
         answer = await client.get("/metrics")
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
         found = samples(answer.text)
-        labels = {"gen_ai_request_model": MODEL, "gen_ai_provider_name": "disaggregated_inference"}
+        labels = {"gen_ai_request_model": MODEL, "gen_ai_response_model": MODEL}
+        labels |= {"gen_ai_provider_name": "disaggregated_inference", "gen_ai_operation_name": "text_completion"}
         (first,) = found["vllm:time_to_first_token_seconds_count"]
         assert first.labels == {"model_name": MODEL}
         by_error = {
@@ -237,6 +238,12 @@ def test_what_prometheus_gets(config: dict[str, Any]) -> None:
         assert 0 <= found["disagg_overlap_ratio_sum"][0].value <= found["disagg_overlap_ratio_count"][0].value
         assert found["disagg_energy_wh_total"][0].value > 0
         assert found["disagg_cost_total"][0].value > 0
+        worked = {(each.labels["node"], each.labels["phase"]): each.value for each in found["disagg_node_tokens_total"]}
+        assert worked["p1", "prefill"] > 0
+        assert worked["d1", "decode"] >= 12
+        joules = sum(each.value for each in found["disagg_node_energy_joules_total"])
+        assert joules == pytest.approx(3600 * found["disagg_energy_wh_total"][0].value, rel=0.01)
+        assert {"vllm:request_prompt_tokens_sum", "vllm:request_inference_time_seconds_sum"} <= set(found)
         assert {each.labels["node"]: each.value for each in found["disagg_breaker_state"]} == {"p1": 0, "d1": 0}
         assert found["disagg_queue_waiting"][0].labels == {"model": MODEL}
         assert {"vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:prompt_tokens_total"} <= set(found)

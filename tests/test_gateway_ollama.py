@@ -120,7 +120,7 @@ def test_streaming_is_the_default_and_in_lines(url: str) -> None:
 
 def test_options_are_mapped(client: ollama.Client) -> None:
     plain = client.chat(MODEL, HELLO, options=GREEDY).message.content or ""
-    assert client.chat(MODEL, HELLO, options=GREEDY | {"num_ctx": 512, "mirostat": 0, "num_gpu": 1}).message.content
+    assert client.chat(MODEL, HELLO, options=GREEDY | {"num_ctx": 1 << 20, "mirostat": 0, "num_gpu": 1}).message.content
     stop = plain[6:12]  # a word, as simulated models write them
     stopped = client.chat(MODEL, HELLO, options=GREEDY | {"stop": [stop]})
     assert (stopped.message.content, stopped.done_reason) == (plain[: plain.index(stop)], "stop")
@@ -188,6 +188,7 @@ def test_lists(client: ollama.Client, url: str) -> None:
     assert shown.modelinfo
     assert shown.modelinfo["general.architecture"] == "llama"
     assert shown.modelinfo["llama.context_length"] == WINDOW
+    assert shown.parameters == f"num_ctx {WINDOW}"
     assert shown.capabilities == ["completion"]
     assert shown.details
     assert shown.details.family == "llama"
@@ -219,7 +220,6 @@ def test_errors(client: ollama.Client) -> None:
         {"template": "x"},
         {"context": [1]},
         {"images": ["aGVsbG8="]},
-        {"options": {"num_ctx": WINDOW + 1}},
         {"options": {"temperature": "hot"}},
         {"options": {"temperature": -1}},
         {"think": True},
@@ -304,14 +304,14 @@ def test_a_client_that_leaves_cancels(url: str, pair: tuple[Process, Process]) -
 def script(monkeypatch: pytest.MonkeyPatch, *parts: Part | float | Exception) -> None:
     """A number is a pause, an error is raised."""
 
-    async def scripted(core: Any, turn: Any) -> AsyncGenerator[Part, None]:
+    async def scripted(core: Any, turn: Any) -> AsyncGenerator[list[Part], None]:
         for part in parts:
             if isinstance(part, Exception):
                 raise part
             if isinstance(part, float):
                 await asyncio.sleep(part)
             else:
-                yield part
+                yield [part]
 
     monkeypatch.setattr(adapter, "converse", scripted)
 

@@ -1,9 +1,8 @@
 """OpenAI's Responses API, as the official client has it: against a cluster, and against answers written by hand."""
 
-import asyncio
 import json
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -20,10 +19,10 @@ from disaggregated_inference.gateway.adapters import responses, responses_shapes
 from disaggregated_inference.gateway.auth import Caller
 from disaggregated_inference.gateway.parsers.base import CallArguments, CallBegun, Said, Text, Thought
 from disaggregated_inference.gateway.store import ResponseNotFound, Store
-from disaggregated_inference.gateway.turn import Part, Turn
+from disaggregated_inference.gateway.turn import Part
 from tests.cluster import Process, config_of
 from tests.conftest import until
-from tests.gateway import served, simulated_config, simulated_pair, smollm2_pair
+from tests.gateway import Script, served, simulated_config, simulated_pair, smollm2_pair
 
 MODEL = "simulated:tiny"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_output_tokens": 12}
@@ -39,7 +38,6 @@ WEATHER: Any = {
     },
     "strict": True,
 }
-METRICS = {"prompt_tokens": 9, "completion_tokens": 5, "total_tokens": 14, "cached_tokens": 4}
 
 
 @pytest.fixture(scope="module")
@@ -58,27 +56,6 @@ def url(pair: tuple[Process, Process]) -> Iterator[str]:
 def client(url: str) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
         yield made
-
-
-class Script:
-    """What a model is made to say, and what it was asked."""
-
-    def __init__(self) -> None:
-        self.turns: list[Turn] = []
-        self.parts: list[Part] = []
-        self.error: Exception | None = None
-        self.wait_s = 0.0
-
-    def says(self, *said: Said, finish: Any = "stop") -> None:
-        self.parts = [Part(said=(one,), token=7) for one in said] + [Part(finish_reason=finish), Part(metrics=METRICS)]
-
-    async def converse(self, core: Any, turn: Turn) -> AsyncIterator[Part]:
-        self.turns.append(turn)
-        await asyncio.sleep(self.wait_s)
-        for part in self.parts:
-            yield part
-        if self.error:
-            raise self.error
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from disaggregated_inference.gateway.parsers.harmony import Harmony
 from disaggregated_inference.gateway.parsers.hermes import Hermes
 from disaggregated_inference.gateway.parsers.qwen import Qwen
 from disaggregated_inference.gateway.parsers.tagged import Tagged
+from disaggregated_inference.gateway.parsers.untaught import in_words
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.models.tokenizer import ModelTokenizer
 from disaggregated_inference.nodes.guidance import Format, Guide, Guides
@@ -831,3 +832,20 @@ def test_tools_taken() -> None:
     require_tools([])
     require_tools(TOOLS)
     require_tools([{"type": "function", "function": {"name": "f", "parameters": None, "description": None}}])
+
+
+def test_a_model_whose_template_knows_no_tools_is_told_in_words() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "get_time", "arguments": {"zone": "UTC"}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "12:00"}]},
+    ]
+    told = in_words(messages, TOOLS)
+    assert [message["role"] for message in told] == ["system", "assistant", "user"]
+    assert told[0]["content"].startswith("Be brief.\n\nYou can call functions.")
+    assert all(json.dumps(tool["function"], ensure_ascii=False) in told[0]["content"] for tool in TOOLS)
+    assert told[1]["content"] == '<tool_call>\n{"name": "get_time", "arguments": {"zone": "UTC"}}\n</tool_call>'
+    assert told[2]["content"] == "<tool_response>\n12:00\n</tool_response>"
+    assert in_words(messages[1:], TOOLS)[0]["role"] == "system"
+    assert in_words(messages[:1], []) == messages[:1]

@@ -1,9 +1,9 @@
 """What may import what, and that asking for help loads no engine."""
 
 import ast
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,17 +13,18 @@ PACKAGE = Path(__file__).parent.parent / "src" / "disaggregated_inference"
 # Rooms, and the rooms each may import. Engine libraries only inside their engine's folder.
 MAP = {
     "kv": {"errors"},
-    "models": {"errors", "kv", "progress"},
+    "models": {"errors", "kv"},
     "wire": {"errors", "kv"},
     "engines": {"errors", "kv", "models"},
-    "nodes": {"errors", "kv", "models", "engines", "wire"},
+    "nodes": {"errors", "logs", "kv", "models", "engines", "wire"},
     "cluster": {"errors"},
     "orchestrator": {"errors", "kv", "models", "cluster"},
-    "gateway": {"__init__", "errors", "cluster", "models", "orchestrator"},
-    "talk": {"errors", "cluster", "client", "orchestrator"},
+    "gateway": {"__init__", "errors", "logs", "cluster", "models", "orchestrator"},
+    "talk": {"errors", "cluster", "client", "orchestrator", "models", "progress"},
     "bench": {"__init__", "errors", "kv", "models", "engines", "wire", "nodes", "progress", "orchestrator", "cluster"},
 }
 LIBRARIES = {"torch": "torch", "transformers": "torch", "triton": "torch", "mlx": "mlx", "mlx_lm": "mlx"}
+LIBRARIES |= {"xllamacpp": "llamacpp", "llama_cpp": "llamacpp"}
 
 
 def _imports(path: Path) -> list[str]:
@@ -86,10 +87,8 @@ def test_tokenizing_loads_no_engine() -> None:
 
 
 def test_help_is_instant() -> None:
-    """The best of five: a shared machine may be busy, five times over is not likely."""
-    seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "disaggregated_inference", "--help"], check=True, capture_output=True)
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 0.3
+    """In time of the processor: a shared machine may be busy with other things."""
+    before = os.times()
+    subprocess.run([sys.executable, "-m", "disaggregated_inference", "--help"], check=True, capture_output=True)
+    after = os.times()
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 0.3
