@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
     name: _OPTIONS[name] for name in os.environ.get("DISAGG_TEST_ENGINES", "torch,mlx").split(",")
 }
+# llama.cpp's attention is in half precision whatever it is told, so it has tiny models of its own, as GGUF files: see
+# tests/twins.py.
+LLAMACPP_OPTIONS: dict[str, Any] = {"threads": 1, "kv_bytes": 16 << 20}
+LLAMACPP = ("llamacpp",) if find_spec("xllamacpp") or find_spec("llama_cpp") else ()
 
 if "mlx" in ENGINE_OPTIONS:  # before any test imports MLX: it would stay with its own BLAS, sixty times slower
     load_blas()
@@ -63,12 +68,23 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return lru_cache(lambda architecture: save_tiny(architecture, root / architecture))
 
 
+@lru_cache
+def twin_of(folder: Path) -> Path:
+    """The same weights as a GGUF, beside the folder's own files."""
+    from tests.twins import write_twin
+
+    return write_twin(folder, folder / "model.gguf")
+
+
 @pytest.fixture(scope="session")
 def tiny_engine(tiny_folder: Callable[[str], Path]) -> LoadTiny:
-    """The tiny model of an architecture in an engine, float32."""
+    """The tiny model of an architecture in an engine, float32; for llama.cpp its twin, with a float16 cache."""
 
     @lru_cache
     def load(name: str, architecture: str) -> Engine:
+        if name == "llamacpp":
+            path = twin_of(tiny_folder("twin_" + architecture.removeprefix("twin_")))
+            return load_engine(name, ModelFiles(f"tiny-{architecture}", path), **LLAMACPP_OPTIONS)
         model = ModelFiles(f"tiny-{architecture}", tiny_folder(architecture))
         return load_engine(name, model, **ENGINE_OPTIONS[name])
 

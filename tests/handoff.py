@@ -48,10 +48,12 @@ def write_answer(engine: Engine, sequence: Sequence, logits: Logits, count: int)
     return tokens
 
 
-def alone(engine: Engine, prompt: list[int], count: int) -> list[int]:
+def alone(engine: Engine, prompt: list[int], count: int, chunk: int = 4096) -> list[int]:
     """The single-engine answer: the oracle."""
     sequence = engine.open(len(prompt) + count)
-    return write_answer(engine, sequence, engine.prefill(sequence, prompt), count)
+    for part in chunks(prompt, chunk):
+        logits = engine.prefill(sequence, part)
+    return write_answer(engine, sequence, logits, count)
 
 
 def forced_logits(engine: Engine, prompt: list[int], answer: list[int]) -> NDArray[np.float32]:

@@ -1,4 +1,8 @@
-"""The contract suite: every engine, every pair. A new engine joins by adding its name to ENGINE_OPTIONS."""
+"""The contract suite: every engine, every pair. A new engine joins by adding its name to ENGINE_OPTIONS.
+
+llama.cpp keeps the contract too, and is in what a single engine must do; as one of a pair, which its half precision
+makes a matter of its own, it is in tests/test_llamacpp.py.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,10 +17,11 @@ from disaggregated_inference.engines import Engine, Logits, Sequence, load_engin
 from disaggregated_inference.errors import ContextTooLong, KVMemoryFull, SequenceBroken, SliceRefused, TokensRefused
 from disaggregated_inference.kv import KVSlice
 from disaggregated_inference.models import ARCHITECTURES, ModelFiles
-from tests.conftest import ENGINE_OPTIONS, LoadTiny
+from tests.conftest import ENGINE_OPTIONS, LLAMACPP, LoadTiny
 from tests.handoff import alone, copied, forced_logits, prompt_of, read_prompt, receive, write_answer
 
 ENGINES = tuple(ENGINE_OPTIONS)
+EVERY = (*ENGINES, *LLAMACPP)
 PROMPTS = (1, 2, 127, 128, 129, 300, 1000)  # around and past the sliding window of 128
 CHUNKS = (1, 64, 77, 256)  # 77 divides none of them
 OTHER_PROMPTS = (5, 30, 64, 100, 140, 150, 210, 250, 350)  # of other tests
@@ -121,7 +126,7 @@ def test_batched_decode_equals_one_by_one(architecture: str, target: str, tiny_e
     assert [written[i] for i in range(8)] == expected
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", EVERY)
 def test_single_rows_of_the_logits(name: str, tiny_engine: LoadTiny) -> None:
     engine = tiny_engine(name, "llama")
     sequences = [engine.open(capacity) for capacity in (20, 2000, 20)]
@@ -209,7 +214,7 @@ def test_bfloat16_logits_stay_close(
     assert slices[0].keys.dtype == np.uint16
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
 def test_bad_slices_are_refused_and_leave_the_engine_usable(
     architecture: str, name: str, tiny_engine: LoadTiny
@@ -228,7 +233,7 @@ def test_bad_slices_are_refused_and_leave_the_engine_usable(
         "head dim": replace(good, keys=good.keys[..., :8]),
         "keys and values of different lengths": replace(good, values=good.values[:-1]),
         "no tokens": replace(good, keys=good.keys[:0], values=good.values[:0]),
-        "wrong bits": replace(good, keys=good.keys.astype(np.float16)),
+        "wrong bits": replace(good, keys=good.keys.astype(np.float64)),
         "a lie about the dtype": replace(good, dtype="bfloat16"),
         "flat": replace(good, keys=good.keys.reshape(-1)),
         "a number": replace(good, keys=np.array(1.0, np.float32), values=np.array(1.0, np.float32)),
@@ -260,7 +265,7 @@ def test_bad_slices_are_refused_and_leave_the_engine_usable(
     assert write_answer(engine, receive(engine, slices, 140), logits, 16) == alone(engine, prompt, 16)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", EVERY)
 def test_room_is_kept(name: str, tiny_engine: LoadTiny) -> None:
     engine = tiny_engine(name, "llama")
     with pytest.raises(ContextTooLong, match=r"4097 tokens.*4096"):
@@ -274,7 +279,7 @@ def test_room_is_kept(name: str, tiny_engine: LoadTiny) -> None:
     engine.close(sequence)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", EVERY)
 def test_bad_tokens_and_batches_are_refused_and_change_nothing(name: str, tiny_engine: LoadTiny) -> None:
     engine = tiny_engine(name, "gpt_oss")
     prompt = prompt_of(140)
@@ -299,7 +304,7 @@ def test_bad_tokens_and_batches_are_refused_and_change_nothing(name: str, tiny_e
     assert write_answer(engine, sequence, logits, 12) == expected
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
 def test_a_chunk_that_fails_half_way_breaks_its_sequence_only(
     architecture: str, name: str, tiny_engine: LoadTiny
@@ -330,13 +335,14 @@ def test_a_chunk_that_fails_half_way_breaks_its_sequence_only(
     assert alone(engine, prompt_of(300), 8) == alone(engine, prompt_of(300), 8)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
 def test_rollback_to_the_last_committed_chunk(architecture: str, name: str, tiny_engine: LoadTiny) -> None:
     """The transfer dies in the second chunk; the decode side reads the rest itself, from where it was whole."""
     engine = tiny_engine(name, architecture)
     prompt = prompt_of(300)
-    slices, _ = read_prompt(tiny_engine(ENGINES[0], architecture), prompt, 175)
+    reader = name if name == "llamacpp" else ENGINES[0]
+    slices, _ = read_prompt(tiny_engine(reader, architecture), prompt, 175)
     layers = len(engine.spec.layout.layers)
     sequence = engine.open(400)
     for piece in slices[:layers]:
@@ -348,7 +354,7 @@ def test_rollback_to_the_last_committed_chunk(architecture: str, name: str, tiny
         engine.prefill(sequence, prompt[175:])
     engine.rollback(sequence)
     logits = engine.prefill(sequence, prompt[175:])
-    assert write_answer(engine, sequence, logits, 16) == alone(engine, prompt, 16)
+    assert write_answer(engine, sequence, logits, 16) == alone(engine, prompt, 16, chunk=175)
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -1,4 +1,6 @@
-"""Tiny random-weight models of every supported architecture, saved the way people's models are saved."""
+"""Tiny random-weight models of every supported architecture, saved the way people's models are saved.
+
+`twin_llama` and so on are for comparing with llama.cpp, which gets the same weights as a GGUF (tests/twins.py)."""
 
 import json
 from pathlib import Path
@@ -44,9 +46,19 @@ _YARN_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 2048,
 }
+# The same with a range from the first pair to past the last, which nobody can round: llama.cpp always does.
+_WHOLE_YARN_ROPE = _YARN_ROPE | {"beta_fast": 400.0, "beta_slow": 0.0005}
+
+
+# What keeps the twins' answers the same in half precision, which is all that llama.cpp's attention has: flatter scores,
+# and layers that add less. A wrong cache changes the argmax all the same.
+_GENTLE = {"q_proj.weight": 0.3, "q_norm": 0.3, "o_proj.weight": 0.3, "down_proj": 0.3}
 
 
 def config_of(architecture: str) -> PretrainedConfig:
+    if architecture == "twin_gpt_oss":
+        return GptOssConfig(**config_of("gpt_oss").to_dict() | {"rope_parameters": _WHOLE_YARN_ROPE})
+    architecture = architecture.removeprefix("twin_")
     if architecture == "llama":
         return LlamaConfig(**_SHAPE, rope_parameters=_LLAMA3_ROPE)
     if architecture == "qwen3":
@@ -71,13 +83,14 @@ _SEEDS = {"llama": 0, "qwen3": 0, "qwen3_moe": 0, "gpt_oss": 1}
 
 def save_tiny(architecture: str, folder: Path, seed: int | None = None) -> Path:
     """Weights drawn so that attention matters and logits spread wide: a wrong cache changes the argmax."""
-    torch.manual_seed(_SEEDS[architecture] if seed is None else seed)
+    torch.manual_seed(_SEEDS[architecture.removeprefix("twin_")] if seed is None else seed)
     config = config_of(architecture)
     config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_draw(name, parameter))
+            gentle = (scale for part, scale in _GENTLE.items() if part in name and architecture.startswith("twin_"))
+            parameter.copy_(_draw(name, parameter) * next(gentle, 1.0))
     model.save_pretrained(folder)
     _save_tokenizer(folder)
     return folder

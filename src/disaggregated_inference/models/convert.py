@@ -88,6 +88,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
             "original_max_position_embeddings": get("rope.scaling.original_context_length"),
             "truncate": kind != "gpt-oss",  # GGUF has no key for it; GPT-OSS's checkpoint says false
         }
+        betas = {beta: get(f"rope.scaling.yarn_{beta}") for beta in ("beta_fast", "beta_slow")}
+        config["rope_scaling"] |= {beta: value for beta, value in betas.items() if value}
     if "rope_freqs.weight" in file.tensors:  # how Llama 3's scaling is kept in a GGUF
         config["rope_scaling"] = {"rope_type": "divided", "divisors": file.load("rope_freqs.weight").tolist()}
     return config

@@ -128,9 +128,7 @@ class ModelStore:
         self.home = home or default_home()
         self.root = self.home / "models"
 
-    def resolve(
-        self, name: str, progress: Progress = embedded.quiet, kind: FileKind = "safetensors"
-    ) -> ModelFiles:
+    def resolve(self, name: str, progress: Progress = embedded.quiet, kind: FileKind = "safetensors") -> ModelFiles:
         """Files for `name`, of a kind where there are both, or an error that says what was looked for and how to get
         it."""
         wanted = name.removeprefix("disaggregated:")

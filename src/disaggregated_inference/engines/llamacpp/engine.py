@@ -1,0 +1,235 @@
+"""The llama.cpp engine: GGUF files, on whatever llama.cpp was built for."""
+
+import gc
+import logging
+import os
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, Tokens, chunks, token_list
+from disaggregated_inference.engines.llamacpp.context import Context, Setting, Size
+from disaggregated_inference.engines.llamacpp.library import load_library
+from disaggregated_inference.engines.llamacpp.probe import prove
+from disaggregated_inference.engines.llamacpp.state import Pair, StateCodec
+from disaggregated_inference.engines.memory import available_bytes
+from disaggregated_inference.errors import EngineUnavailable, KVMemoryFull, SliceRefused
+from disaggregated_inference.kv import Fingerprint, KVDType, KVSlice, as_dtype
+from disaggregated_inference.kv.dtype import Array
+from disaggregated_inference.models import ModelFiles, ModelSpec
+from disaggregated_inference.models.rope import Rope, rope_from_config, rope_parameters
+
+log = logging.getLogger(__name__)
+
+_KV_BYTES = 2 << 30  # llama.cpp writes zeros to all of it at the start
+_CELL_STEP = 256  # contexts come in multiples of it
+_MOST_SEQUENCES = 256
+
+
+class LlamaTokens:
+    def __init__(self, array: NDArray[np.int64]) -> None:
+        self.array = array
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def tolist(self) -> list[int]:
+        tokens: list[int] = self.array.tolist()
+        return tokens
+
+
+class LlamaLogits:
+    """On the host already: llama.cpp keeps them for one call only."""
+
+    def __init__(self, array: NDArray[np.float32]) -> None:
+        self.array = array
+
+    def greedy(self) -> LlamaTokens:
+        return LlamaTokens(self.array.argmax(axis=-1))
+
+    def numpy(self, rows: Items[int] | None = None) -> NDArray[np.float32]:
+        return self.array if rows is None else self.array[list(map(int, rows))]
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """A sequence's number in llama.cpp, and the rows that have arrived for it, layer by layer, until they are whole."""
+
+    number: int
+    arriving: dict[int, list[Pair]] = field(default_factory=dict)
+
+    @property
+    def arriving_bytes(self) -> int:
+        pieces = [pair for pairs in tuple(self.arriving.values()) for pair in tuple(pairs)]
+        return sum(keys.nbytes + values.nbytes for keys, values in pieces)
+
+
+class LlamaEngine(Engine):
+    """See `engines.base.Engine` for the contract.
+
+    llama.cpp reads and writes the cache of a sequence as a whole. A range of it goes through one more sequence, the
+    spare one: out, the range is shared with it and its state written; in, its state is read and shared with the one it
+    is for.
+    """
+
+    name = "llamacpp"
+    own_memory = True
+
+    def __init__(self, model: Context, spec: ModelSpec, fingerprint: Fingerprint, codec: StateCodec) -> None:
+        super().__init__(spec, fingerprint, codec.dtype)
+        self.model = model
+        self._codec = codec
+        self._spare = model.size.sequences - 1
+        self._numbers = list(range(self._spare))[::-1]
+        self.max_batch = self._spare
+        self.kv_limit_bytes = model.size.cells * spec.layout.token_bytes(self.dtype)
+
+    def _free(self) -> None:
+        gc.collect()
+
+    def _kv_held(self) -> int:
+        live = tuple(self.live)
+        rows = sum(self.spec.kv_bytes(sequence.length, self.dtype) for sequence in live)
+        return rows + sum(sequence.state.arriving_bytes for sequence in live)
+
+    def _open(self, capacity: int) -> Held:
+        """Cells are taken as tokens come, so what was promised to others is reckoned, not looked up."""
+        free = self.model.size.cells - sum(sequence.capacity for sequence in self.live)
+        if capacity > free:
+            raise KVMemoryFull(f"no room for {capacity} tokens of KV: {free} of {self.model.size.cells} free")
+        if not self._numbers:
+            raise KVMemoryFull(f"all {self.max_batch} sequences of this engine are open")
+        return Held(self._numbers.pop())
+
+    def _close(self, sequence: Sequence) -> None:
+        self.model.forget(sequence.state.number)
+        self._numbers.append(sequence.state.number)
+        sequence.state.arriving.clear()
+
+    def _prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None) -> Logits:
+        start, stop = sequence.length, sequence.length + len(tokens)
+        self.counters.prompt_tokens += len(tokens)
+        at = start
+        for part in chunks(tokens, self.model.size.batch_tokens):
+            positions = range(at, at + len(part))
+            at = positions.stop
+            logits = self.model.evaluate(part, positions, [sequence.state.number] * len(part), wanted=int(at == stop))
+        if emit:
+            for piece in self._read(sequence, start, stop):
+                emit(piece)
+        return LlamaLogits(logits)
+
+    def _step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits:
+        self.counters.step_tokens += len(sequences)
+        numbers = [sequence.state.number for sequence in sequences]
+        positions = [sequence.length for sequence in sequences]
+        return LlamaLogits(self.model.evaluate(token_list(tokens), positions, numbers, wanted=len(numbers)))
+
+    def _read(self, sequence: Sequence, start: int, stop: int) -> Iterator[KVSlice]:
+        self.model.share(sequence.state.number, self._spare, start, stop)
+        try:
+            state = self.model.dump(self._spare)
+        finally:
+            self.model.forget(self._spare)
+        return self._codec.decode(state, start, stop)
+
+    def _export(self, sequence: Sequence, start: int) -> Iterator[KVSlice]:
+        return self._read(sequence, start, sequence.length)
+
+    def _place(self, sequence: Sequence, piece: KVSlice) -> None:
+        pair = self._own(piece.keys, piece.dtype), self._own(piece.values, piece.dtype)
+        pieces = sequence.state.arriving.setdefault(piece.layer, [])
+        pieces.append(pair)
+        if window := self.spec.layout.layers[piece.layer].window:
+            sequence.state.arriving[piece.layer] = [_newest(pieces, window)]
+
+    def _own(self, rows: Array, dtype: KVDType) -> Array:
+        """A copy in our dtype: the caller's buffer is theirs again when `place` returns."""
+        with np.errstate(over="raise"):
+            try:
+                return rows.copy() if dtype == self.dtype else as_dtype(rows, dtype, self.dtype)
+            except FloatingPointError as error:
+                raise SliceRefused(f"rows with values that {self.dtype} cannot hold") from error
+
+    def _commit(self, sequence: Sequence, length: int) -> None:
+        """llama.cpp takes all layers of a range at once, so this is where rows go in."""
+        held: Held = sequence.state
+        if held.arriving:
+            rows = [held.arriving[layer] for layer in range(len(sequence.placed))]
+            self.model.restore(self._spare, self._codec.encode(rows, length, self._spare))
+            self.model.share(self._spare, held.number)
+            self.model.forget(self._spare)
+            held.arriving = {}
+
+    def _rollback(self, sequence: Sequence) -> None:
+        sequence.state.arriving.clear()
+
+
+def _newest(pieces: list[Pair], window: int) -> Pair:
+    """The last rows of a sliding layer; older ones need not arrive."""
+    keys, values = (np.concatenate(rows)[-window:] for rows in zip(*pieces, strict=True))
+    return keys, values
+
+
+def load(
+    model: ModelFiles,
+    *,
+    dtype: KVDType | None = None,
+    threads: int | None = None,
+    kv_bytes: int | None = None,
+    sequences: int = 64,
+) -> LlamaEngine:
+    """Load a GGUF file. `dtype` is the cache's: float16, as everywhere in llama.cpp, unless another is asked for."""
+    if model.kind != "gguf":
+        raise EngineUnavailable(f"the llamacpp engine reads GGUF files, not {model.path.name}")
+    if not 0 < sequences < _MOST_SEQUENCES:
+        raise EngineUnavailable(f"llama.cpp has 1 to {_MOST_SEQUENCES - 1} sequences, not {sequences}")
+    spec, kind = model.spec, dtype or "float16"
+    size = Size(_cells(spec, kind, kv_bytes or default_kv_bytes(), sequences), sequences + 1)
+    setting = Setting(kind, threads or default_threads(), _yarn_range(model))
+    context = Context(load_library(), model.path, size, setting)
+    codec, rope = prove(context, spec, kind, (spec.rope, _rounded(model)))
+    fingerprint = model.fingerprint
+    if rope != spec.rope:
+        log.warning(
+            "llama.cpp rounds YaRN's range where this model's checkpoint does not: caches go to and come from other"
+            " llama.cpp nodes only"
+        )
+        fingerprint = msgspec.structs.replace(fingerprint, rope_frequencies=rope.frequencies)
+    return LlamaEngine(context, spec, fingerprint, codec)
+
+
+def _yarn_range(model: ModelFiles) -> tuple[float, float]:
+    said, usual = rope_parameters(model.config), Setting().yarn_range
+    return float(said.get("beta_fast", usual[0])), float(said.get("beta_slow", usual[1]))
+
+
+def _rounded(model: ModelFiles) -> Rope:
+    """As llama.cpp rotates under YaRN, whatever a checkpoint says: from a whole pair to a whole pair."""
+    scaling = rope_parameters(model.config) | {"truncate": True}
+    return rope_from_config(model.config | {"rope_scaling": scaling}, model.spec.layout.head_dim)
+
+
+def _cells(spec: ModelSpec, dtype: KVDType, kv_bytes: int, sequences: int) -> int:
+    """As many as fit into the memory, and no more than all sequences could fill."""
+    token_bytes = spec.layout.token_bytes(dtype)
+    cells = min(kv_bytes // token_bytes, sequences * spec.context_window) // _CELL_STEP * _CELL_STEP
+    if not cells:
+        raise KVMemoryFull(f"a KV budget of {kv_bytes} bytes holds no {_CELL_STEP} tokens of {token_bytes} bytes")
+    return cells
+
+
+def default_kv_bytes() -> int:
+    return min(_KV_BYTES, available_bytes() // 4)
+
+
+def default_threads() -> int:
+    """What OpenMP was told, if it was: threads that spin for each other on too few cores are the end of all speed."""
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    if told.isdigit() and int(told):
+        return int(told)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
