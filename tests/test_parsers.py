@@ -25,7 +25,7 @@ from disaggregated_inference.gateway.parsers import (
     parser_of,
     require_tools,
 )
-from disaggregated_inference.gateway.parsers.forced import forced_format
+from disaggregated_inference.gateway.parsers.forced import either_format, forced_format
 from disaggregated_inference.gateway.parsers.harmony import Harmony
 from disaggregated_inference.gateway.parsers.hermes import Hermes
 from disaggregated_inference.gateway.parsers.qwen import Qwen
@@ -689,7 +689,6 @@ def test_prompts_that_open_a_thought(toks: Toks) -> None:
     assert run(parser_of(tokenizer, [], "auto", template={"think": True}), text)[0] == apart
     assert run(parser_of(tokenizer, [], "auto"), text)[0] == plain
     assert run(parser_of(tokenizer, [], "auto", template={"think": True}, guided=True), text)[0] == plain
-    assert run(parser_of(tokenizer, TOOLS, "required", template={"think": True}), text)[0] == plain
     refusing = toks("{{ raise_exception('no') }}<think>")
     assert run(parser_of(refusing, [], "auto"), text)[0] == plain
 
@@ -787,6 +786,54 @@ def test_forced_calls_on_channels_after_a_thought(gpt_oss: ModelTokenizer) -> No
     assert run_tokens(Harmony(gpt_oss), gpt_oss, text) == ([("thought", "Let me see."), *call("free", "{}")], True)
     with pytest.raises(BadRequest, match="does not fit"):
         forced_guide(gpt_oss, FORCED, "small").replay(gpt_oss.encode("<|channel|>final"))
+
+
+@pytest.mark.parametrize("cut", ["<tool", "<tool_call>", '<tool_call>\n{"na', '<tool_call>\n{"name": "free"'])
+def test_a_forced_call_that_is_cut_off_is_no_text(toks: Toks, cut: str) -> None:
+    for template in ("<tool_call>", "<tool_call><function=x>"):
+        assert run(parser_of(toks(template), FORCED, "required"), cut)[0] == []
+        assert run(parser_of(toks(template), FORCED, "auto"), cut)[0] == [("text", cut)]
+
+
+def test_a_tool_without_parameters_takes_none(toks: Toks) -> None:
+    for parameters in (None, {}, {"type": "object", "properties": {}}):
+        tools = [{"type": "function", "function": {"name": "now", "parameters": parameters}}]
+        walked = walk(toks(), forced_guide(toks(), tools, "required"), seed=1)
+        assert walked.text() == '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("format", "answer"),
+    [
+        ({"type": "json_schema", "schema": SMALL}, '{"city": "Oslo", "days": 3}'),
+        ({"type": "json_object"}, '{"a": 1}'),
+        ({"type": "choice", "choices": ["yes", "no"]}, "yes"),
+    ],
+)
+def test_a_call_or_an_answer_in_its_format(
+    toks: Toks, gpt_oss: ModelTokenizer, format: dict[str, Any], answer: str
+) -> None:
+    for tokenizer, before, call in (
+        (toks(), "", '<tool_call>\n{"name": "free", "arguments": {}}\n</tool_call>'),
+        (
+            gpt_oss,
+            "<|channel|>final<|message|>",
+            "<|channel|>commentary to=functions.free <|constrain|>json<|message|>{}",
+        ),
+    ):
+        for text in (before + answer, call):
+            guide = guides_of(tokenizer).start(Format(**either_format(tokenizer, FORCED, format)))
+            guide.replay(tokenizer.encode(text))
+            assert guide.finished or guide.allow()[_end_of(tokenizer)]
+        with pytest.raises(BadRequest, match="does not fit"):
+            guides_of(tokenizer).start(Format(**either_format(tokenizer, FORCED, format))).replay(
+                tokenizer.encode("Well")
+            )
+
+
+def test_a_call_or_an_answer_not_for_every_format(toks: Toks) -> None:
+    with pytest.raises(BadRequest, match="give a json_schema"):
+        either_format(toks(), FORCED, {"type": "regex", "regex": "a+"})
 
 
 @pytest.mark.parametrize("harmony", [True, False])

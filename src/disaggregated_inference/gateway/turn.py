@@ -13,7 +13,7 @@ import msgspec
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.parsers import parser_of
 from disaggregated_inference.gateway.parsers.base import Parser, Said
-from disaggregated_inference.gateway.parsers.forced import forced_format, framed_format
+from disaggregated_inference.gateway.parsers.forced import either_format, forced_format, framed_format
 from disaggregated_inference.gateway.parsers.harmony import speaks_harmony
 from disaggregated_inference.gateway.parsers.parsed import Parsed
 from disaggregated_inference.gateway.parsers.untaught import in_words, knows_tools
@@ -88,7 +88,8 @@ def asked(turn: Turn, tokenizer: ModelTokenizer) -> dict[str, Any]:
             )
         options["format"] = forced_format(tokenizer, turn.tools, turn.tool_choice)
     elif options.get("format"):
-        options["format"] = framed_format(tokenizer, options["format"])
+        form = options["format"]
+        options["format"] = either_format(tokenizer, tools, form) if tools else framed_format(tokenizer, form)
     messages = [_for_template(message, speaks_harmony(tokenizer)) for message in turn.messages]
     if not knows_tools(tokenizer):
         messages = in_words(messages, tools)

@@ -33,6 +33,7 @@ def parser_of(
         "stripped": stripped_tags(tokenizer, (THINK, THINK_END, CALL, CALL_END)),
         "thoughts": thoughts,
         "inside": thoughts and free and _opens_thought(tokenizer, template or {}),
+        "forced": tool_choice not in ("auto", "none"),
     }
     if tools and tool_choice != "none":
         qwen = FUNCTION in tokenizer.chat_template

@@ -29,25 +29,32 @@ def forced_format(tokenizer: ModelTokenizer, tools: list[dict[str, Any]], tool_c
     return {"type": "grammar", "grammar": "\n".join(rules)}
 
 
+def either_format(tokenizer: ModelTokenizer, tools: list[dict[str, Any]], format: dict[str, Any]) -> dict[str, Any]:
+    """A call of a tool, or an answer in its format, as the model likes."""
+    require_tools(tools)
+    schemas, body = schemas_of(tools), _body(format)
+    rules = _harmony_either(schemas, body) if speaks_harmony(tokenizer) else _hermes(tokenizer, schemas, f" | {body}")
+    return {"type": "grammar", "grammar": "\n".join(rules)}
+
+
 def framed_format(tokenizer: ModelTokenizer, format: dict[str, Any]) -> dict[str, Any]:
     """A format for the answer itself: GPT-OSS writes headers around it, and may think first. Others just write it."""
     if not speaks_harmony(tokenizer):
         return format
-    return {"type": "grammar", "grammar": "\n".join(_harmony_answer(format))}
+    rules = [f'start: thought? <|channel|> "final" <|message|> {_body(format)}', _THOUGHT]
+    return {"type": "grammar", "grammar": "\n".join(rules)}
 
 
-def _harmony_answer(format: dict[str, Any]) -> Iterable[str]:
+def _body(format: dict[str, Any]) -> str:
+    """The answer itself, as a part of a grammar."""
     kind = format.get("type")
     if kind == "json_schema" and isinstance(format.get("schema"), dict):
-        body = _json(format["schema"])
-    elif kind == "json_object":
-        body = _json({"type": "object"})
-    elif kind == "choice" and format.get("choices"):
-        body = "(" + " | ".join(_literal(choice) for choice in format["choices"]) + ")"
-    else:
-        raise BadRequest(f"format: {kind} is not offered for this model: give a json_schema, json_object or choice")
-    yield f'start: thought? <|channel|> "final" <|message|> {body}'
-    yield _THOUGHT
+        return _json(format["schema"])
+    if kind == "json_object":
+        return _json({"type": "object"})
+    if kind == "choice" and format.get("choices"):
+        return "(" + " | ".join(_literal(choice) for choice in format["choices"]) + ")"
+    raise BadRequest(f"format: {kind} is not offered here: give a json_schema, json_object or choice")
 
 
 def _chosen(schemas: dict[str, dict[str, Any]], tool_choice: str) -> dict[str, dict[str, Any]]:
@@ -60,9 +67,9 @@ def _chosen(schemas: dict[str, dict[str, Any]], tool_choice: str) -> dict[str, d
     return {tool_choice: schemas[tool_choice]}
 
 
-def _hermes(tokenizer: ModelTokenizer, schemas: dict[str, dict[str, Any]]) -> Iterable[str]:
+def _hermes(tokenizer: ModelTokenizer, schemas: dict[str, dict[str, Any]], otherwise: str = "") -> Iterable[str]:
     opening, closing = (_tag(tokenizer, tag) for tag in (CALL, CALL_END))
-    yield f'start: {opening} ({_any(schemas)}) "}}\\n" {closing}'
+    yield f'start: {opening} ({_any(schemas)}) "}}\\n" {closing}{otherwise}'
     for number, (name, schema) in enumerate(schemas.items()):
         before = _literal(f'\n{{"name": {json.dumps(name)}, "arguments": ')
         yield f"call{number}: {before} {_json(schema)}"
@@ -70,6 +77,16 @@ def _hermes(tokenizer: ModelTokenizer, schemas: dict[str, dict[str, Any]]) -> It
 
 def _harmony(schemas: dict[str, dict[str, Any]]) -> Iterable[str]:
     yield f'start: thought? <|channel|> "commentary to=functions." ({_any(schemas)})'
+    yield from _harmony_calls(schemas)
+
+
+def _harmony_either(schemas: dict[str, dict[str, Any]], body: str) -> Iterable[str]:
+    call, answer = f'"commentary to=functions." ({_any(schemas)})', f'"final" <|message|> {body}'
+    yield f"start: thought? <|channel|> ({call} | {answer})"
+    yield from _harmony_calls(schemas)
+
+
+def _harmony_calls(schemas: dict[str, dict[str, Any]]) -> Iterable[str]:
     yield _THOUGHT
     for number, (name, schema) in enumerate(schemas.items()):
         yield f'call{number}: {_literal(f"{name} ")} <|constrain|> "json" <|message|> {_json(schema)}'

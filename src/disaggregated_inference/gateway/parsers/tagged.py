@@ -13,14 +13,21 @@ class Tagged(Parser):
     """Text with thoughts at its beginning. Families add the tags that open a call, and how to read one.
 
     Blanks beside tags are layout and go with them. `inside`: the prompt's end has opened the thought. `stripped` are
-    the tags that the tokenizer takes for special tokens, so that they are missing from the text.
+    the tags that the tokenizer takes for special tokens, so that they are missing from the text. `forced`: a call must
+    come and nothing else, so what there is of one that was cut off is no text.
     """
 
     openers: tuple[str, ...] = ()
 
-    def __init__(self, stripped: dict[int, str] | None = None, thoughts: bool = False, inside: bool = False) -> None:
+    def __init__(
+        self,
+        stripped: dict[int, str] | None = None,
+        thoughts: bool = False,
+        inside: bool = False,
+        forced: bool = False,
+    ) -> None:
         self.source, self.out = Source(), Sayings()
-        self._stripped, self._thoughts, self._inside = stripped or {}, thoughts, inside
+        self._stripped, self._thoughts, self._inside, self._forced = stripped or {}, thoughts, inside, forced
         self._reading = self._answer()
 
     def push(self, token: int | None, text: str) -> list[Said]:
@@ -65,7 +72,7 @@ class Tagged(Parser):
         self.source.accept()
 
     def _text(self, text: str) -> None:
-        if not (self.source.ended and self.out.calls and not text.strip(BLANKS)):
+        if not self._forced and not (self.source.ended and self.out.calls and not text.strip(BLANKS)):
             self.out.text(text)
         self.source.accept()
 
@@ -74,7 +81,8 @@ class Tagged(Parser):
             yield from self.read_call(opener)
             self.called = True
         except Broken:
-            self.out.text(self.source.unsaid)
+            if not self._forced:
+                self.out.text(self.source.unsaid)
         self.source.accept()
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from disaggregated_inference.errors import BadRequest
 
+_SAY_NOTHING = {"type", "properties", "required", "title", "description", "$schema"}  # of a schema's own keys
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
@@ -16,9 +17,16 @@ def require_tools(tools: Any) -> None:
 
 
 def schemas_of(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Every function's name, and the schema of its arguments: an object of any kind where none is given."""
+    """Every function's name, and the schema of its arguments."""
     functions = [tool["function"] for tool in tools]
-    return {function["name"]: {"type": "object"} | (function.get("parameters") or {}) for function in functions}
+    return {function["name"]: _schema(function.get("parameters") or {}) for function in functions}
+
+
+def _schema(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Where none are named there are none: a model that is held to an object of any kind writes on and on."""
+    if not parameters.get("properties") and parameters.keys() <= _SAY_NOTHING:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"type": "object"} | parameters
 
 
 def _require_tool(tool: Any, where: str) -> None:
