@@ -177,6 +177,15 @@ def test_what_cannot_be_done_is_refused_with_a_reason(
     assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_requests_id_is_where_the_client_looks(client: Anthropic, stream: bool) -> None:
+    answer = client.messages.with_raw_response.create(**ASK, stream=stream, extra_headers={"x-request-id": "mine"})
+    assert answer.request_id == answer.headers["x-request-id"] == "mine"
+    answer.close()
+    counted = client.messages.with_raw_response.count_tokens(model=MODEL, messages=HELLO)
+    assert counted.request_id == counted.headers["x-request-id"]
+
+
 def test_an_unknown_model(client: Anthropic) -> None:
     with pytest.raises(official.NotFoundError, match=MODEL):
         client.messages.create(model="nobody", messages=HELLO, max_tokens=5)

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from disaggregated_inference.cluster.config import load_config
 from disaggregated_inference.errors import BadRequest, ConfigError, DisaggError, RateLimited, Unauthorized
 from disaggregated_inference.gateway.adapters import cluster, ollama
+from disaggregated_inference.gateway.app import gateway_app
 from disaggregated_inference.gateway.auth import Bucket, Caller, Guard, Keys, require_keys
 from disaggregated_inference.gateway.keyfile import new_key
 from disaggregated_inference.orchestrator import DisaggregatedInference
@@ -38,7 +39,7 @@ def key_hash(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def describe(path: str, error: Exception) -> Response:
+def describe(path: str, error: Exception, request_id: str = "") -> Response:
     return JSONResponse({"path": path, "error": str(error)}, getattr(error, "status", 500))
 
 
@@ -114,7 +115,13 @@ def test_whether_anyone_is_there_is_no_secret(keys: Keys) -> None:
         assert (await client("HEAD", "/")).status_code == 200
         ready = await client("GET", "/ready")
         assert ready.status_code == 503
-        assert set(ready.json()["models"]) == {"qwen3-coder", "gpt-oss"}
+        assert ready.json() == {"status": "not ready", "verdict": "nothing is up"}
+        guess = await client("GET", "/ready", headers={"x-api-key": "a guess"})
+        assert guess.json() == ready.json()
+        told = await client("GET", "/ready", headers={"x-api-key": "ann's"})
+        assert set(told.json()["models"]) == {"qwen3-coder", "gpt-oss"}
+        some = await client("GET", "/ready", headers={"x-api-key": "bob's"})
+        assert set(some.json()["models"]) == {"qwen3-coder"}
         assert (await client("POST", "/")).status_code == 401
 
     with_gateway(keys, ask)
@@ -139,6 +146,38 @@ def test_models_of_a_key_are_found_by_alias(keys: Keys) -> None:
         assert (await client("POST", "/api/show", json={"model": "coder"}, **mine)).status_code == 200
 
     with_gateway(keys, ask)
+
+
+@pytest.mark.parametrize("path", ["/cluster", "/cluster/events", "/metrics"])
+def test_the_whole_cluster_is_not_for_a_key_of_some_models(keys: Keys, path: str) -> None:
+    async def ask(client: Ask) -> None:
+        refused = await client("GET", path, headers={"x-api-key": "bob's"})
+        assert refused.status_code == 403
+        assert "gpt-oss" not in refused.text
+
+    with_gateway(keys, ask)
+
+
+def test_refusals_have_a_name_and_are_noted(keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> str:
+        async with DisaggregatedInference(load_config(CONFIG)) as core:
+            transport = httpx.ASGITransport(gateway_app(core, keys))
+            async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+                refused = await client.post("/v1/messages", headers={"x-request-id": "mine", "x-api-key": "a guess"})
+                assert refused.json()["request_id"] == "mine"
+                assert (refused.headers["x-request-id"], refused.headers["request-id"]) == ("mine", "mine")
+                for _ in range(3):
+                    late = await client.post("/v1/chat/completions", json={}, headers={"x-api-key": "cy's"})
+                assert (late.status_code, len(late.headers["x-request-id"])) == (429, 16)
+                return (await client.get("/metrics", headers={"x-api-key": "ann's"})).text
+
+    metrics = asyncio.run(run())
+    for reason, count in {"unauthorized": 1, "rate_limited": 1, "bad_request": 2}.items():
+        assert f'disagg_refused_total{{reason="{reason}"}} {count}.0' in metrics
+    noted = {vars(record)["code"]: vars(record) for record in caplog.records if "code" in vars(record)}
+    assert noted["unauthorized"]["request_id"] == "mine"
+    assert noted["rate_limited"]["caller"] == "cy"
+    assert not any(secret in str(noted) for secret in ("a guess", "cy's"))
 
 
 def test_a_list_of_models_that_are_gone_allows_none() -> None:

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -11,12 +12,15 @@ import openai
 import pydantic
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from starlette.applications import Starlette
+from starlette.requests import Request
 
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.errors import BadRequest, ContextTooLong, DisaggError, ModelNotFound
 from disaggregated_inference.gateway.adapters.openai_asked import ChatAsked, CompletionAsked, read
 from disaggregated_inference.gateway.adapters.openai_chat import Choice, delta_of
 from disaggregated_inference.gateway.adapters.openai_errors import error_body
+from disaggregated_inference.gateway.answers import streamed
 from disaggregated_inference.gateway.parsers.base import CallArguments, CallBegun, Said, Text, Thought
 from disaggregated_inference.gateway.turn import Part
 from tests.cluster import Process, config_of
@@ -506,7 +510,36 @@ def test_headers_say_who_served(quick: OpenAI, stream: bool) -> None:
     assert headers["x-request-id"] == "mine-1"
     assert (headers["x-disagg-prefill"], headers["x-disagg-decode"]) == ("p1", "d1")
     assert headers["x-disagg-plan"]
+    assert (headers.get("cache-control"), headers.get("x-accel-buffering")) == (
+        ("no-cache", "no") if stream else (None, None)
+    )
     assert "chatcmpl-mine-1" in answer.text if not stream else list(answer.parse())
+
+
+def test_a_client_that_cannot_be_told_is_told_once() -> None:
+    """That sending fails is no failure of the answer: it is not described, and nothing is sent after it."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if message["type"] == "http.response.body":
+            raise OSError("the socket is gone")
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def lines() -> AsyncGenerator[bytes, None]:
+        yield b"one"
+        yield b"two"
+
+    async def run() -> None:
+        request = Request({"type": "http", "app": Starlette(), "headers": []})
+        response = await streamed(request, lines(), lambda error: pytest.fail(str(error)))
+        with suppress(Exception):
+            await response({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
+
+    asyncio.run(run())
+    assert [message.get("body") for message in sent] == [None, b"one"]
 
 
 def test_metrics_for_who_asks(quick: OpenAI) -> None:

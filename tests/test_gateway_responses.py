@@ -366,6 +366,13 @@ def test_a_failure_has_its_status_or_is_the_last_event(client: OpenAI, script: S
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
     assert events[-1].type == "response.failed"
     assert events[-1].response.error.message == "Decode server unavailable - request failed"
+    assert [event.type for event in events[-4:-1]] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+    ]
+    assert [(item.status, item.content[0].text) for item in events[-1].response.output] == [("incomplete", "half")]
+    assert client.responses.retrieve(events[-1].response.id) == events[-1].response
     script.parts, script.wait_s = [], 0.4  # too late for a status, and nothing was said yet
     with client.responses.stream(model=MODEL, input="x") as late:
         assert [event.type for event in late] == ["response.created", "response.in_progress", "response.failed"]

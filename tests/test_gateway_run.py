@@ -309,6 +309,34 @@ def test_a_new_config_and_new_keys(pair: tuple[Process, Process], expected: Expe
         assert "Traceback" not in gateway.said()
 
 
+def test_what_was_served_is_remembered_over_a_new_config(pair: tuple[Process, Process], tmp_path: Path) -> None:
+    config = simulated_config(*pair)
+    with gateway_process(tmp_path, config) as gateway, official(gateway.url) as client:
+
+        def reloaded(count: int) -> bool:
+            gateway.tell(signal.SIGHUP)
+            return until(lambda: gateway.said().count("the config was read again") == count, SOON_S)
+
+        def served() -> tuple[int, int, int]:
+            """Well, cancelled, and as the history has them."""
+            told = httpx.get(f"{gateway.url}/cluster").json()
+            assert told["latency"]["total_time"]
+            return told["served"]["ok"], told["served"]["cancelled"], len(told["history"])
+
+        said_by(client, "one")
+        pieces = pieces_of(client, "still going", LONG)
+        next(pieces)
+        assert reloaded(1)  # as it was
+        assert served() == (1, 0, 1)
+        gateway.config.write_text(json.dumps(config | {"policies": {"history": 7}}))
+        assert reloaded(2)
+        said_by(client, "two")
+        assert served() == (2, 0, 2)
+        pieces.close()  # type: ignore[attr-defined]
+        assert until(lambda: served() == (2, 1, 3), SOON_S)  # the old orchestrator's last
+        assert "Traceback" not in gateway.said()
+
+
 def refuses(url: str) -> bool:
     """Nobody listens, or it says that it is busy with ending."""
     try:

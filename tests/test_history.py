@@ -53,6 +53,20 @@ def test_newest_first_and_no_more_than_asked() -> None:
         assert history.recent(0) == history.recent(-1) == history.recent(5, "none") == []
 
 
+def test_what_another_one_has_is_taken_over_once(tmp_path: Path) -> None:
+    file = tmp_path / "h.sqlite"
+    with opened(9, file) as old:
+        for n in range(3):
+            old.add({"n": n, "request_id": str(n)})
+        assert until(lambda: len(rows(file)) == 3, 5)
+        with opened(3, file) as history:
+            old.add({"n": 3, "request_id": "3"})
+            history.inherit(old)
+            history.add({"n": 4, "request_id": "4"})
+            assert numbers(history.recent(9)) == [4, 3, 2]
+    assert sorted(json.loads(row)["n"] for row in rows(file)) == [0, 1, 2, 3, 4]
+
+
 def test_nothing_is_kept_where_nothing_is_wanted(tmp_path: Path) -> None:
     with opened(0, tmp_path / "h.sqlite") as history:
         history.add({"n": 1})

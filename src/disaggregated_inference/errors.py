@@ -36,6 +36,7 @@ DisaggError
 │   ├── NoDecodeNode           503  no node is left that could write the answer
 │   └── QueueFull              503  more requests wait for a node than should; come back later
 ├── Unauthorized               401  no key, or one that nobody has
+├── NotForThisKey              403  what shows more of the cluster than the key is for
 ├── RateLimited                429  more requests a minute than the key is for
 ├── NotOffered                 501  what an API has and a cluster cannot do
 ├── ConfigError                400  a configuration that cannot be understood, or contradicts itself
@@ -212,14 +213,19 @@ class Unauthorized(DisaggError):
     status = 401
 
 
+class NotForThisKey(DisaggError):
+    status = 403
+
+
 class RateLimited(DisaggError):
-    """`retry_after_s` is when the next request may come."""
+    """`retry_after_s` is when the next request may come; `caller` whose key it is."""
 
     status = 429
 
-    def __init__(self, message: str, retry_after_s: int) -> None:
+    def __init__(self, message: str, retry_after_s: int, caller: str = "") -> None:
         super().__init__(f"{message}; try again in {retry_after_s} s")
         self.retry_after_s = retry_after_s
+        self.caller = caller
 
 
 class NotOffered(DisaggError):

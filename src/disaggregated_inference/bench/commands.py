@@ -8,22 +8,39 @@ import typer
 bench_app = typer.Typer(help="Benchmarks: one table, one JSON, ratios from one run.", no_args_is_help=True)
 
 Model = Annotated[str, typer.Option("--model", "-m", help="A name, an alias or a model folder.")]
+Engines = Annotated[list[str] | None, typer.Option(help="torch, mlx or llamacpp; may be repeated. Default: all three.")]
+Threads = Annotated[int, typer.Option(min=0, help="CPU threads of torch and llama.cpp; 0 leaves it to them.")]
 
 
-@bench_app.command("engine")
-def bench_engine(
-    engine: Annotated[list[str] | None, typer.Option(help="torch or mlx; may be repeated. Default: both.")] = None,
+@bench_app.command("engines")
+def bench_engines(
+    engine: Engines = None,
     model: Model = "smollm2",
     shape: Annotated[str, typer.Option(help="Random weights of this shape instead of a model (torch).")] = "",
     device: Annotated[str, typer.Option(help="torch device, such as cpu or cuda.")] = "",
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads for torch; 0 leaves it to torch.")] = 0,
+    threads: Threads = 0,
     quick: Annotated[bool, typer.Option(help="Fewer repeats.")] = False,
     output: Annotated[Path, typer.Option(help="Folder for the JSON files.")] = Path("bench-results"),
 ) -> None:
-    """Our engines against their bare libraries: prefill, decode, import, loading."""
-    from disaggregated_inference.bench.engine import run
+    """Our engines against their bare libraries: prefill, decode, export, import, loading; then every pair of them."""
+    from disaggregated_inference.bench.engines import run
 
     run(engine or [], model, shape, device, threads, quick, output)
+
+
+@bench_app.command("drift")
+def bench_drift(
+    engine: Engines = None,
+    model: Model = "smollm2",
+    tokens: Annotated[int, typer.Option(min=2, help="Of each answer, compared one by one.")] = 64,
+    threads: Threads = 0,
+    quick: Annotated[bool, typer.Option(help="Two prompts, 16 tokens at most.")] = False,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("bench-results"),
+) -> None:
+    """Every pair of engines against the decode engine alone: how far a cache from elsewhere moves the next token."""
+    from disaggregated_inference.bench.drift import run
+
+    run(engine or [], model, tokens, threads, quick, output)
 
 
 @bench_app.command("wire")
@@ -113,3 +130,32 @@ def bench_cluster(
     from disaggregated_inference.bench.cluster import run
 
     run(profile, prompt or (), tokens, repeats, output)
+
+
+@bench_app.command("gateway")
+def bench_gateway(
+    streams: Annotated[list[int] | None, typer.Option(min=1, help="At once; repeatable. Default: 1, 32, 256.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 256,
+    requests: Annotated[int, typer.Option(min=1, help="For each number of streams; two per stream at least.")] = 96,
+    litellm: Annotated[str, typer.Option(help="An environment with litellm[proxy], to measure it as well.")] = "",
+    output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("bench-results"),
+) -> None:
+    """What the gateway adds to every token, over simulated nodes, beside a bare starlette relay and LiteLLM's proxy."""
+    from disaggregated_inference.bench.gateway import run
+
+    run(streams or (), tokens, requests, litellm, output)
+
+
+@bench_app.command("load")
+def bench_load(
+    streams: Annotated[int, typer.Option(min=1, help="At once.")] = 32,
+    requests: Annotated[int, typer.Option(min=1, help="In all.")] = 256,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens in.")] = 256,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens out.")] = 64,
+    python: Annotated[str, typer.Option(help="An environment with GuideLLM. Default: one is made.")] = "",
+    output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("bench-results"),
+) -> None:
+    """GuideLLM, a load generator of others, against a gateway over simulated nodes, beside the gateway's /metrics."""
+    from disaggregated_inference.bench.load import run
+
+    run(streams, requests, prompt, tokens, python, output)

@@ -8,16 +8,14 @@ from rich.console import Console
 
 from disaggregated_inference.bench.report import Report, Row
 from disaggregated_inference.bench.streaming import bench_streaming
+from disaggregated_inference.bench.texts import prompt_of
 from disaggregated_inference.engines import require_engine
 from disaggregated_inference.models import ModelFiles, ModelStore
-from disaggregated_inference.nodes.local import LocalNode, Written, hand_over, write_alone
+from disaggregated_inference.nodes.local import LocalNode, Written, finished, hand_over, write_alone
 from disaggregated_inference.progress import steps
 
 _PROMPTS = (128, 512, 2000)
 _ANSWER = 32
-_TEXT = (
-    "The cache of a prompt is computed once, moves to another machine while it is being computed, and is used there. "
-)
 
 Progress = Callable[[str], None]
 
@@ -59,11 +57,11 @@ def bench_pair(
     report = Report(f"{prefill} reads, {decode} writes {_ANSWER} tokens, {model.name}, float32, chunks of {chunk}")
     with _nodes(model, prefill, decode, chunk, streams, progress) as (reader, writer, lossy):
         for length in _PROMPTS:
-            tokens = _prompt(model, length)
+            tokens = prompt_of(model, length)
             progress(f"prompt of {length} tokens")
             _rows(report, reader, writer, tokens, repeats)
         progress("int8 on the wire")
-        _drift_rows(report, reader, writer, lossy, _prompt(model, 512))
+        _drift_rows(report, reader, writer, lossy, prompt_of(model, 512))
     return report
 
 
@@ -89,25 +87,14 @@ def _nodes(
             node.stop()
 
 
-def _prompt(model: ModelFiles, length: int) -> list[int]:
-    tokens = model.tokenizer.encode(_TEXT)
-    return (tokens * (length // len(tokens) + 1))[:length]
-
-
-def _finished(answer: tuple[Written, Iterator[str]]) -> Written:
-    for _ in answer[1]:
-        pass
-    return answer[0]
-
-
 def _rows(report: Report, reader: LocalNode, writer: LocalNode, tokens: list[int], repeats: int) -> None:
     """In turn, the best of each; the first round is the warm-up, and the canary's."""
     ours: list[Written] = []
     alone: list[Written] = []
     for turn in range(repeats + 1):
         runs = (
-            _finished(hand_over(reader, writer, tokens, _ANSWER)),
-            _finished(write_alone(writer, tokens, _ANSWER)),
+            finished(hand_over(reader, writer, tokens, _ANSWER)),
+            finished(write_alone(writer, tokens, _ANSWER)),
         )
         assert runs[0].tokens == runs[1].tokens, "the hand-off changed the answer"
         if turn:
@@ -125,7 +112,7 @@ def _rows(report: Report, reader: LocalNode, writer: LocalNode, tokens: list[int
 
 
 def _drift_rows(report: Report, reader: LocalNode, writer: LocalNode, lossy: LocalNode, tokens: list[int]) -> None:
-    exact, rounded = (_finished(hand_over(reader, node, tokens, _ANSWER)) for node in (writer, lossy))
+    exact, rounded = (finished(hand_over(reader, node, tokens, _ANSWER)) for node in (writer, lossy))
     pairs = zip(exact.tokens, rounded.tokens, strict=False)
     same = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(exact.tokens), len(rounded.tokens)))
     sizes = (rounded.metrics["kv_bytes"], exact.metrics["kv_bytes"])

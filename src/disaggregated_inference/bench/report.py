@@ -5,6 +5,7 @@ import math
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -48,11 +49,14 @@ class Report(msgspec.Struct):
         console.print(table)
 
     def save(self, path: Path) -> None:
-        machine = {"python": platform.python_version(), "machine": platform.machine(), "system": platform.system()}
-        rows = [msgspec.to_builtins(row) | {"ratio": row.ratio} for row in self.rows]
-        content = {"title": self.title, "version": __version__, "machine": machine, "rows": rows}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=2) + "\n")
+        save_rows(path, self.title, [msgspec.to_builtins(row) | {"ratio": row.ratio} for row in self.rows])
+
+
+def save_rows(path: Path, title: str, rows: list[dict[str, Any]]) -> None:
+    machine = {"python": platform.python_version(), "machine": platform.machine(), "system": platform.system()}
+    content = {"title": title, "version": __version__, "machine": machine, "rows": rows}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _number(value: float) -> str:

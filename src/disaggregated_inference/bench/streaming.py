@@ -11,7 +11,7 @@ from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from typing import Any, NamedTuple
 
-from disaggregated_inference.bench.engine import SHAPES, Progress
+from disaggregated_inference.bench.engines import SHAPES, Progress
 from disaggregated_inference.bench.report import Report, Row
 from disaggregated_inference.engines import Engine, chunks
 from disaggregated_inference.errors import DisaggError

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from disaggregated_inference.errors import BadRequest, BodyTooLarge, Cancelled
 
 BODY_LIMIT_BYTES = 16 << 20
+UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # a proxy that collects a stream shows none
 _PULSE_S = 5.0  # on the wall clock, whatever the model does: proxies and clients give up on silence; see --keepalive
 
 Result = TypeVar("Result")
@@ -81,7 +82,7 @@ async def streamed(
         first.cancel()
         raise
     pulse_s = getattr(request.app.state, "keepalive_s", _PULSE_S)
-    return _Stream(first, lines, describe, pulse, pulse_s, headers=headers(), media_type=media_type)
+    return _Stream(first, lines, describe, pulse, pulse_s, headers=UNBUFFERED | headers(), media_type=media_type)
 
 
 class _Stream(StreamingResponse):
@@ -114,14 +115,21 @@ class _Stream(StreamingResponse):
         self._sent_at = time.monotonic()
         beating = asyncio.create_task(self._beat(send))
         try:
-            await self._say(send, await self._first)
-            async for line in self._lines:
+            async for line in self._told():
                 await self._say(send, line)
-        except Exception as error:
-            await self._say(send, self._describe(error))
         finally:
             beating.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _told(self) -> AsyncGenerator[bytes, None]:
+        """The description of what failed is the last of it. That sending fails is no part of this: nobody is there then
+        to be told."""
+        try:
+            yield await self._first
+            async for line in self._lines:
+                yield line
+        except Exception as error:
+            yield self._describe(error)
 
     async def _say(self, send: Send, line: bytes) -> None:
         self._sent_at = time.monotonic()

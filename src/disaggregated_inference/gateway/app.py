@@ -15,8 +15,8 @@ from disaggregated_inference.gateway import openapi
 from disaggregated_inference.gateway.adapters import anthropic, cluster, ollama, openai, responses
 from disaggregated_inference.gateway.answers import json_response
 from disaggregated_inference.gateway.auth import Guard, Keys
-from disaggregated_inference.gateway.call import request_id_of
 from disaggregated_inference.gateway.deadlines import READ_S, BodyDeadline
+from disaggregated_inference.gateway.request_id import request_id_of
 from disaggregated_inference.orchestrator import DisaggregatedInference
 
 log = logging.getLogger(__name__)
@@ -60,12 +60,15 @@ def describe(path: str, error: Exception, request_id: str = "") -> Response:
     if status == 408:  # the rest may come yet, and would be taken for the next request
         headers["Connection"] = "close"
     named = {"request_id": request_id or None} if adapter is anthropic else {}
+    if request_id and adapter is anthropic:
+        headers[anthropic.REQUEST_ID] = request_id
     return json_response(adapter.error_body(error, **named), status, headers)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     code = getattr(error, "code", "internal_error")
     name = request_id_of(request)
+    request.app.state.metrics.refused(error)
     log.warning("refused: %s", error, extra={"path": _path(request), "code": code, "request_id": name})
     return describe(_path(request), error, name)
 

@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import ipaddress
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -10,17 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from disaggregated_inference.cluster.config import ClusterConfig, ModelOptions, bare_name
-from disaggregated_inference.errors import BadRequest, RateLimited, Unauthorized
+from disaggregated_inference.errors import BadRequest, DisaggError, NotForThisKey, RateLimited, Unauthorized
 from disaggregated_inference.gateway.keyfile import HOW, Key, keys_of, read_keys
+from disaggregated_inference.gateway.request_id import request_id_of
+
+log = logging.getLogger(__name__)
 
 # What is looked at to see whether anyone is there, and what the same gateway says everywhere, of whichever cluster.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/openapi.json"})
 
-Describe = Callable[[str, Exception], Response]
+Describe = Callable[[str, Exception, str], Response]
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,10 +34,16 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     name: str = "anyone"
     models: tuple[str, ...] = ()
     per_minute: float | None = None
+    known: bool = True  # not so: someone without a key, where others have one
 
     def may_use(self, model: str) -> bool:
         """`model` is the cluster's own name of it."""
         return not self.models or model in self.models
+
+    def require_all(self) -> None:
+        """For what shows the whole cluster: other models, and the machines that have them."""
+        if self.models:
+            raise NotForThisKey(f"the key {self.name!r} is for {', '.join(self.models)} alone, and this shows them all")
 
     def among(self, config: ClusterConfig) -> "Caller":
         """With the cluster's own names for the models in the list. By name or alias alone: what may be used is not
@@ -120,7 +131,7 @@ class Keys:
         bucket = next((bucket for known, bucket in self._known.values() if known == caller), None)
         if bucket and (wait_s := bucket.take()):
             limit = f"{caller.per_minute:g} requests a minute are what the key {caller.name!r} is for"
-            raise RateLimited(limit, math.ceil(wait_s))
+            raise RateLimited(limit, math.ceil(wait_s), caller.name)
 
 
 def _caller(key: Key) -> Caller:
@@ -140,25 +151,40 @@ class Guard:
         try:
             caller = self._admitted(scope)
         except (Unauthorized, RateLimited) as error:
-            return await self._refusal(scope["path"], error)(scope, receive, send)
+            return await self._refusal(scope, error)(scope, receive, send)
         scope["state"] = dict(scope.get("state") or {}) | {"caller": caller}
         await self._app(scope, receive, send)
 
     def _admitted(self, scope: Scope) -> Caller:
         if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
-            return Caller()
+            return self._anyone(scope)
         caller = self._keys.caller(_given(scope))
         if scope["method"] == "POST":  # what makes someone work; looking at lists and numbers does not
             self._keys.count(caller)
         return caller.among(scope["app"].state.core.config)
 
-    def _refusal(self, path: str, error: Unauthorized | RateLimited) -> Response:
-        response = self._describe(path, error)
+    def _anyone(self, scope: Scope) -> Caller:
+        try:
+            return self._keys.caller(_given(scope)).among(scope["app"].state.core.config)
+        except Unauthorized:
+            return Caller(name="stranger", known=False)
+
+    def _refusal(self, scope: Scope, error: Unauthorized | RateLimited) -> Response:
+        name = request_id_of(Request(scope))
+        self._note(scope, error, name)
+        response = self._describe(scope["path"], error, name)
         if isinstance(error, RateLimited):
             response.headers.setdefault("Retry-After", str(error.retry_after_s))
         else:
             response.headers.setdefault("WWW-Authenticate", "Bearer")
         return response
+
+    def _note(self, scope: Scope, error: DisaggError, request_id: str) -> None:
+        """Whose key it was, never the key."""
+        whose = {"caller": error.caller} if isinstance(error, RateLimited) else {}
+        more = {"path": scope["path"], "code": error.code, "request_id": request_id}
+        log.warning("refused: %s", error, extra=more | whose)
+        scope["app"].state.metrics.refused(error)
 
 
 def _given(scope: Scope) -> list[bytes]:

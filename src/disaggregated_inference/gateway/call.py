@@ -1,7 +1,5 @@
 """One request's way through the gateway: its id, who calls, and the headers that say who served it."""
 
-import re
-import secrets
 from contextlib import suppress
 from typing import Any
 
@@ -9,21 +7,11 @@ from starlette.requests import Request
 
 from disaggregated_inference.errors import ModelNotFound
 from disaggregated_inference.gateway.auth import Caller
+from disaggregated_inference.gateway.request_id import request_id_of
 from disaggregated_inference.orchestrator import DisaggregatedInference
 from disaggregated_inference.orchestrator.view import Option
 
-_SANE_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
 _MOST_REASON = 200
-
-
-def request_id_of(request: Request) -> str:
-    """The caller's, or a new one; the same whenever it is asked for."""
-    state: dict[str, Any] = request.scope.setdefault("state", {})
-    if "request_id" not in state:
-        given = request.headers.get("x-request-id") or request.headers.get("x-correlation-id") or ""
-        state["request_id"] = given if _SANE_ID.fullmatch(given) else secrets.token_hex(8)
-    name: str = state["request_id"]
-    return name
 
 
 class Call:

@@ -19,12 +19,9 @@ _MOST_WAITING = 256  # events before a listener that does not read; then it is l
 _MOST_LISTENERS = 64
 _RESTLESS = ("heard_s_ago", "warmth")  # of a node: they always change, and say nothing new
 
-Wanted = Callable[[dict[str, Any]], bool]
-
 
 class Listener:
-    def __init__(self, wanted: Wanted) -> None:
-        self.wanted = wanted
+    def __init__(self) -> None:
         self.events: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_WAITING)
 
     def put(self, some: bytes) -> bool:
@@ -55,9 +52,9 @@ class Feed:
         if len(self.listeners) >= _MOST_LISTENERS:
             raise QueueFull(f"{_MOST_LISTENERS} listen already", round(_QUIET_S))
 
-    async def listen(self, wanted: Wanted) -> AsyncGenerator[bytes, None]:
-        """Events until whoever listens leaves or is too slow; `wanted` says of which requests."""
-        listener = Listener(wanted)
+    async def listen(self) -> AsyncGenerator[bytes, None]:
+        """Events until whoever listens leaves or is too slow."""
+        listener = Listener()
         self.listeners.add(listener)
         if self._looking is None:
             self._looking = asyncio.create_task(self._look())
@@ -76,9 +73,8 @@ class Feed:
 
     def ended(self, record: dict[str, Any]) -> None:
         """A record of the history."""
-        listening = [listener for listener in self.listeners if listener.wanted(record)]
-        if listening:
-            self._tell(listening, event("request", record))
+        if self.listeners:
+            self._tell(list(self.listeners), event("request", record))
 
     def _tell(self, listeners: list[Listener], some: bytes) -> None:
         for listener in listeners:

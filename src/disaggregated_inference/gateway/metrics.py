@@ -88,6 +88,7 @@ class GatewayMetrics:
 
     def _make_own(self) -> None:
         self._outcomes = self._counter("disagg_requests", "model", "outcome")
+        self._refused = self._counter("disagg_refused", "reason")
         self._transfer = self._histogram("disagg_kv_transfer_seconds", _TRANSFER_S, "model")
         self._moved = self._counter("disagg_kv_transfer_bytes", "model")
         self._exposed = self._histogram("disagg_exposed_transfer_seconds", _TRANSFER_S, "model")
@@ -118,6 +119,11 @@ class GatewayMetrics:
             self._count(record)
         except Exception:
             log.exception("a request was not counted", extra={"request_id": record.get("request_id")})
+
+    def refused(self, error: Exception) -> None:
+        """By the gateway or a node, for what the request is or whose it is; a fault of ours is no refusal."""
+        if isinstance(error, DisaggError) and 400 <= error.status < 499:
+            self._refused.labels(_one_of(error.code, STATUS_OF)).inc()
 
     def _count(self, record: Record) -> None:
         model = record["model"] if record.get("model") in self._core().config.names else "other"
@@ -288,6 +294,7 @@ _WORDS = {
     "vllm:num_requests_running": "Requests that have one",
     "vllm:kv_cache_usage_perc": "KV memory of decode nodes promised to requests, 0 to 1",
     "disagg_requests": "Requests that ended: ok, failed or cancelled",
+    "disagg_refused": "Requests that were answered with a refusal (4xx), by its code",
     "disagg_kv_transfer_seconds": "From the first to the last byte of a cache that moved",
     "disagg_kv_transfer_bytes": "KV that moved between nodes",
     "disagg_exposed_transfer_seconds": "Of a transfer, what came after the prompt was read",

@@ -11,6 +11,7 @@ from disaggregated_inference.gateway.auth import Keys
 from disaggregated_inference.gateway.keyfile import read_keys
 from disaggregated_inference.gateway.tls import Certificate
 from disaggregated_inference.orchestrator import DisaggregatedInference
+from disaggregated_inference.orchestrator.threads import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -19,8 +20,8 @@ _BEGIN_S = 60.0  # for a request whose body is still on its way
 
 
 class Reloading:
-    """A new config is a new orchestrator for new requests; the old one ends when its last request has. What is wrong
-    with any of the files leaves everything as it is."""
+    """A new config is a new orchestrator for new requests; the old one ends when its last request has. One that says
+    what it said before changes nothing, and what is wrong with any of the files leaves everything as it is."""
 
     def __init__(
         self,
@@ -49,25 +50,31 @@ class Reloading:
 
     async def _reload(self) -> None:
         async with self._one_at_a_time:
-            fresh = self._read()
+            old, fresh = self._app.state.core, self._read()
             if fresh is None:
                 return
-            try:
-                await _heard(fresh)
-            except BaseException:
-                await fresh.aclose()
-                raise
-            old, self._app.state.core = self._app.state.core, fresh
-            fresh.on_end += old.on_end
+            if fresh is not old:
+                await self._replaced(old, fresh)
         log.warning("the config was read again: %s", ", ".join(fresh.config.names))
-        await self._retired(old)
+        if fresh is not old:
+            await self._retired(old)
+
+    async def _replaced(self, old: DisaggregatedInference, fresh: DisaggregatedInference) -> None:
+        try:
+            await _heard(fresh)
+        except BaseException:
+            await fresh.aclose()
+            raise
+        unneeded, self._app.state.core = fresh.inherit(old), fresh
+        await in_thread(unneeded.close)
 
     def _read(self) -> DisaggregatedInference | None:
-        """All of it or nothing."""
+        """All of it or nothing; where the config is what it was, the orchestrator that is there."""
         try:
             read_keys(self._key_file or None)
             self._certificate.require()
-            fresh = DisaggregatedInference(load_config(self._config))
+            config, old = load_config(self._config), self._app.state.core
+            fresh = old if config == old.config else DisaggregatedInference(config)
             self._keys.reload(self._key_file or None)
             if self._server.config.ssl:
                 self._certificate.load_into(self._server.config.ssl)

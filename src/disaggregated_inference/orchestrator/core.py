@@ -15,6 +15,7 @@ from disaggregated_inference.errors import ClusterError, DeadlineExceeded, Disag
 from disaggregated_inference.models.tokenizer import ModelTokenizer
 from disaggregated_inference.orchestrator.ask import Ask, asked, require_defaults
 from disaggregated_inference.orchestrator.history import History
+from disaggregated_inference.orchestrator.inbox import Inbox
 from disaggregated_inference.orchestrator.legs import Delta, Event
 from disaggregated_inference.orchestrator.life import Life
 from disaggregated_inference.orchestrator.line import Line
@@ -33,6 +34,15 @@ _PLACES = 64  # of a model whose nodes are not known yet
 _AHEAD = 2  # requests per slot: nodes have the next one there when a slot is free
 
 
+class Past:
+    """What became of requests: of an orchestrator's, and of those whose place it took."""
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.served = {"ok": 0, "failed": 0, "cancelled": 0}
+        self.on_end: list[Callable[[dict[str, Any]], None]] = []
+
+
 class DisaggregatedInference:
     """`config`: a dict, a path, a `ClusterConfig`, or None for the file that is found. Starts with its first request or
     `async with`; `aclose` ends everything that is under way."""
@@ -41,14 +51,13 @@ class DisaggregatedInference:
         self.config = config if isinstance(config, ClusterConfig) else load_config(config)
         for name in self.config.names:
             require_defaults(self.config, name)
-        self.history = History(self.config.policies.history, self.config.policies.history_file)
+        self._past = Past(History(self.config.policies.history, self.config.policies.history_file))
+        self._has_heir = False
         self.line = Line(self.config.policies.queue, _PLACES)
         self._texts = Texts()
         self._watch: Watch | None = None
         self._session: aiohttp.ClientSession | None = None
         self._under_way: set[asyncio.Task[Any]] = set()
-        self.on_end: list[Callable[[dict[str, Any]], None]] = []  # told of every request that ended
-        self._served = {"ok": 0, "failed": 0, "cancelled": 0}
 
     async def __aenter__(self) -> "DisaggregatedInference":
         await self.start()
@@ -77,7 +86,27 @@ class DisaggregatedInference:
         assert self._session
         await self._session.close()
         self._watch = self._session = None
-        await in_thread(self.history.close)
+        if not self._has_heir:
+            await in_thread(self.history.close)
+
+    @property
+    def history(self) -> History:
+        return self._past.history
+
+    @property
+    def on_end(self) -> list[Callable[[dict[str, Any]], None]]:
+        """Told of every request that ended."""
+        return self._past.on_end
+
+    def inherit(self, old: "DisaggregatedInference") -> History:
+        """Take another one's place, before the first request: what became of its requests is known here too, and what
+        will become of those that it has. The history that nobody needs any more is the caller's to close."""
+        policies, before = self.config.policies, old.config.policies
+        own, self._past, old._has_heir = self.history, old._past, True
+        if (policies.history, policies.history_file) != (before.history, before.history_file):
+            own.inherit(self._past.history)
+            own, self._past.history = self._past.history, own
+        return own
 
     async def idle(self) -> None:
         """Until nothing is under way."""
@@ -100,23 +129,13 @@ class DisaggregatedInference:
     async def batches(self, prompt: str | None = None, **options: Any) -> AsyncGenerator[list[Delta], None]:
         """The same, each time with all that has come: whoever passes it on has the work of doing so only once."""
         ask, record = self._asked(prompt=prompt, **options)
-        came: list[Delta] = []
-        news = asyncio.Event()
-
-        def put(deltas: Sequence[Delta]) -> None:
-            came.extend(deltas)
-            news.set()
-
-        record.on_progress = lambda progress: put([Delta(progress=progress)])
-        task = self._begun(ask, record, put)
-        task.add_done_callback(lambda _: news.set())
+        inbox = Inbox()
+        record.on_progress = lambda progress: inbox.put([Delta(progress=progress)])
+        task = self._begun(ask, record, inbox.put)
+        task.add_done_callback(inbox.close)
         try:
-            while came or not task.done():
-                await news.wait()
-                news.clear()
-                if deltas := came.copy():
-                    came.clear()
-                    yield deltas
+            while deltas := await inbox.take():
+                yield deltas
             await _finished(task)
         finally:
             task.cancel()
@@ -156,7 +175,7 @@ class DisaggregatedInference:
                 for (p, d), speed in watch.view(model).links.items()
             ],
             "queue": msgspec.to_builtins(self.line.seen()),
-            "served": dict(self._served),
+            "served": dict(self._past.served),
             "latency": {"total_time": self.history.percentiles("total_time")},
         }
 
@@ -252,7 +271,7 @@ class DisaggregatedInference:
         metrics = record.metrics(servers, self.config.policies)
         record.answer = record.told() | metrics
         outcome = "ok" if error is None else "failed" if isinstance(error, Exception) else "cancelled"
-        self._served[outcome] += 1
+        self._past.served[outcome] += 1
         said = {"error": {"code": getattr(error, "code", outcome), "message": str(error)}} if error else {}
         ended = metrics | said | {"ok": error is None, "outcome": outcome, "time": record.time}
         ended["finish_reason"] = record.answer.get("finish_reason")

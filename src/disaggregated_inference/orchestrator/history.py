@@ -68,6 +68,16 @@ class History:
         values = sorted(value for record in self._of(model) if _is_number(value := record.get(field)))
         return {f"p{share}": _percentile(values, share / 100) for share in (50, 95, 99)} if values else {}
 
+    def inherit(self, old: "History") -> None:
+        """What another one has in memory, as much of it as there is room for. What both have, because they read the
+        same file, is here once; to this one's file nothing is added."""
+        theirs = old._of(None)
+        known = {_identity(record) for record in theirs}
+        with self._changed:
+            mine = [record for record in self._recent if _identity(record) not in known]
+            self._recent.clear()
+            self._recent.extend(sorted(mine + theirs, key=_time))
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is pending, for so long at most. Later records stay in memory."""
         with self._changed:
@@ -124,6 +134,16 @@ class History:
             if not self._is_failing:
                 _warn(path, error)
             self._is_failing = True
+
+
+def _identity(record: Record) -> tuple[float, str]:
+    return _time(record), str(record.get("request_id", ""))
+
+
+def _time(record: Record) -> float:
+    """A file is anybody's: what has no time is old."""
+    found = record.get("time")
+    return found if _is_number(found) else 0.0
 
 
 def _warn(path: Path, error: Exception) -> None:

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 Event = dict[str, Any]
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+REQUEST_ID = "request-id"  # where Anthropic's own clients look for it
 _ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -70,14 +71,14 @@ async def messages(request: Request) -> Response:
     parts = converse(call.core, turn)
     if not wanted.stream:
         await unless_gone(request, _exhausted(answer, parts))
-        return json_response(answer.message(), headers=call.headers())
+        return json_response(answer.message(), headers=_headers(call))
 
     def failed(error: Exception) -> bytes:
         if not isinstance(error, DisaggError):
             log.error("a message failed", exc_info=error)
         return _told([error_body(error, call.id)])
 
-    return await streamed(request, _lines(answer, parts), failed, call.headers, pulse=_PING)
+    return await streamed(request, _lines(answer, parts), failed, lambda: _headers(call), pulse=_PING)
 
 
 async def count_tokens(request: Request) -> Response:
@@ -90,7 +91,11 @@ async def count_tokens(request: Request) -> Response:
         return len(tokenizer.encode(tokenizer.render_chat(prompt["messages"], **prompt["template"])))
 
     count = await unless_gone(request, in_thread(counted))
-    return json_response({"input_tokens": count}, headers=call.headers())
+    return json_response({"input_tokens": count}, headers=_headers(call))
+
+
+def _headers(call: Call) -> dict[str, str]:
+    return call.headers() | {REQUEST_ID: call.id}
 
 
 async def _exhausted(answer: "Answer", batches: Parts) -> None:

@@ -10,7 +10,8 @@ from starlette.routing import Route
 
 from disaggregated_inference.errors import DisaggError, TokensRefused
 from disaggregated_inference.gateway.adapters.cluster_asked import DetokenizeAsked, TokenizeAsked, read
-from disaggregated_inference.gateway.answers import body_of, json_response, unless_gone
+from disaggregated_inference.gateway.answers import UNBUFFERED, body_of, json_response, unless_gone
+from disaggregated_inference.gateway.auth import Caller
 from disaggregated_inference.gateway.call import Call
 from disaggregated_inference.gateway.feed import Feed
 from disaggregated_inference.gateway.metrics import GatewayMetrics
@@ -24,7 +25,6 @@ from disaggregated_inference.orchestrator.threads import in_thread
 _HISTORY = 50
 SERVES = VERDICTS[:3]
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-_UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # a proxy that collects events shows none
 
 
 def routes() -> list[Route]:
@@ -108,25 +108,31 @@ async def _ready(request: Request) -> Response:
     draining = getattr(request.app.state, "draining", False)
     ready = not draining and any(verdict in SERVES for verdict in status["models"].values())
     state = "ready" if ready else "draining" if draining else "not ready"
-    content = {"status": state, "verdict": status["verdict"], "models": status["models"]}
+    content = {"status": state, "verdict": status["verdict"]} | _models_for(request.state.caller, status["models"])
     return json_response(content, 200 if ready else 503, {} if ready else {"Retry-After": "1"})
 
 
+def _models_for(caller: Caller, models: dict[str, str]) -> dict[str, Any]:
+    """Who is there is for whoever has a key, where keys are needed; load balancers have none and read the status."""
+    return {"models": {name: said for name, said in models.items() if caller.may_use(name)}} if caller.known else {}
+
+
 async def _metrics(request: Request) -> Response:
+    request.state.caller.require_all()
     return Response(await _attached(request).metrics.text(), media_type=_PROMETHEUS)
 
 
 async def _cluster(request: Request) -> Response:
     call = Call(request)
+    call.caller.require_all()
     core, status = call.core, await call.core.status()
     records = core.history.recent(core.config.policies.history)
-    shown = [record for record in records if call.caller.may_use(record.get("model", ""))][:_HISTORY]
-    return json_response(status | {"history": shown, "targets": targets(records, status["nodes"])})
+    return json_response(status | {"history": records[:_HISTORY], "targets": targets(records, status["nodes"])})
 
 
 async def _events(request: Request) -> Response:
     call, feed = Call(request), _attached(request).feed
+    call.caller.require_all()
     feed.require_room()
-    events = feed.listen(lambda record: call.caller.may_use(record.get("model", "")))
     # Not through a queue of its own: only so does a reader that does not read come to stand still, and is let go.
-    return StreamingResponse(events, headers=_UNBUFFERED, media_type="text/event-stream")
+    return StreamingResponse(feed.listen(), headers=UNBUFFERED, media_type="text/event-stream")

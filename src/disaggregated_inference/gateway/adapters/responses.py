@@ -16,7 +16,7 @@ from disaggregated_inference.errors import BadRequest, DisaggError
 from disaggregated_inference.gateway.adapters import responses_shapes as shapes
 from disaggregated_inference.gateway.adapters.openai_errors import error_body, status_of
 from disaggregated_inference.gateway.adapters.responses_shapes import Create, Item, new_id
-from disaggregated_inference.gateway.answers import body_of, json_response, streamed, unless_gone
+from disaggregated_inference.gateway.answers import Describe, body_of, json_response, streamed, unless_gone
 from disaggregated_inference.gateway.call import Call
 from disaggregated_inference.gateway.parsers.base import CallArguments, CallBegun, Said, Text, Thought
 from disaggregated_inference.gateway.store import Kept, ResponseNotFound, Store
@@ -88,7 +88,7 @@ class Responses:
         answer = Answer(_begun(create, model))
         events = self._events(call, read, answer, shapes.turn_of(create, model, read, call.options()))
         if create.stream:
-            return await streamed(request, _lines(events), lambda error: _told(answer.failed(error)), call.headers)
+            return await streamed(request, _lines(events), self._failure(call, read, answer), call.headers)
         await unless_gone(request, _exhausted(events))
         return json_response(answer.response, headers=call.headers())
 
@@ -142,9 +142,23 @@ class Responses:
         async with aclosing(converse(call.core, turn)) as batches:
             async for parts in batches:
                 events = [event for part in parts for event in answer.take(part)]
-                if parts[-1].metrics is not None and answer.response.store:
-                    self._store.put(call.caller.name, answer.response.id, read, answer.response)
+                if parts[-1].metrics is not None:
+                    self._keep(call, read, answer)
                 yield events
+
+    def _failure(self, call: Call, read: tuple[Item, ...], answer: "Answer") -> Describe:
+        """Of a stream: its client knows its name, and may ask what became of it."""
+
+        def failed(error: Exception) -> bytes:
+            events = answer.failed(error)
+            self._keep(call, read, answer)
+            return _told(events)
+
+        return failed
+
+    def _keep(self, call: Call, read: tuple[Item, ...], answer: "Answer") -> None:
+        if answer.response.store:
+            self._store.put(call.caller.name, answer.response.id, read, answer.response)
 
 
 def _begun(create: Create, model: str) -> Response:
@@ -210,11 +224,12 @@ class Answer:
         return self._numbered([*self._opening(), *self._taken(part)])
 
     def failed(self, error: Exception) -> list[Event]:
-        """Whatever happened: the stream ends with its reason."""
+        """Whatever happened: what was said is told as far as it came, and the stream ends with its reason."""
         if not isinstance(error, DisaggError):
             log.error("a response failed", exc_info=error)
         code, message = _CODES.get(status_of(error), "server_error"), error_body(error)["error"]["message"]
-        return self._numbered([*self._opening(), self._end("failed", error={"code": code, "message": message})])
+        told = [*self._opening(), *self._close("incomplete")]
+        return self._numbered([*told, self._end("failed", error={"code": code, "message": message})])
 
     def _opening(self) -> list[Event]:
         if self._events:
