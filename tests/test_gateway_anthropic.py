@@ -77,7 +77,7 @@ def test_the_whole_answer(client: Anthropic, pair: tuple[Process, Process]) -> N
     with DisaggregatedClient(config_of(*pair)) as plain:
         text, metrics = plain.generate(messages=messages, temperature=0, max_tokens=12)
     assert text_of(message) == text
-    assert (message.type, message.role, message.model) == ("message", "assistant", MODEL)
+    assert (message.type, message.role, message.model) == ("message", "assistant", "tiny-alias")
     assert (message.stop_reason, message.stop_sequence) == ("max_tokens", None)
     usage = message.usage
     assert usage.output_tokens == 12
@@ -162,7 +162,10 @@ def test_a_client_that_leaves_ends_it(client: Anthropic, pair: tuple[Process, Pr
         ({"tool_choice": {"type": "perhaps"}}, "tool_choice"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
-        ({"stop_sequences": [""]}, "stop"),
+        ({"stop_sequences": [""]}, r"stop_sequences\[0\]: "),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "does not think"),
+        ({"tools": [WEATHER | {"name": "any"}], "tool_choice": {"type": "tool", "name": "auto"}}, "auto.*any"),
+        ({"tools": [WEATHER | {"name": "auto"}], "tool_choice": {"type": "tool", "name": "auto"}}, "rename"),
         ({"temperature": 1000}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
     ],
@@ -219,7 +222,7 @@ def test_thought_text_and_uses_of_tools_are_blocks(client: Anthropic, script: Sc
     thought, text, use, other = message.content
     assert thought.thinking == "Hmm."
     assert text.text == "I look."
-    assert (use.id, use.name, use.input) == ("call_a", "weather", {"city": "Oslo"})
+    assert (use.id, use.name, use.input) == ("toolu_a", "weather", {"city": "Oslo"})
     assert other.input == {}
     with client.messages.stream(**ASK, tools=[WEATHER]) as stream:
         events = list(stream)
@@ -239,7 +242,8 @@ def test_what_was_switched_off_is_not_shown(client: Anthropic, script: Script) -
     assert script.turns[0].template == {"enable_thinking": False}
 
 
-def test_what_is_asked_reaches_the_model(client: Anthropic, script: Script) -> None:
+def test_what_is_asked_reaches_the_model(client: Anthropic, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anthropic, "can_think", lambda tokenizer: True)
     script.says(Text("yes"))
     use: Any = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Oslo"}}
     results: Any = [
@@ -322,7 +326,9 @@ def test_a_quiet_stream_stays_alive(
     with urllib.request.urlopen(
         f"{url}/v1/messages", msgspec.json.encode(RAW | {"stream": True}), timeout=10
     ) as answer:
-        assert answer.read().startswith(b'event: ping\ndata: {"type":"ping"}\n\n')
+        told = answer.read()
+    assert told.startswith(b": keep-alive\n\n")  # no event comes before the first
+    assert told.replace(b": keep-alive\n\n", b"").startswith(b"event: message_start\n")
     with client.messages.stream(**ASK) as stream:
         assert stream.get_final_text() == "yes"
 

@@ -82,6 +82,8 @@ def test_tokens_and_back(config: dict[str, Any]) -> None:
         text = "Grüße [0300]</s>"
         found = await tokens(prompt=text)
         assert found == {"count": len(found["tokens"]), "max_model_len": 131072, "tokens": tokenizer.encode(text)}
+        strings = (await tokens(prompt=text, return_token_strs=True))["token_strs"]
+        assert (len(strings), strings[-1]) == (found["count"], "</s>")
         assert (await tokens(prompt="", add_special_tokens=False))["tokens"] == []
         messages = [{"role": "user", "content": "x"}]
         assert (await tokens(messages=messages))["tokens"] == tokenizer.encode_chat(messages)
@@ -90,6 +92,8 @@ def test_tokens_and_back(config: dict[str, Any]) -> None:
         words = tokenizer.encode("Grüße [0300]")
         back = await client.post("/detokenize", json={"model": MODEL, "tokens": words})
         assert back.json() == {"prompt": "Grüße [0300]"}
+        back = await client.post("/detokenize", json={"model": MODEL, "tokens": found["tokens"]})
+        assert back.json() == {"prompt": text}
 
     run(config, ask)
 
@@ -233,7 +237,7 @@ def test_what_prometheus_gets(config: dict[str, Any]) -> None:
         assert usage["input"].labels == labels | {"gen_ai_token_type": "input"}
         assert usage["input"].value >= 600
         outcomes = {each.labels["outcome"]: each.value for each in found["disagg_requests_total"]}
-        assert outcomes == {"ok": 2, "failed": 1, "cancelled": 1}
+        assert outcomes == {"ok": 2, "refused": 1, "cancelled": 1}
         assert found["disagg_kv_transfer_bytes_total"][0].value > 0
         assert 0 <= found["disagg_overlap_ratio_sum"][0].value <= found["disagg_overlap_ratio_count"][0].value
         assert found["disagg_energy_wh_total"][0].value > 0

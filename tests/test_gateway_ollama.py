@@ -224,6 +224,9 @@ def test_errors(client: ollama.Client) -> None:
         {"options": {"temperature": -1}},
         {"think": True},
         {"think": "high"},
+        {"options": {"mirostat": 2}},
+        {"options": {"typical_p": 0.7}},
+        {"keep_alive": "banana"},
     ):
         status, words = refused(lambda field=field: client.generate(MODEL, "x", **field))
         assert status == 400, (field, words)
@@ -426,6 +429,7 @@ def test_options_of_any_program() -> None:
         "seed": -1,
         "top_k": -1,
         "repeat_penalty": 1.5,
+        "mirostat": 0,
     }
     options = read({"options": every}, GenerateAsked).tuning()
     assert options.plain() == {
@@ -444,6 +448,8 @@ def test_options_of_any_program() -> None:
     assert Options(num_predict=-2).plain()["max_tokens"] is None
     assert not Options().fills_window
     assert Options(stop=[]).plain()["stop"] is None
+    for fine in (-1, 0, 2.5, "", "0", "-1", "5m", "1h30m", "-1s", "1.5h", "300ms"):
+        assert read({"keep_alive": fine}, GenerateAsked).keep_alive == fine
 
 
 def test_no_duration_is_nothing(plain: ModelTokenizer) -> None:

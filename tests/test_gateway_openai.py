@@ -311,6 +311,7 @@ def test_developers_are_the_system(quick: OpenAI) -> None:
     assert said[0] == said[1] != said[2]
 
 
+NONE = {"type": "function", "function": {"name": "none"}}
 PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
 LEGACY = [{"role": "function", "name": "f", "content": "x"}]
 
@@ -339,10 +340,20 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},
         "response_format",
-        "",
+        "response_format: ",
     ),
     ({"modalities": ["text", "audio"]}, "modalities", "text alone"),
     ({"audio": {"voice": "alloy"}}, "audio", "text alone"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "max_tokens (8)"),
+    ({"stop_token_ids": [1]}, "stop_token_ids", "stop"),
+    ({"bad_words": ["a"]}, "bad_words", "logit_bias"),
+    ({"allowed_token_ids": [1]}, "allowed_token_ids", "choice"),
+    ({"use_beam_search": True}, "use_beam_search", "sampled"),
+    ({"length_penalty": 0}, "length_penalty", "beams"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs", "not kept"),
+    ({"continue_final_message": True}, "continue_final_message", "begun"),
+    ({"add_generation_prompt": False}, "add_generation_prompt", "/tokenize"),
+    ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens", "never cut"),
     ({"functions": [{"name": "f"}]}, "functions", "tools"),
     ({"function_call": "auto"}, "function_call", "tool_choice"),
     ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "response_format"),
@@ -353,6 +364,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tool_choice": "perhaps"}, "tool_choice", "perhaps"),
     ({"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "get_time"),
     ({"tools": [TIME], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "function"),
+    ({"tools": [NONE], "tool_choice": {"type": "function", "function": {"name": "none"}}}, "tool_choice", "rename"),
     ({"reasoning_effort": "enormous"}, "reasoning_effort", "enormous"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
     ({"messages": []}, "messages", "length"),
@@ -397,6 +409,8 @@ def test_a_prompt_that_is_too_long(client: OpenAI, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError, match=r"context length is 8192 tokens, .* \d+ tokens") as caught:
         client.chat.completions.create(**GREEDY | {"messages": long, "stream": stream})
     assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match=r"to have at least \d+ tokens"):  # not worth counting
+        client.chat.completions.create(**GREEDY | {"messages": [{"role": "user", "content": "word " * 900_000}]})
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b'{"messages": "\xff"}', b"[" * 100_000, b"{}"])

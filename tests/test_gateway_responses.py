@@ -90,7 +90,7 @@ def test_the_whole_answer(client: OpenAI, pair: tuple[Process, Process]) -> None
     )
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
     assert response.output_text == text_of(pair, messages=messages, temperature=0, max_tokens=12)
-    assert (response.object, response.model, response.metadata) == ("response", MODEL, {"who": "me"})
+    assert (response.object, response.model, response.metadata) == ("response", "tiny-alias", {"who": "me"})
     assert response.status == "incomplete"
     assert response.incomplete_details
     assert response.incomplete_details.reason == "max_output_tokens"
@@ -216,7 +216,10 @@ def test_a_client_that_leaves_ends_it(client: OpenAI, pair: tuple[Process, Proce
         ({"input": [{"role": "nobody", "content": "x"}]}, "nobody"),
         ({"input": [{"type": "function_call_output", "call_id": "c9", "output": "x"}]}, "c9"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "computer_call"),
-        ({"input": []}, "empty"),
+        ({"input": []}, "^.*input: it is empty"),
+        ({"input": None}, "^.*input: it is empty"),
+        ({"n": 2}, "one answer"),
+        ({"stop": [""]}, r"stop\[0\]"),
         ({"input": 5}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 1000}, "temperature"),
@@ -317,9 +320,10 @@ def test_what_is_asked_reaches_the_model(client: OpenAI, script: Script) -> None
         top_p=0.9,
         max_output_tokens=7,
         include=["reasoning.encrypted_content"],
-        extra_body={"of_tomorrow": 1},
+        extra_body={"of_tomorrow": 1, "seed": 7, "stop": "END", "top_k": -1, "n": 1},
     )
     turn = script.turns[0]
+    assert {name: turn.options[name] for name in ("seed", "stop", "top_k")} == {"seed": 7, "stop": "END", "top_k": 0}
     calls = [("c1", "Oslo"), ("c2", "Rome")]
     asked = [
         {
@@ -391,7 +395,9 @@ def test_a_quiet_stream_stays_alive(url: str, script: Script, monkeypatch: pytes
     script.wait_s = 0.6
     body = msgspec.json.encode({"model": MODEL, "input": "x", "stream": True})
     with urllib.request.urlopen(f"{url}/v1/responses", body, timeout=10) as answer:
-        assert answer.read().startswith(b": keep-alive\n\n")
+        told = [line.partition(b"\n")[0] for line in answer.read().split(b"\n\n")]
+    assert told[:3] == [b"event: response.created", b"event: response.in_progress", b": keep-alive"]
+    assert told.count(b"event: response.created") == 1
 
 
 # Without HTTP.

@@ -167,7 +167,7 @@ def test_certificates_that_are_none(tmp_path: Path) -> None:
         ("nowhere.pem", one.key): "--tls-cert nowhere.pem: no such file",
         (one.cert, "nowhere.pem"): "--tls-key nowhere.pem: no such file",
         ("", one.key): "by --tls-cert",
-        (one.cert, ""): "not a certificate and its private key",
+        (one.cert, ""): "give --tls-key",
         (one.key, one.cert): "not a certificate and its private key",
         (str(empty), one.key): "empty.pem",
         (one.cert, locked): "is encrypted",
@@ -184,9 +184,8 @@ def test_certificates_that_are_none(tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken(plain: GatewayProcess, tmp_path: Path) -> None:
     second = GatewayProcess(tmp_path, NOBODY, "--port", str(httpx.URL(plain.url).port))
-    assert second.ended() != 0
-    assert "in use" in second.said()
-    assert "Traceback" not in second.said()
+    assert second.ended() == 1
+    assert re.fullmatch(r"error: cannot listen on 127\.0\.0\.1:\d+: .* in use; .*\n", second.said())
     second.end()
 
 
@@ -371,7 +370,7 @@ def test_who_is_too_slow_is_told(pair: tuple[Process, Process], tmp_path: Path) 
         pieces = pieces_of(client, "slow", LONG)
         next(pieces)
         gateway.tell(signal.SIGTERM)
-        with pytest.raises(openai.APIError, match="closed before the request was done"):
+        with pytest.raises(openai.APIError, match="shutting down: the request was not done"):
             list(pieces)
         assert gateway.ended() == 0
         assert "Traceback" not in gateway.said()
@@ -457,8 +456,9 @@ def test_a_prompt_that_takes_long_is_no_silence(plain: GatewayProcess, expected:
         answer = post(plain.url, path, json=ask)
         found[path] = answer.headers["content-type"], answer.content
     assert found["/v1/chat/completions"][1].startswith(b": keep-alive\n\n: keep-alive\n\n")
-    ping = b'event: ping\ndata: {"type":"ping"}\n\n'
-    assert found["/v1/messages"][1].startswith(ping * 2)
+    assert found["/v1/messages"][1].startswith(b": keep-alive\n\n: keep-alive\n\n")
+    assert found["/v1/messages"][1].index(b"event: message_start") < found["/v1/messages"][1].index(b"event: ping")
+    assert found["/v1/responses"][1].startswith(b"event: response.created")
     assert found["/v1/responses"][1].count(b": keep-alive\n\n") > 1
     lines = [json.loads(line) for line in found["/api/chat"][1].splitlines()]
     assert [line["message"]["content"] for line in lines[:2]] == ["", ""]

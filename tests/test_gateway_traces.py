@@ -23,6 +23,8 @@ from disaggregated_inference.gateway.auth import Keys
 from disaggregated_inference.gateway.spans import came, exported, spans_of
 from disaggregated_inference.gateway.traces import Collector, Traces
 from disaggregated_inference.orchestrator import DisaggregatedInference
+from disaggregated_inference.orchestrator.record import Record
+from disaggregated_inference.orchestrator.view import Option
 from tests.cluster import Process, free_port
 from tests.conftest import until
 from tests.gateway import gateway_process, simulated_config, simulated_pair
@@ -281,6 +283,28 @@ def test_failovers_are_events_and_parts_stay_within_the_whole() -> None:
     assert failed["status"]["code"] == 2
     assert failed["startTimeUnixNano"] == root["startTimeUnixNano"]
     assert decode["endTimeUnixNano"] == root["endTimeUnixNano"] == str(1002_000_000_000)
+
+
+@pytest.mark.parametrize(("prefill", "read_s", "write_s"), [("p1", 0.0, 1.25), (None, 1.0, 2.0)])
+def test_what_ran_beside_each_other_is_drawn_so(prefill: str | None, read_s: float, write_s: float) -> None:
+    """A prefill node reads while the decode node still meets it; a node that reads for itself makes ready first."""
+    record = Record("r", "m")
+    record.came_at -= 4.0
+    option = Option(prefill=prefill, decode="d1", first_token_s=1.0, total_s=4.0)
+    attempt = record.begin(option, "", "mlx")
+    attempt.began_at, attempt.first_token_at = record.came_at, record.came_at + write_s
+    told = {"admission": 0.25, "canary": 0.75, "queue": 0.25, "prefill": 0.75, "exposed_transfer": 0.5, "decode": 2.0}
+    attempt.metrics = {f"{name}_time": seconds for name, seconds in told.items()}
+    record.end()
+    found = {phase.name: (round(phase.start_s, 6), phase.seconds) for phase in record.phases}
+    assert found == {
+        "admission": (0.0, 0.25),
+        "canary": (0.25, 0.75),
+        "prefill queue": (read_s, 0.25),
+        "prefill": (read_s + 0.25, 0.75),
+        "exposed transfer": (write_s, 0.5),
+        "decode": (write_s + 0.5, 1.5),
+    }
 
 
 def test_where_traces_go() -> None:

@@ -121,6 +121,8 @@ def test_both_legs_and_the_metrics_that_were_promised(four: Four, expect: Any) -
         assert all(isinstance(metrics[name], float) and metrics[name] > 0 for name in numbers)
         assert "->" in metrics["plan"]
         assert {"tokenize", "queue", "prefill", "decode"} <= {phase["name"] for phase in metrics["waterfall"]}
+        ends_s = [phase["start_s"] + phase["seconds"] for phase in metrics["waterfall"]]
+        assert max(ends_s) < metrics["total_time"] + 1e-6  # though the nodes had to meet first
         assert client.history(1)[0]["request_id"] == metrics["request_id"]
         assert client.health()["verdict"] == "all up"
 

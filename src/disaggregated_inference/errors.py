@@ -246,4 +246,5 @@ class ContextTooLong(DisaggError):
     def __init__(self, needed_tokens: int, window_tokens: int, how_exact: str = "") -> None:
         super().__init__(f"{how_exact}{needed_tokens} tokens do not fit the context window of {window_tokens} tokens")
         self.needed_tokens = needed_tokens
+        self.how_exact = how_exact
         self.window_tokens = window_tokens

@@ -14,6 +14,7 @@ from disaggregated_inference.errors import BadRequest, BodyTooLarge, Cancelled
 
 BODY_LIMIT_BYTES = 16 << 20
 UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # a proxy that collects a stream shows none
+COMMENT = b": keep-alive\n\n"  # in events: their readers skip it
 _PULSE_S = 5.0  # on the wall clock, whatever the model does: proxies and clients give up on silence; see --keepalive
 
 Result = TypeVar("Result")
@@ -66,13 +67,15 @@ async def streamed(
     lines: AsyncGenerator[bytes, None],
     describe: Describe,
     headers: Callable[[], dict[str, str]] = dict,
-    pulse: bytes = b": keep-alive\n\n",
+    pulse: bytes | Callable[[], bytes] = COMMENT,
     media_type: str = "text/event-stream",
     patience_s: float = 0.25,
+    opening: Callable[[], bytes] = bytes,
 ) -> Response:
     """`lines` as a response. What fails within a moment, before the first line, has a status of its own (the error is
     raised here), and `headers` is asked for after that moment: by then the plan is known. Later, and after the first
-    line, `describe` makes the last line of it. `pulse` goes out where nothing else does."""
+    line, `describe` makes the last line of it. `pulse` goes out where nothing else does, and `opening` with the
+    headers: what can be said before there is a first line."""
     first = asyncio.ensure_future(anext(lines, b""))
     try:
         await asyncio.wait({first}, timeout=patience_s)
@@ -82,7 +85,9 @@ async def streamed(
         first.cancel()
         raise
     pulse_s = getattr(request.app.state, "keepalive_s", _PULSE_S)
-    return _Stream(first, lines, describe, pulse, pulse_s, headers=UNBUFFERED | headers(), media_type=media_type)
+    beat = pulse if callable(pulse) else lambda: pulse
+    about: dict[str, Any] = {"headers": UNBUFFERED | headers(), "media_type": media_type}
+    return _Stream(first, lines, describe, beat, pulse_s, opening, **about)
 
 
 class _Stream(StreamingResponse):
@@ -93,13 +98,14 @@ class _Stream(StreamingResponse):
         first: "asyncio.Future[bytes]",
         lines: AsyncGenerator[bytes, None],
         describe: Describe,
-        pulse: bytes,
+        pulse: Callable[[], bytes],
         pulse_s: float,
+        opening: Callable[[], bytes],
         **more: Any,
     ) -> None:
         super().__init__(lines, **more)
         self._first, self._lines, self._describe = first, lines, describe
-        self._pulse, self._pulse_s = pulse, pulse_s
+        self._pulse, self._pulse_s, self._opening = pulse, pulse_s, opening
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,6 +130,8 @@ class _Stream(StreamingResponse):
     async def _told(self) -> AsyncGenerator[bytes, None]:
         """The description of what failed is the last of it. That sending fails is no part of this: nobody is there then
         to be told."""
+        if opening := self._opening():
+            yield opening
         try:
             yield await self._first
             async for line in self._lines:
@@ -141,4 +149,4 @@ class _Stream(StreamingResponse):
             if quiet_s < self._pulse_s:
                 await asyncio.sleep(self._pulse_s - quiet_s)
             else:
-                await self._say(send, self._pulse)
+                await self._say(send, self._pulse())

@@ -2,9 +2,17 @@
 
 from typing import Any, Literal
 
+from disaggregated_inference.models.tokenizer import ModelTokenizer
+
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 _NEAR = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+
+_THINKING = ("enable_thinking", "reasoning_effort", "thinking", "<think>")  # a template with one of them knows how
+
+
+def can_think(tokenizer: ModelTokenizer) -> bool:
+    return any(word in tokenizer.chat_template for word in _THINKING)
 
 
 def nearest(effort: Effort) -> str:

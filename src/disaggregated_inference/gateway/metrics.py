@@ -293,7 +293,7 @@ _WORDS = {
     "vllm:num_requests_waiting": "Requests that wait for a place",
     "vllm:num_requests_running": "Requests that have one",
     "vllm:kv_cache_usage_perc": "KV memory of decode nodes promised to requests, 0 to 1",
-    "disagg_requests": "Requests that ended: ok, failed or cancelled",
+    "disagg_requests": "Requests that ended: ok, failed, refused or cancelled",
     "disagg_refused": "Requests that were answered with a refusal (4xx), by its code",
     "disagg_kv_transfer_seconds": "From the first to the last byte of a cache that moved",
     "disagg_kv_transfer_bytes": "KV that moved between nodes",

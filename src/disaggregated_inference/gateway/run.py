@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -15,6 +16,7 @@ import msgspec
 import uvicorn
 
 from disaggregated_inference.cluster.config import load_config
+from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.app import gateway_app
 from disaggregated_inference.gateway.auth import Keys, require_keys
 from disaggregated_inference.gateway.deadlines import READ_S, protocol_within
@@ -52,9 +54,23 @@ def run_gateway(asked: Settings) -> None:
     keys, certificate = Keys.load(asked.keys or None), Certificate(asked.tls_cert, asked.tls_key)
     require_keys(asked.host, keys, asked.insecure)
     certificate.require()
+    _require_free(asked.host, asked.port)
     gc.freeze()  # what is here now stays: it need not be looked at again and again
     gc.set_threshold(_YOUNG_OBJECTS)
     asyncio.run(_serve(asked, keys, certificate, Collector(asked.otlp)))
+
+
+def _require_free(host: str, port: int) -> None:
+    """In words, and before anything begins: uvicorn tells it to a log and leaves."""
+    try:
+        for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as trying:
+                trying.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    trying.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # as asyncio does
+                trying.bind(address)
+    except OSError as error:
+        raise BadRequest(f"cannot listen on {host}:{port}: {error.strerror or error}; give --host or --port") from error
 
 
 async def _serve(asked: Settings, keys: Keys, certificate: Certificate, collector: Collector) -> None:

@@ -101,7 +101,7 @@ def _outcome(record: Record, at: Any) -> dict[str, Any]:
     ]
     if record.get("first_token_time"):
         events.append(_event("first token", at(record["first_token_time"]), {}))
-    if record["outcome"] != "failed":
+    if record["outcome"] not in ("failed", "refused"):
         return {"events": events}
     return {"events": events, "status": {"code": _FAILED, "message": record["error"]["message"]}}
 

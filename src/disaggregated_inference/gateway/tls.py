@@ -28,7 +28,8 @@ class Certificate:
         try:
             context.load_cert_chain(self.cert, self.key or None, _no_password)
         except (OSError, ValueError) as error:  # of which ssl's errors are some
-            raise BadRequest(f"{self._files}: {_words(error)}") from error
+            missing = "" if self.key else "; where the key is in a file of its own, give --tls-key, too"
+            raise BadRequest(f"{self._files}: {_words(error)}{missing}") from error
 
     @property
     def _files(self) -> str:

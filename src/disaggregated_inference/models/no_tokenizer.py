@@ -24,7 +24,7 @@ class NoTokenizer(ModelTokenizer):
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
         self._refuse()
 
-    def decode(self, tokens: Iterable[int]) -> str:
+    def decode(self, tokens: Iterable[int], special: bool = False) -> str:
         return self._refuse() if list(tokens) else ""
 
     def token_bytes(self, token: int) -> bytes:

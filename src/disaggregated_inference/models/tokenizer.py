@@ -76,7 +76,7 @@ class ModelTokenizer:
         """What cannot fit in any case is refused before it is tokenized, which takes seconds for megabytes."""
         least = len(text) // self.longest_token_bytes
         if least > window:
-            raise ContextTooLong(least, window)
+            raise ContextTooLong(least, window, "at least ")
         return self.encode(text)
 
     @cached_property
@@ -102,8 +102,9 @@ class ModelTokenizer:
             raise MessagesRefused(f"the model's chat template refuses these messages: {error}") from error
         return text
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+    def decode(self, tokens: Iterable[int], special: bool = False) -> str:
+        """`special`: with the tokens that are no text, such as those around a message, written out."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
         return text
 
     def token_id(self, text: str) -> int | None:

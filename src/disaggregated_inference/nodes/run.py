@@ -18,11 +18,11 @@ from disaggregated_inference.engines.ollama import Ollama
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.kv.disk import DiskTier
 from disaggregated_inference.kv.dtype import require_dtype
+from disaggregated_inference.logs import log_to_stderr
 from disaggregated_inference.models import ModelFiles, ModelStore
 from disaggregated_inference.nodes.decode import DecodeNode
 from disaggregated_inference.nodes.http import node_app, serve_app
 from disaggregated_inference.nodes.listen import listen, parse_address
-from disaggregated_inference.logs import log_to_stderr
 from disaggregated_inference.nodes.ollama import OllamaNode
 from disaggregated_inference.nodes.ollama_http import ollama_app
 from disaggregated_inference.nodes.prefill import PrefillNode

@@ -30,6 +30,7 @@ from disaggregated_inference.orchestrator.whole import WholeLife, about_tokens
 _FIRST_NEWS_S = 3.0
 _IDLE_S = 2.0  # connections are kept for less long than nodes keep theirs: a request never goes into a closing one
 _MAX_TOKENS = 2000
+_MORE_TIME = "ask for less, or give more time: timeout, or the config's prefill_timeout_s and decode_timeout_s"
 _PLACES = 64  # of a model whose nodes are not known yet
 _AHEAD = 2  # requests per slot: nodes have the next one there when a slot is free
 
@@ -39,7 +40,7 @@ class Past:
 
     def __init__(self, history: History) -> None:
         self.history = history
-        self.served = {"ok": 0, "failed": 0, "cancelled": 0}
+        self.served = {"ok": 0, "failed": 0, "refused": 0, "cancelled": 0}
         self.on_end: list[Callable[[dict[str, Any]], None]] = []
 
 
@@ -208,7 +209,7 @@ class DisaggregatedInference:
             async with asyncio.timeout(timeout_s):
                 await self._serve(ask, record, put, time.monotonic() + timeout_s)
         except TimeoutError:
-            error = DeadlineExceeded(f"not done within {timeout_s:g} s; ask for less, or for more time")
+            error = DeadlineExceeded(f"not done within {timeout_s:g} s: {_MORE_TIME}")
             raise error from None
         except BaseException as caught:
             error = caught
@@ -223,10 +224,7 @@ class DisaggregatedInference:
         async with self.line.turn(record.model, ask.priority, deadline):
             record.phase("queue", began_at)
             life = await self._life(ask, record, watch, deadline)
-            async with aclosing(life.events()) as events:
-                async for some in events:
-                    if some:
-                        put(some)
+            await life.run(put)
 
     async def _life(self, ask: Ask, record: Record, watch: Watch, deadline: float) -> Life:
         nodes = watch.of(record.model)
@@ -270,7 +268,7 @@ class DisaggregatedInference:
         servers = {server.name: server for server in self.config.servers}
         metrics = record.metrics(servers, self.config.policies)
         record.answer = record.told() | metrics
-        outcome = "ok" if error is None else "failed" if isinstance(error, Exception) else "cancelled"
+        outcome = _outcome(error)
         self._past.served[outcome] += 1
         said = {"error": {"code": getattr(error, "code", outcome), "message": str(error)}} if error else {}
         ended = metrics | said | {"ok": error is None, "outcome": outcome, "time": record.time}
@@ -279,6 +277,15 @@ class DisaggregatedInference:
         self.history.add(ended)
         for tell in self.on_end:
             tell(ended)
+
+
+def _outcome(error: BaseException | None) -> str:
+    """What is the request's own fault, and would be so everywhere, is refused: nothing failed."""
+    if error is None:
+        return "ok"
+    if not isinstance(error, Exception):
+        return "cancelled"
+    return "refused" if 400 <= getattr(error, "status", 500) < 500 else "failed"
 
 
 async def _finished(task: "asyncio.Task[None]") -> None:
@@ -290,7 +297,7 @@ async def _finished(task: "asyncio.Task[None]") -> None:
         await asyncio.wait({task})
         raise
     if task.cancelled():
-        raise ClusterError("the orchestrator was closed before the request was done")
+        raise ClusterError("shutting down: the request was not done by then, and was ended; ask again")
     task.result()
 
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -27,7 +27,7 @@ from disaggregated_inference.orchestrator.watch import Watch
 
 log = logging.getLogger(__name__)
 
-Events = AsyncGenerator[list[Event], None]
+Put = Callable[[list[Event]], None]
 
 _LONGEST_WAIT_S = 2.0  # for a busy node, before looking again who is free
 _LOOK_S = 0.05
@@ -39,7 +39,7 @@ _COME_BACK_S = 0.5  # that a node which was there a moment ago gets, once
 
 
 class Life:
-    """`events` is the answer as it is written; `record` has become whole when it ends."""
+    """`run` tells the answer as it is written; `record` has become whole when it ends."""
 
     def __init__(self, watch: Watch, ask: Ask, model: str, tokens: list[int], record: Record, deadline: float) -> None:
         self._watch, self._ask, self._model, self._tokens = watch, ask, model, tokens
@@ -54,24 +54,28 @@ class Life:
         self._gave_second_chance = False
         self._waiting_since: float | None = None
         self._cache = len(tokens)  # of the prompt, at most: see `_read_on`
+        self._put: Put = lambda events: None
 
     @property
     def fell_back(self) -> bool:
         return self._prefill_failures > self._policies.retries
 
-    def events(self) -> Events:
-        return self._persist(tuple(range(self._ask.n)))
+    async def run(self, put: Put) -> None:
+        """Until the answer is over. `put` gets it as it comes: a call, since every token passes here."""
+        self._put = put
+        await self._write(tuple(range(self._ask.n)))
 
-    async def _persist(self, numbers: tuple[int, ...]) -> Events:
+    async def _write(self, numbers: tuple[int, ...]) -> None:
+        await self._persist(numbers)
+
+    async def _persist(self, numbers: tuple[int, ...]) -> None:
         """Attempt after attempt, until these choices are over."""
         while not all(self.courses[number].finish for number in numbers):
             attempt: Attempt | None = None
             try:
                 option, reason = self._choose(numbers)
                 attempt = self._begun(option, reason)
-                async with aclosing(self._attempt(attempt, option, numbers)) as events:
-                    async for some in events:
-                        yield some
+                await self._attempt(attempt, option, numbers)
             except NodeIsBusy as busy:
                 if attempt:
                     self.record.attempts.remove(attempt)  # nothing was tried
@@ -83,9 +87,7 @@ class Life:
                 if not self._learn(failure, attempt):
                     raise ClusterError(str(failure)) from failure
                 if len(numbers) > 1 and any(self.courses[number].written for number in numbers):
-                    async with aclosing(self._apart(numbers)) as events:
-                        async for some in events:
-                            yield some
+                    await self._apart(numbers)
 
     def _choose(self, numbers: tuple[int, ...]) -> tuple[Option, str]:
         """The best way that the policies and this request's own past allow."""
@@ -157,7 +159,7 @@ class Life:
         assert self._ask.max_tokens is not None
         return self._ask.max_tokens - (len(self.courses[numbers[0]].written) if len(numbers) == 1 else 0)
 
-    async def _attempt(self, attempt: Attempt, option: Option, numbers: tuple[int, ...]) -> Events:
+    async def _attempt(self, attempt: Attempt, option: Option, numbers: tuple[int, ...]) -> None:
         nodes = self._watch.nodes
         decode, prefill = nodes[option.decode], nodes[option.prefill] if option.prefill else None
         for node in (decode, prefill):  # they were ready a moment ago, when the plan was made
@@ -180,7 +182,7 @@ class Life:
                     async for some in events:
                         if kept := self._took(some, attempt, numbers, prompt):
                             gate.leave()  # the first of them: the prompt was read
-                            yield kept
+                            self._put(kept)
             done = True
         finally:
             for node in {decode, reader}:
@@ -316,29 +318,11 @@ class Life:
         self._avoid.clear()
         await asyncio.sleep(min(_COME_BACK_S, self._left_s()))
 
-    async def _apart(self, numbers: tuple[int, ...]) -> Events:
+    async def _apart(self, numbers: tuple[int, ...]) -> None:
         """Several choices were under way together: each goes on by itself, all at once."""
-        lines: asyncio.Queue[list[Event] | BaseException | None] = asyncio.Queue()
-
-        async def follow(number: int) -> None:
-            try:
-                async with aclosing(self._persist((number,))) as events:
-                    async for some in events:
-                        lines.put_nowait(some)
-                lines.put_nowait(None)
-            except BaseException as error:
-                lines.put_nowait(error)
-
-        tasks = [asyncio.create_task(follow(number)) for number in numbers]
+        tasks = [asyncio.create_task(self._persist((number,))) for number in numbers]
         try:
-            left = len(tasks)
-            while left:
-                item = await lines.get()
-                if isinstance(item, BaseException):
-                    raise item
-                left -= item is None
-                if item:
-                    yield item
+            await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()

@@ -123,7 +123,7 @@ class Record:
     def end(self) -> None:
         self.total_s = time.perf_counter() - self.came_at
         for attempt in self.attempts:
-            self.phases += _phases(attempt, attempt.began_at - self.came_at)
+            self.phases += _phases(attempt, self.came_at, self.total_s)
 
     def metrics(self, servers: dict[str, Server], policies: Policies) -> dict[str, Any]:
         """The names of SPEC, then what else is known. Times are seconds, speeds tokens per second."""
@@ -242,24 +242,37 @@ def _cost(times: list[tuple[Server, float]], energy_wh: float | None, price_per_
     return sum(parts) if parts else None
 
 
-def _phases(attempt: Attempt, start_s: float) -> list[Phase]:
+def _phases(attempt: Attempt, came_at: float, total_s: float) -> list[Phase]:
     """An attempt's bars, from what the decode node told; of one that failed, its whole time."""
-    told, option = attempt.metrics, attempt.option
-    reader = option.prefill or option.decode
-    if not told:
+    option, start_s = attempt.option, attempt.began_at - came_at
+    if not attempt.metrics:
         return [
             Phase("failed", start_s, max(0.0, (attempt.last_at or attempt.began_at) - attempt.began_at), option.decode)
         ]
-    at, found = start_s, []
-    for name, field_name, node in (
-        ("admission", "admission_time", option.decode),
-        ("canary", "canary_time", option.decode),
-        ("prefill queue", "queue_time", reader),
-        ("prefill", "prefill_time", reader),
-        ("exposed transfer", "exposed_transfer_time", option.decode),
-        ("decode", "decode_time", option.decode),
-    ):
-        if seconds := told.get(field_name) or 0.0:
-            found.append(Phase(name, at, seconds, node))
-            at += seconds
+    told = {name: attempt.metrics.get(f"{name}_time") or 0.0 for name in _BARS}
+    found = _row(start_s, option.decode, {"admission": told["admission"], "canary": told["canary"]})
+    # Another machine reads while this one makes ready; one that does both makes ready first.
+    read_s = start_s if option.prefill else _end_s(found, start_s)
+    reading = {"prefill queue": told["queue"], "prefill": told["prefill"]}
+    found += _row(read_s, option.prefill or option.decode, reading)
+    # The node counts both from its first token on, which it wrote before it was seen here.
+    exposed_s, decode_s = told["exposed_transfer"], told["decode"]
+    seen_s = attempt.first_token_at - came_at if attempt.first_token_at else _end_s(found, start_s)
+    first_s = min(seen_s, total_s - max(exposed_s, decode_s))
+    return found + _row(first_s, option.decode, {"exposed transfer": exposed_s, "decode": decode_s - exposed_s})
+
+
+_BARS = ("admission", "canary", "queue", "prefill", "exposed_transfer", "decode")
+
+
+def _row(start_s: float, node: str, times: dict[str, float]) -> list[Phase]:
+    """Bars of one machine, one after the other."""
+    found: list[Phase] = []
+    for name, seconds in times.items():
+        if seconds > 0:
+            found.append(Phase(name, _end_s(found, start_s), seconds, node))
     return found
+
+
+def _end_s(phases: list[Phase], start_s: float) -> float:
+    return max((phase.start_s + phase.seconds for phase in phases), default=start_s)

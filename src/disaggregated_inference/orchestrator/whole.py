@@ -6,15 +6,13 @@ thought or a tool call that was begun cannot be gone on with; nor can an answer 
 node says so). Then the request fails, with the reason: an honest error is better than an answer with a seam in it.
 """
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from disaggregated_inference.errors import BadRequest, ClusterError
 from disaggregated_inference.orchestrator.ask import Ask
 from disaggregated_inference.orchestrator.legs import Event, LegFailed, Refused
-from disaggregated_inference.orchestrator.life import Events, Life
+from disaggregated_inference.orchestrator.life import Life
 from disaggregated_inference.orchestrator.nodes import Node
 from disaggregated_inference.orchestrator.record import Attempt, Course, Record
 from disaggregated_inference.orchestrator.view import Option, Question
@@ -64,10 +62,9 @@ class WholeLife(Life):
         self._courses = [TextCourse() for _ in range(ask.n)]
         self.courses = record.courses = list(self._courses)
 
-    def events(self) -> Events:
+    async def _write(self, numbers: tuple[int, ...]) -> None:
         """Choices are requests of their own: nobody reads a prompt once for several of them here."""
-        numbers = tuple(range(self._ask.n))
-        return self._persist(numbers) if len(numbers) == 1 else self._apart(numbers)
+        await self._apart(numbers)
 
     def _question(self, numbers: tuple[int, ...]) -> Question:
         epochs = self._watch.epochs(self._model)
@@ -106,16 +103,12 @@ class WholeLife(Life):
             body["written_text"] = written
         return body
 
-    async def _attempt(
-        self, attempt: Attempt, option: Option, numbers: tuple[int, ...]
-    ) -> AsyncGenerator[list[Event], None]:
+    async def _attempt(self, attempt: Attempt, option: Option, numbers: tuple[int, ...]) -> None:
         course = self._courses[numbers[0]]
         before = course.pieces
         self.record.warning = SEAM if before else self.record.warning
         try:
-            async with aclosing(super()._attempt(attempt, option, numbers)) as events:
-                async for some in events:
-                    yield some
+            await super()._attempt(attempt, option, numbers)
         except Refused as refused:
             if not before:
                 raise

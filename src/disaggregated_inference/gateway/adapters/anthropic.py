@@ -13,10 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from disaggregated_inference.errors import ContextTooLong, DisaggError
+from disaggregated_inference.errors import BadRequest, ContextTooLong, DisaggError
 from disaggregated_inference.gateway.adapters import anthropic_shapes as shapes
-from disaggregated_inference.gateway.answers import body_of, json_response, streamed, unless_gone
+from disaggregated_inference.gateway.answers import COMMENT, body_of, json_response, streamed, unless_gone
 from disaggregated_inference.gateway.call import Call
+from disaggregated_inference.gateway.effort import can_think
 from disaggregated_inference.gateway.parsers.base import CallArguments, CallBegun, Said, Text, Thought
 from disaggregated_inference.gateway.turn import Part, Parts, asked, converse
 from disaggregated_inference.models.tokenizer import ModelTokenizer
@@ -56,7 +57,8 @@ def error_body(error: Exception, request_id: str | None = None) -> dict[str, Any
 def _message(error: Exception) -> str:
     """What was not foreseen may tell of what is nobody's business. Programs make room when they read these words."""
     if isinstance(error, ContextTooLong):
-        return f"prompt is too long: {error.needed_tokens} tokens with max_tokens > {error.window_tokens} maximum"
+        needed = f"{error.how_exact}{error.needed_tokens} tokens with max_tokens"
+        return f"prompt is too long: {needed} > {error.window_tokens} maximum"
     if isinstance(error, HTTPException):
         return error.detail
     return str(error) if isinstance(error, DisaggError) else "internal error"
@@ -67,7 +69,9 @@ async def messages(request: Request) -> Response:
     model = call.model(wanted.model)
     options = call.options() | {"progress": bool(wanted.stream)}  # a stream begins with how much was read
     turn, tokenizer = wanted.turn(model, **options), await call.core.tokenizer(model)
-    answer = Answer(model, wanted, tokenizer)
+    if wanted.must_think and not can_think(tokenizer):
+        raise BadRequest(f"thinking: {wanted.model} does not think; leave it out, or use another model")
+    answer = Answer(wanted, tokenizer)
     parts = converse(call.core, turn)
     if not wanted.stream:
         await unless_gone(request, _exhausted(answer, parts))
@@ -78,7 +82,7 @@ async def messages(request: Request) -> Response:
             log.error("a message failed", exc_info=error)
         return _told([error_body(error, call.id)])
 
-    return await streamed(request, _lines(answer, parts), failed, lambda: _headers(call), pulse=_PING)
+    return await streamed(request, _lines(answer, parts), failed, lambda: _headers(call), answer.pulse)
 
 
 async def count_tokens(request: Request) -> Response:
@@ -110,6 +114,7 @@ async def _lines(answer: "Answer", batches: Parts) -> AsyncGenerator[bytes, None
         async for parts in batches:
             if lines := b"".join([_told(answer.take(part)) for part in parts]):
                 yield lines
+                answer.is_begun = True  # the next one was asked for, so this one was sent
 
 
 def _told(events: list[Event]) -> bytes:
@@ -121,21 +126,25 @@ def _told(events: list[Event]) -> bytes:
 class Answer:
     """A message while it is written. It begins with its first part: what fails before has a status of its own."""
 
-    def __init__(self, model: str, wanted: shapes.Asked, tokenizer: ModelTokenizer) -> None:
-        self._id, self._model, self._tokenizer = f"msg_{secrets.token_hex(12)}", model, tokenizer
+    def __init__(self, wanted: shapes.Asked, tokenizer: ModelTokenizer) -> None:
+        self._id, self._model, self._tokenizer = f"msg_{secrets.token_hex(12)}", wanted.model, tokenizer
         self._stops = wanted.stop_sequences or []
         self._thinks = wanted.thinking is None or wanted.thinking.type != "disabled"
         self._one_call = bool(wanted.tool_choice.disable_parallel_tool_use)
         self._tokens: list[int] = []
         self._content: list[shapes.Block] = []
         self._open: _Open | None = None
-        self._began = False
+        self._began = self.is_begun = False  # here; at the client
         self._stopped: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
         self._usage = _usage({})
 
     def message(self) -> dict[str, Any]:
         said = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
         return said | {"content": self._content, **self._stopped, "usage": self._usage}
+
+    def pulse(self) -> bytes:
+        """A message's first event is its start: what comes before must be none."""
+        return _PING if self.is_begun else COMMENT
 
     def take(self, part: Part) -> list[Event]:
         if part.progress:
@@ -259,7 +268,12 @@ class _ToolUse(_Open):
 
     def block(self) -> shapes.Block:
         assert isinstance(self.said, CallBegun)
-        return shapes.ToolUse(id=self.said.id, name=self.said.name, input=_object(self.whole))
+        return shapes.ToolUse(id=_use_id(self.said.id), name=self.said.name, input=_object(self.whole))
+
+
+def _use_id(call: str) -> str:
+    """As Anthropic's begin: some programs look."""
+    return f"toolu_{call.removeprefix('call_')}"
 
 
 def _object(text: str) -> dict[str, Any]:

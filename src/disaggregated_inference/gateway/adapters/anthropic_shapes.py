@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.effort import nearest
+from disaggregated_inference.gateway.forced_name import forced_name
 from disaggregated_inference.gateway.turn import Turn
 
 Chat = dict[str, Any]  # a message as chat templates know it
@@ -112,7 +113,7 @@ class Counted(_Shape, frozen=True, kw_only=True):
             return "required"
         if self.tool_choice.name not in names:
             raise BadRequest(f"tool_choice: no tool {self.tool_choice.name!r}; there are {', '.join(names)}")
-        return self.tool_choice.name or ""
+        return forced_name(self.tool_choice.name or "")
 
     def template(self) -> dict[str, Any]:
         """Templates know to think or not, or how hard; what one of them does not know it does not read."""
@@ -135,11 +136,16 @@ class Counted(_Shape, frozen=True, kw_only=True):
 
 class Asked(Counted, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1, le=1 << 31)]
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=16)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     stream: bool | None = None
+
+    @property
+    def must_think(self) -> bool:
+        """`adaptive` leaves it to the model."""
+        return self.thinking is not None and self.thinking.type == "enabled"
 
     def turn(self, model: str, **options: Any) -> Turn:
         if self.messages[-1].role == "assistant":

@@ -77,7 +77,13 @@ async def _tokenize(request: Request) -> Response:
     tokenizer = await call.core.tokenizer(model)
     text = _text(tokenizer, wanted)
     tokens = await unless_gone(request, in_thread(lambda: tokenizer.encode(text)))
-    answer = {"count": len(tokens), "max_model_len": await window_of(call.core, model), "tokens": tokens}
+    answer: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": await window_of(call.core, model),
+        "tokens": tokens,
+    }
+    if wanted.return_token_strs:
+        answer["token_strs"] = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
     return json_response(answer, headers=call.headers())
 
 
@@ -94,7 +100,7 @@ async def _detokenize(request: Request) -> Response:
     most = (known.vocabulary if known else None) or 1 << 31
     if not all(token < most for token in tokens):
         raise TokensRefused(f"tokens must be a list of numbers from 0 to {most - 1}")
-    text = await in_thread(lambda: tokenizer.decode(tokens))
+    text = await in_thread(lambda: tokenizer.decode(tokens, special=True))
     return json_response({"prompt": text}, headers=call.headers())
 
 

@@ -19,6 +19,7 @@ class TokenizeAsked(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
     def require_possible(self) -> None:
         if self.add_special_tokens:

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.gateway.effort import can_think
 from disaggregated_inference.gateway.parsers.tools import require_tools
 from disaggregated_inference.models.tokenizer import ModelTokenizer
 
@@ -16,13 +17,15 @@ _REFUSED = {
     "images": "these models read text alone",
     "context": "tokens of an earlier answer are not taken; send the conversation to /api/chat",
 }
-_THINKING = ("enable_thinking", "reasoning_effort", "thinking", "<think>")  # a template with one of them knows how
+
+_NUMBER = r"\d+(\.\d+)?"
+_Duration = Annotated[str, Meta(pattern=rf"^([-+]?({_NUMBER}|({_NUMBER}(ns|us|µs|ms|s|m|h))+))?$")]  # as Go writes it
 
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """Those that have a meaning here. Others are about how a model is loaded, or samplers that are out of use."""
+    """Those that have a meaning here, and samplers that cannot be had. Others are about how a model is loaded."""
 
     num_predict: int | None = None
     num_ctx: int | None = None  # room for it is there, up to the window, as in Ollama; what does not fit is refused
@@ -35,6 +38,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    mirostat: int | None = None
+    typical_p: float | None = None
+
+    def require_possible(self) -> None:
+        for name, value, harmless in (("mirostat", self.mirostat, 0), ("typical_p", self.typical_p, 1)):
+            if value not in (None, harmless):
+                raise BadRequest(f"options.{name}: there is no such sampler; use temperature, top_k, top_p or min_p")
 
     @property
     def fills_window(self) -> bool:
@@ -43,6 +53,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     def plain(self) -> dict[str, Any]:
         """For the orchestrator; what was not said is None there too."""
+        self.require_possible()
         same = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
         return {name: getattr(self, name) for name in same} | {
             "max_tokens": None if self.fills_window else self.num_predict,
@@ -60,7 +71,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: dict[str, Any] | None = None
-    keep_alive: float | str | None = None  # models stay: it is taken and changes nothing
+    keep_alive: float | _Duration | None = None  # models stay: it is taken and changes nothing
     think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -165,10 +176,6 @@ class Named(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     name: str | None = None
-
-
-def can_think(tokenizer: ModelTokenizer) -> bool:
-    return any(word in tokenizer.chat_template for word in _THINKING)
 
 
 def can_call(tokenizer: ModelTokenizer) -> bool:

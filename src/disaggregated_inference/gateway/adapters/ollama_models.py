@@ -10,9 +10,10 @@ from starlette.responses import Response
 
 from disaggregated_inference.errors import NoDecodeNode
 from disaggregated_inference.gateway.adapters.cluster import about, window_of
-from disaggregated_inference.gateway.adapters.ollama_asked import Named, can_call, can_think, read
+from disaggregated_inference.gateway.adapters.ollama_asked import Named, can_call, read
 from disaggregated_inference.gateway.answers import body_of, json_response
 from disaggregated_inference.gateway.call import Call
+from disaggregated_inference.gateway.effort import can_think
 from disaggregated_inference.models.tokenizer import ModelTokenizer
 from disaggregated_inference.orchestrator import DisaggregatedInference
 from disaggregated_inference.orchestrator.nodes import About

@@ -12,19 +12,22 @@ from msgspec import Meta
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.adapters.openai_messages import Message, Tool
 from disaggregated_inference.gateway.effort import Effort, for_template
+from disaggregated_inference.gateway.forced_name import forced_name
 from disaggregated_inference.orchestrator.ask import format_of
 
 _MOST_PROMPTS = 128
 
 _Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 _Token = Annotated[int, Meta(ge=0, le=1 << 31)]
-_Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+TopK = Annotated[int, Meta(ge=-1, le=1 << 31)]  # -1: all, as vLLM has it
 _Share = Annotated[float, Meta(ge=0, le=1)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Bias = Annotated[dict[_Token, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
 _Stop = Annotated[str, Meta(min_length=1)]
+Stop = _Stop | Annotated[list[_Stop], Meta(max_length=16)]
 
-# Fields that would change the answer and cannot be had. False and empty are as good as absent.
+# Fields that would change the answer and cannot be had. False and empty are as good as absent, but see _HARMLESS.
 _REFUSED = {
     "functions": "is no longer known: give tools",
     "function_call": "is no longer known: give tool_choice",
@@ -38,6 +41,23 @@ _REFUSED = {
     "guided_grammar": "is not known: give response_format with the type grammar and a Lark grammar",
     "structured_outputs": "is not known: give response_format",
     "grammar": "is not known: give response_format with the type grammar and a Lark grammar",
+    "stop_token_ids": "cannot be had: give stop, with texts",
+    "include_stop_str_in_output": "cannot be had: an answer ends before its stop; add it yourself",
+    "bad_words": "cannot be had: give logit_bias, with tokens",
+    "allowed_token_ids": "cannot be had: give logit_bias, or response_format with the type choice or regex",
+    "use_beam_search": "cannot be had: answers are sampled, or greedy with a temperature of 0",
+    "length_penalty": "cannot be had: it is about beams, and there are none",
+    "prompt_logprobs": "cannot be had: the prompt's own likelihoods are not kept",
+    "continue_final_message": "cannot be had: answers are not begun for the model; end with the user's message",
+    "add_generation_prompt": "cannot be had: the model always answers; /tokenize renders prompts without it",
+    "truncate_prompt_tokens": "cannot be had: prompts are never cut; send what fits",
+    "chat_template": "cannot be had: the model's own is used; send a whole prompt to /v1/completions",
+}
+_HARMLESS = {
+    "length_penalty": 1,
+    "prompt_logprobs": None,
+    "add_generation_prompt": True,
+    "truncate_prompt_tokens": None,
 }
 _OWN_FIELD = ("messages", "tools", "self")  # what a template gets from elsewhere, or Python would stumble over
 
@@ -56,19 +76,23 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: _Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: _Share | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    top_k: TopK | None = None
     min_p: _Share | None = None
-    seed: _Seed | None = None
+    seed: Seed | None = None
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: _Bias | None = None
-    stop: _Stop | Annotated[list[_Stop], Meta(max_length=16)] | None = None
+    stop: Stop | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     response_format: dict[str, Any] | None = None
     include_metrics: bool | None = None  # ours
     return_progress: bool | None = None  # llama.cpp's; of streams
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
 
     @property
     def wants_usage(self) -> bool:
@@ -79,6 +103,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         """For the orchestrator; what was not said is None there too."""
         if self.stream_options and not self.stream:
             raise BadRequest("stream_options is for streams: leave it out, or set stream to true")
+        if self.most_tokens and (self.min_tokens or 0) > self.most_tokens:
+            raise BadRequest(f"min_tokens: {self.min_tokens} are more than max_tokens ({self.most_tokens}) allows")
         options = {name: getattr(self, name) for name in _SAME}
         options["top_k"] = 0 if self.top_k == -1 else self.top_k  # as vLLM has it
         options["format"] = format_of(self.response_format) if self.response_format else None
@@ -122,7 +148,7 @@ class ChatAsked(Asked, frozen=True, kw_only=True):
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs: set it to true")
         likely = (self.top_logprobs or 0) if self.logprobs else None
-        return super().options() | {"max_tokens": self._max_tokens(), "logprobs": likely}
+        return super().options() | {"max_tokens": self.most_tokens, "logprobs": likely}
 
     def template(self) -> dict[str, Any]:
         """What the chat template gets beside messages and tools."""
@@ -150,9 +176,10 @@ class ChatAsked(Asked, frozen=True, kw_only=True):
         known = [tool.function.name for tool in self.tools or []]
         if (name := function.get("name")) not in known:
             raise BadRequest(f"tool_choice: no function {str(name)[:80]!r}; tools has {', '.join(known) or 'none'}")
-        return str(name)
+        return forced_name(str(name))
 
-    def _max_tokens(self) -> int | None:
+    @property
+    def most_tokens(self) -> int | None:
         given = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(given) > 1:
             raise BadRequest("max_tokens and max_completion_tokens are the same thing and differ: give one of them")
@@ -190,12 +217,17 @@ Kind = TypeVar("Kind", bound=Asked)
 
 def read(body: dict[str, Any], kind: type[Kind]) -> Kind:
     for name, reason in _REFUSED.items():
-        if body.get(name):
+        if _matters(name, body.get(name)):
             raise BadRequest(f"{name} {reason}")
     try:
         return msgspec.convert(body, kind, str_keys=True)  # tokens are keys in logit_bias
     except msgspec.ValidationError as error:
         raise BadRequest(_placed(str(error))) from error
+
+
+def _matters(name: str, value: Any) -> bool:
+    """Whether it would change anything."""
+    return value is not None and value != _HARMLESS[name] if name in _HARMLESS else bool(value)
 
 
 def _placed(said: str) -> str:

@@ -40,17 +40,22 @@ def status_of(error: Exception) -> int:
 def _said(error: Exception) -> tuple[str, str | None]:
     """What went wrong inside is for the log, not for whoever calls."""
     if isinstance(error, DisaggError):
-        return _too_long(error) or str(error), _CODES.get(error.code, error.code)
+        return _too_long(error) or _by_our_name(str(error)), _CODES.get(error.code, error.code)
     if isinstance(error, HTTPException):
         return error.detail, None
     return "something failed inside the gateway; its log has the reason", "internal_error"
+
+
+def _by_our_name(said: str) -> str:
+    """Nodes call it format."""
+    return re.sub(r"^format(?=[:. ])", "response_format", said)
 
 
 def _too_long(error: DisaggError) -> str:
     """It begins as OpenAI's own does: LiteLLM, and so aider, knows it by these words and not by the code."""
     if not isinstance(error, ContextTooLong):
         return ""
-    asked = f"prompt and answer together were to have {error.needed_tokens} tokens"
+    asked = f"prompt and answer together were to have {error.how_exact}{error.needed_tokens} tokens"
     return f"This model's maximum context length is {error.window_tokens} tokens, and {asked}: shorten one of them"
 
 
@@ -59,7 +64,5 @@ def _param(message: str) -> str | None:
     found = re.match(r"(([a-z_]+)[\w.\[\]]*)([: ])", message)
     if not found:
         return None
-    if found[2] == "format":
-        return "response_format"
     known = found[2] in KNOWN or (found[3] == ":" and found[2] in _OF_RESPONSES)
     return found[1] if known else None

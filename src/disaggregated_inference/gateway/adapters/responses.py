@@ -85,10 +85,13 @@ class Responses:
     async def create(self, request: Request) -> HttpResponse:
         call, create = Call(request), shapes.understood(await body_of(request))
         model, read = call.model(create.model), self._read(call.caller.name, create)
-        answer = Answer(_begun(create, model))
+        answer = Answer(_begun(create, create.model or model))
         events = self._events(call, read, answer, shapes.turn_of(create, model, read, call.options()))
         if create.stream:
-            return await streamed(request, _lines(events), self._failure(call, read, answer), call.headers)
+            failed = self._failure(call, read, answer)
+            return await streamed(
+                request, _lines(events), failed, call.headers, opening=lambda: _told(answer.opening())
+            )
         await unless_gone(request, _exhausted(events))
         return json_response(answer.response, headers=call.headers())
 
@@ -212,13 +215,16 @@ def _told(events: list[Event]) -> bytes:
 
 
 class Answer:
-    """A response while it is written. It begins with its first part: what fails before has a status of its own."""
+    """A response while it is written. It begins with its first part, or before it where that takes long."""
 
     def __init__(self, response: Response) -> None:
         self.response = response
         self._open: _Open | None = None
         self._output: list[Item] = []
         self._thoughts = self._events = 0
+
+    def opening(self) -> list[Event]:
+        return self._numbered(self._opening())
 
     def take(self, part: Part) -> list[Event]:
         return self._numbered([*self._opening(), *self._taken(part)])

@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.gateway.adapters.openai_asked import Seed, Stop, TopK
 from disaggregated_inference.gateway.effort import Effort, for_template
+from disaggregated_inference.gateway.forced_name import forced_name
 from disaggregated_inference.gateway.turn import Turn
 
 Chat = dict[str, Any]  # as chat templates know it
@@ -143,6 +145,10 @@ class Create(_Shape, frozen=True, kw_only=True):
     max_tool_calls: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_k: TopK | None = None  # this, seed and stop are not in OpenAI's: other servers have them
+    seed: Seed | None = None
+    stop: Stop | None = None
+    n: int | None = None
     top_logprobs: int | None = None
     stream: bool | None = None
     store: bool | None = None
@@ -154,6 +160,10 @@ class Create(_Shape, frozen=True, kw_only=True):
     prompt: Any = None
     user: str | None = None
 
+    @property
+    def _says_nothing(self) -> bool:
+        return self.input in (None, []) and not self.instructions and not self.previous_response_id
+
     def require_supported(self) -> None:
         for wanted, why_not in (
             (self.background, "background: nothing runs here for a client that left; stream instead"),
@@ -161,6 +171,8 @@ class Create(_Shape, frozen=True, kw_only=True):
             (self.conversation, "conversation: none are kept here; use previous_response_id"),
             (self.prompt, "prompt: no prompts are kept here; send instructions and input"),
             (self.top_logprobs, "top_logprobs: not here; /v1/chat/completions has them"),
+            (self.n not in (None, 1), "n: one answer to a request here; /v1/chat/completions has more"),
+            (self._says_nothing, "input: it is empty; give a text, or at least one item"),
             (_LOGPROBS in (self.include or ()), f"include: no {_LOGPROBS} here; /v1/chat/completions has logprobs"),
         ):
             if wanted:
@@ -212,7 +224,8 @@ def named(item: Item) -> Item:
 
 def turn_of(create: Create, model: str, items: Iterable[Item], options: dict[str, Any]) -> Turn:
     tools, choice = _tools(create)
-    asked = {"max_tokens": create.max_output_tokens, "temperature": create.temperature, "top_p": create.top_p}
+    asked = {name: getattr(create, name) for name in ("temperature", "top_p", "seed", "stop")}
+    asked |= {"max_tokens": create.max_output_tokens, "top_k": 0 if create.top_k == -1 else create.top_k}
     return Turn(
         model=model,
         messages=messages_of(create.instructions, items),
@@ -233,7 +246,7 @@ def _tools(create: Create) -> tuple[list[FunctionTool], str]:
     if isinstance(choice, OneFunction):
         if choice.name not in names:
             raise BadRequest(f"tool_choice: no {choice.name!r} among tools; there are {', '.join(names) or 'none'}")
-        return tools, choice.name
+        return tools, forced_name(choice.name)
     if choice == "required" and not tools:
         raise BadRequest("tool_choice: a call is required, and there are no tools")
     return tools, choice
