@@ -20,7 +20,8 @@ check: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/disagg bench engine
+	$(BIN)/disagg bench engines
+	$(BIN)/disagg bench drift
 	$(BIN)/disagg bench wire
 	$(BIN)/disagg bench handoff
 	$(BIN)/disagg bench decode

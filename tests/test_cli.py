@@ -67,13 +67,13 @@ def test_two_copies_are_one_model_or_not(tmp_path: Path, smollm2: ModelFiles, sm
         (("demo", "--decode", "vllm"), "no engine 'vllm'; there are torch, mlx"),
         (("demo", ""), "the prompt is empty"),
         (("demo", "\udcff"), "not valid UTF-8"),
-        (("bench", "engine", "--engine", "torch", "--device", "abacus"), "no torch device 'abacus'"),
-        (("bench", "engine", "--shape", "qwen3-30b-a3b", "--device", "cuda:99"), "device"),
+        (("bench", "engines", "--engine", "torch", "--device", "abacus"), "no torch device 'abacus'"),
+        (("bench", "engines", "--shape", "qwen3-30b-a3b", "--device", "cuda:99"), "device"),
         (("demo", "--max-tokens", "9000"), "do not fit the context window of 8192"),
         (("models", "inspect", "gpt-oss:120b"), "hf download openai/gpt-oss-120b"),
         (("models", "import", "/nowhere"), "/nowhere is neither a model folder nor a .gguf file"),
         (("models", "verify", "smollm2", "http://127.0.0.1:9"), "http://127.0.0.1:9 does not answer"),
-        (("bench", "engine", "--shape", "tiny"), "no shape 'tiny'; there are qwen3-30b-a3b"),
+        (("bench", "engines", "--shape", "tiny"), "no shape 'tiny'; there are qwen3-30b-a3b"),
     ],
 )
 def test_mistakes_get_one_clear_line(arguments: tuple[str, ...], says: str) -> None:
@@ -92,4 +92,4 @@ def test_bad_options_are_usage_errors() -> None:
 def test_commands_of_other_rooms_are_there() -> None:
     assert json.loads(disagg("config", "example").stdout)["decode_servers"]
     listed = disagg("bench", "--help").stdout
-    assert all(name in listed for name in ("engine", "wire", "handoff", "decode", "serve"))
+    assert all(name in listed for name in ("engines", "drift", "wire", "handoff", "decode", "serve"))

@@ -1,4 +1,4 @@
-"""What mlx-lm does without us: the other side of every ratio in `disagg bench engine`."""
+"""What mlx-lm does without us: the other side of every ratio in `disagg bench engines`."""
 
 import time
 from collections.abc import Callable

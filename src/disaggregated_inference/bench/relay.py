@@ -1,0 +1,79 @@
+"""The least that an OpenAI endpoint over one node can be: a starlette app that rewrites a node's events, and no more.
+
+No plan, no failover, no health, no record, no keys, no keep-alive, no tokenizer: what is measured beside it is what all
+of these cost. What it does it does as well as the gateway: what has come is rewritten and sent in one go.
+`python -m disaggregated_inference.bench.relay NODE_URL` prints its port.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+_DONE = b"data: [DONE]\n\n"
+_JSON = {"Content-Type": "application/json"}
+_ASKED = ("messages", "max_tokens", "ignore_eos", "temperature")
+
+
+def relay_app(node_url: str) -> Starlette:
+    @asynccontextmanager
+    async def session(app: Starlette) -> AsyncIterator[None]:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+        async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as app.state.session:
+            yield
+
+    async def chat(request: Request) -> Response:
+        body = msgspec.json.decode(await request.body())
+        return StreamingResponse(_relayed(request.app.state.session, node_url, body), media_type="text/event-stream")
+
+    return Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])], lifespan=session)
+
+
+async def _relayed(session: aiohttp.ClientSession, node_url: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
+    asked = msgspec.json.encode({name: body[name] for name in _ASKED if name in body} | {"stream": True})
+    name = body.get("user") or "nobody"  # so a request can be told from others, also behind other proxies
+    before = _before(name, body["model"])
+    async with session.post(node_url + "/generate", data=asked, headers=_JSON | {"X-Request-Id": name}) as response:
+        response.raise_for_status()
+        rest = b""
+        while data := await response.content.readany():
+            *lines, rest = (rest + data).split(b"\n\n")
+            if events := [_chunk(before, line) for line in lines if line.startswith(b"data: ")]:
+                yield b"".join(events)
+
+
+def _before(name: str, model: str) -> bytes:
+    head = {"id": f"chatcmpl-{name}", "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
+    return b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
+
+
+def _chunk(before: bytes, line: bytes) -> bytes:
+    event = msgspec.json.decode(line[6:])
+    if "token" not in event:
+        return _DONE if "done" in event else line + b"\n\n"
+    delta = {"role": "assistant", "content": event["text"]}
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": event.get("finish_reason")}
+    return before + msgspec.json.encode(choice) + b"]}\n\n"
+
+
+class _Server(uvicorn.Server):
+    async def startup(self, sockets: list[Any] | None = None) -> None:
+        await super().startup(sockets)
+        sys.stdout.write(json.dumps({"port": self.servers[0].sockets[0].getsockname()[1]}) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    settings = uvicorn.Config(relay_app(sys.argv[1]), port=0, log_level="warning", access_log=False)
+    asyncio.run(_Server(settings).serve())

@@ -1,0 +1,35 @@
+"""The gateway's benchmark runs to its end, at a size that measures nothing."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from disaggregated_inference.bench import gateway, processes, servers
+from disaggregated_inference.errors import BadRequest
+
+
+def test_what_the_gateway_adds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"_REPEATS": 1, "_STEADY_S": 0.3, "_MARGIN_S": 0.3}.items():
+        monkeypatch.setattr(gateway, name, value)
+    report = gateway.run((3,), 4, 6, "", tmp_path)
+    assert all(math.isfinite(row.value) for row in report.rows)
+    saved = json.loads((tmp_path / "gateway.json").read_text())["rows"]
+    assert [row["what"] for row in saved] == [row.what for row in report.rows]
+    found = {row.what: row for row in report.rows}
+    assert "SIMULATED" in report.title
+    assert found["3 at once: CPU of a request for one token"].against == servers.BARE
+    assert found["3 of 50 tokens/s: CPU per token, of bare"].goal == 1.5
+    assert found["3 of 50 tokens/s: added to a token, p99"].value > 0
+    assert found["of 12 prompts, answered differently by them"].value == 0
+
+
+def test_an_environment_without_litellm_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=r"litellm\[proxy\]"):
+        servers.litellm_command(str(tmp_path), tmp_path, "http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(("told", "seconds"), [("0:01.25", 1.25), ("02:03:04", 7384.0), ("1-00:00:01", 86401.0)])
+def test_cpu_time_as_ps_says_it(told: str, seconds: float) -> None:
+    assert processes.seconds_of(told) == seconds
