@@ -12,7 +12,7 @@ demo: $(READY)
 	$(BIN)/disagg demo
 
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -27,6 +27,7 @@ bench: $(READY)
 	$(BIN)/disagg bench decode
 	$(BIN)/disagg bench serve
 	$(BIN)/disagg bench orchestrator
+	$(BIN)/disagg bench gateway
 	$(BIN)/disagg bench cluster
 	$(BIN)/disagg bench cluster --profile published
 

@@ -27,6 +27,7 @@ from disaggregated_inference.nodes.prefill import PrefillNode
 from disaggregated_inference.nodes.room import Room
 from disaggregated_inference.nodes.sampling import Sampling
 from disaggregated_inference.nodes.worker import EngineThread
+from disaggregated_inference.wire import paths
 from tests.conftest import ENGINE_OPTIONS, LoadTiny, Pair, until
 from tests.handoff import alone, prompt_of
 
@@ -70,6 +71,12 @@ def mixed(count: int, seed: int = 0) -> list[Asked]:
         )
         asked.append(Asked(draw.choice(["remote", "local"]) if origin == "again" else origin, prompt, rules))
     return asked
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both nodes and all clients are threads of one process here: nobody is gone because they wait for each other."""
+    monkeypatch.setattr(paths, "SILENCE_S", 30.0)
 
 
 def in_a_crowd(pair: Pair, requests: list[Asked], concurrency: int, seed: int = 0) -> list[list[int]]:

@@ -242,14 +242,15 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def embedded() -> Iterator[Node]:
-    node = Node("both", "--model", "smollm2", "--engine", "mlx", OMP_NUM_THREADS="2")
+    node = Node("both", "--model", "smollm2", "--engine", "mlx")
     yield node
     assert node.stop() == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_fifty_of_fifty_validate(stream: bool, embedded: Node) -> None:
-    """Half of them handed over: then the first token, from the received logits, obeys the schema too."""
+def test_every_answer_validates(stream: bool, embedded: Node) -> None:
+    """Half of them handed over: then the first token, from the received logits, obeys the schema too. Fifty of fifty
+    are asked for through the gateway: tests/test_gateway_holds.py."""
 
     def ask(number: int) -> str:
         prompt = [{"role": "user", "content": f"Describe heavenly body number {number} as JSON."}]
@@ -267,10 +268,9 @@ def test_fifty_of_fifty_validate(stream: bool, embedded: Node) -> None:
         text: str = embedded.ask(path, asked)[1]["generated_text"]
         return text
 
-    with ThreadPoolExecutor(16) as pool:
-        texts = list(pool.map(ask, range(50)))
-    valid = [jsonschema.Draft202012Validator(SCHEMA).is_valid(json.loads(text)) for text in texts]
-    assert valid == [True] * 50
+    with ThreadPoolExecutor(10) as pool:
+        texts = list(pool.map(ask, range(10)))
+    assert all(jsonschema.Draft202012Validator(SCHEMA).is_valid(json.loads(text)) for text in texts)
 
 
 def test_other_forms(embedded: Node) -> None:

@@ -24,7 +24,7 @@ class Stream:
 
     def __init__(self, number: int, tokens: int) -> None:
         self.number, self.asked, self.came = number, tokens, list[tuple[float, bytes]]()
-        self.name = f"bench-{number}-{time.monotonic_ns()}"
+        self.name = f"bench-{number}"
         self.started, self.text, self.token_at = 0.0, "", list[float]()
 
     async def follow(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
@@ -38,8 +38,8 @@ class Stream:
                 self.came.append((time.perf_counter(), some))
 
     def _body(self, model: str) -> dict[str, Any]:
-        said = f"Say what number {self.number} is, where it appears in nature, and what people make of it."
-        asked = {"messages": [{"role": "user", "content": said}], "max_tokens": self.asked, "user": self.name}
+        said = f"{self.name}: what is this number, where does it appear in nature, and what do people make of it?"
+        asked = {"messages": [{"role": "user", "content": said}], "max_tokens": self.asked}
         return asked | {"model": model, "temperature": 0, "stream": True}
 
     @property

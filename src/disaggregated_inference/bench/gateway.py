@@ -9,7 +9,8 @@ import asyncio
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,7 +102,7 @@ async def _in_turn(
     servers: Servers, streams: int, tokens: int, requests: int, size: Callable[[], int]
 ) -> tuple[Blocks, list[int]]:
     """So that a noisy machine is noisy to all; the first is the warm-up. Answers of one token as well: what they cost
-    is the request's, the rest is the other tokens'."""
+    is the request's own."""
     found: Blocks = defaultdict(list)
     sizes: list[int] = []
     for turn in range(_REPEATS + 1):
@@ -138,11 +139,8 @@ def _speed_rows(report: Report, name: str, servers: Servers, blocks: Blocks, tok
     short, long = ([blocks[who, count] for who in servers] for count in (1, tokens))
     compared("requests for one token", "/s", [_rate(done, len(done[0].streams)) for done in short])
     compared("relayed, all on the same cores", "tok/s", [_rate(done, done[0].tokens) for done in long])
-    of_request, whole = ([_request_cpu_s(done) for done in each] for each in (short, long))
-    further = [(most - one) / (tokens - 1) for most, one in zip(whole, of_request, strict=True)]
-    compared("CPU of a request for one token", "ms", [each * 1e3 for each in of_request])
-    compared("CPU per token, the request's share in it", "µs", [each / tokens * 1e6 for each in whole])
-    compared("CPU per further token", "µs", [each * 1e6 for each in further])
+    compared("CPU of a request for one token", "ms", [_request_cpu_s(done) * 1e3 for done in short])
+    compared("CPU per token, the request's share in it", "µs", [_request_cpu_s(done) / tokens * 1e6 for done in long])
 
 
 def _compared(report: Report, what: str, unit: str, values: dict[str, float]) -> None:
@@ -165,13 +163,23 @@ async def _at_a_pace(report: Report, nodes: list[Machine], litellm: str, count: 
     prefill, *writers = nodes
     async with Tap(port_of(writers[0])).open() as first, Tap(port_of(writers[1])).open() as second:
         taps = {OURS: first, BARE: second, LITELLM: second}
-        with serving(prefill, first.port, second.port, litellm) as servers:
+        async with _beside(serving(prefill, first.port, second.port, litellm)) as servers:
             for server in servers.values():  # everyone has seen everyone, and read what it reads once
                 await _block(server, [next(_numbers)], 1, 2)
             found = await _paced({name: servers[name] for name in (OURS, BARE)}, taps, count, pace)
             if litellm:
                 found |= await _paced({LITELLM: servers[LITELLM]}, taps, count, pace)
     _pace_rows(report, f"{count} of {pace} tokens/s", found)
+
+
+@asynccontextmanager
+async def _beside(context: AbstractContextManager[Servers]) -> AsyncIterator[Servers]:
+    """Servers that start and stop while the taps before their nodes work."""
+    servers = await asyncio.to_thread(context.__enter__)
+    try:
+        yield servers
+    finally:
+        await asyncio.to_thread(context.__exit__, None, None, None)
 
 
 async def _paced(servers: Servers, taps: dict[str, Tap], count: int, pace: int) -> dict[str, _Pace]:

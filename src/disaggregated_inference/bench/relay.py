@@ -42,7 +42,7 @@ def relay_app(node_url: str) -> Starlette:
 
 async def _relayed(session: aiohttp.ClientSession, node_url: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
     asked = msgspec.json.encode({name: body[name] for name in _ASKED if name in body} | {"stream": True})
-    name = body.get("user") or "nobody"  # so a request can be told from others, also behind other proxies
+    name = body["messages"][-1]["content"].partition(":")[0]  # the one thing that every proxy before this leaves alone
     before = _before(name, body["model"])
     async with session.post(node_url + "/generate", data=asked, headers=_JSON | {"X-Request-Id": name}) as response:
         response.raise_for_status()

@@ -81,6 +81,8 @@ def litellm_command(given: str, folder: Path, url: str) -> list[str]:
     if not command:
         raise BadRequest(f"no LiteLLM in {given}: give an environment in which litellm[proxy] is installed")
     behind = {"model": f"openai/{MODEL}", "api_base": f"{url}/v1", "api_key": "none"}
+    open_to_all = {"dangerously_permit_weak_or_unset_master_key": True}  # as the others here: on loopback, for a moment
+    settings = {"model_list": [{"model_name": MODEL, "litellm_params": behind}], "general_settings": open_to_all}
     config = folder / "litellm.json"  # JSON is YAML
-    config.write_text(json.dumps({"model_list": [{"model_name": MODEL, "litellm_params": behind}]}))
+    config.write_text(json.dumps(settings))
     return [command, "--config", str(config), "--host", "127.0.0.1", "--num_workers", "1"]

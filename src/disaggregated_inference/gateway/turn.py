@@ -123,7 +123,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _part(delta: Delta, parser: Parser) -> Part:
-    said = parser.take(delta) if isinstance(parser, Parsed) else parser.push(delta.token, delta.text)
+    said = parser.take(delta)
     finish = delta.finish_reason
     if finish:
         said = [*said, *parser.finish()]

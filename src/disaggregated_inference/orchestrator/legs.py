@@ -95,7 +95,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     top_logprobs: tuple[dict[str, int | float], ...] = ()
     finish_reason: str | None = None
     thinking: str = ""  # of a node that takes text, which tells thoughts and calls apart by itself
-    tool_calls: list[dict[str, Any]] = []
+    tool_calls: tuple[dict[str, Any], ...] = ()
     metrics: dict[str, Any] | None = None
     progress: Progress | None = None  # before the first token, where it was asked for: then there is nothing else
 

@@ -1,4 +1,4 @@
-"""What llama.cpp does without us: the other side of every ratio in `disagg bench engine`.
+"""What llama.cpp does without us: the other side of every ratio in `disagg bench engines`.
 
 Its own loop as its examples have it: one context, batches filled and decoded, the likeliest token looked up in place.
 """

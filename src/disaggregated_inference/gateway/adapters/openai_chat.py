@@ -63,15 +63,13 @@ class Choice:
 
     def line(self, part: Part, told: Told) -> bytes:
         """The part as an event, or nothing, if there is nothing to tell."""
-        if len(part.said) == 1 and isinstance(part.said[0], Text) and self._is_plain(part):
+        plain = not (self._opening or self._tokenizer or part.finish_reason)
+        if plain and len(part.said) == 1 and isinstance(part.said[0], Text):
             self._thinking = False
             return told.text(self.index, part.said[0].text)
         self.take(part)
         news = self.told()
         return told.event(news) if news else b""
-
-    def _is_plain(self, part: Part) -> bool:
-        return not (self._opening or self._tokenizer or part.finish_reason)
 
     def silent(self) -> dict[str, Any]:
         """As an event that says nothing but, the first time, whose turn it is. llama.cpp says so every time; OpenAI's

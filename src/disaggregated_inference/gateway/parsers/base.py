@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 
 import msgspec
 
+from disaggregated_inference.orchestrator import Delta
+
 
 class Text(msgspec.Struct, frozen=True):
     """For the reader."""
@@ -39,6 +41,10 @@ class Parser(ABC):
     """One choice's. `called` says whether a whole tool call was seen."""
 
     called = False
+
+    def take(self, delta: Delta) -> list[Said]:
+        """The next piece of the answer."""
+        return self.push(delta.token, delta.text)
 
     @abstractmethod
     def push(self, token: int | None, text: str) -> list[Said]:
