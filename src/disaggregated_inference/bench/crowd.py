@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from typing import Any
 
 import aiohttp
@@ -100,25 +100,35 @@ class Tap:
     def __init__(self, port: int) -> None:
         self._node_port, self.port = port, 0
         self.token_at: dict[str, list[float]] = defaultdict(list)
+        self._open: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator["Tap"]:
-        server = await asyncio.start_server(self._both_ways, "127.0.0.1", 0, backlog=1024)
+        server = await asyncio.start_server(self._accept, "127.0.0.1", 0, backlog=1024)
         self.port = server.sockets[0].getsockname()[1]
         try:
             yield self
         finally:
             server.close()
+            for task in self._open:
+                task.cancel()
+            await asyncio.gather(*self._open, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._both_ways(reader, writer))
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
 
     async def _both_ways(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        node_reader, node_writer = await asyncio.open_connection("127.0.0.1", self._node_port)
-        asked = [""]  # whose request the connection is at
-        there = asyncio.create_task(self._there((reader, node_writer), asked))
-        with suppress(ConnectionError, asyncio.CancelledError):  # a callback of start_server must not end cancelled
-            await self._back((node_reader, writer), asked)
-        there.cancel()
-        for each in (writer, node_writer):
-            each.close()
+        with closing(writer), suppress(ConnectionError):
+            node_reader, node_writer = await asyncio.open_connection("127.0.0.1", self._node_port)
+            asked = [""]  # whose request the connection is at
+            there = asyncio.create_task(self._there((reader, node_writer), asked))
+            try:
+                await self._back((node_reader, writer), asked)
+            finally:
+                there.cancel()
+                node_writer.close()
 
     async def _there(self, pipe: Pipe, asked: list[str]) -> None:
         with suppress(ConnectionError):
