@@ -21,7 +21,7 @@ from disaggregated_inference.errors import BadRequest, ConfigError, DisaggError,
 from disaggregated_inference.gateway.adapters import cluster, ollama
 from disaggregated_inference.gateway.app import gateway_app
 from disaggregated_inference.gateway.auth import Bucket, Caller, Guard, Keys, require_keys
-from disaggregated_inference.gateway.keyfile import new_key
+from disaggregated_inference.gateway.keyfile import keys_of, new_key
 from disaggregated_inference.orchestrator import DisaggregatedInference
 
 CONFIG: Any = {
@@ -66,13 +66,12 @@ def with_gateway(keys: Keys, ask: Callable[[Ask], Awaitable[None]]) -> None:
 
 @pytest.fixture
 def keys() -> Keys:
-    return Keys.from_config(
-        [
-            {"name": "ann", "key_hash": "sha256:" + key_hash("ann's")},
-            {"name": "bob", "key_hash": key_hash("bob's").upper(), "models": ["CODER", "gone"], "comment": "a guest"},
-            {"name": "cy", "key_hash": key_hash("cy's"), "per_minute": 2},
-        ]
-    )
+    entries = [
+        {"name": "ann", "key_hash": "sha256:" + key_hash("ann's")},
+        {"name": "bob", "key_hash": key_hash("bob's").upper(), "models": ["CODER", "gone"], "comment": "a guest"},
+        {"name": "cy", "key_hash": key_hash("cy's"), "per_minute": 2},
+    ]
+    return Keys(keys_of(entries, "keys"))
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,13 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
 
 from disaggregated_inference.cluster.config import load_config
 from disaggregated_inference.errors import DisaggError, QueueFull
 from disaggregated_inference.gateway import feed as feeds
 from disaggregated_inference.gateway.adapters import cluster, ollama
-from disaggregated_inference.gateway.answers import json_response
-from disaggregated_inference.gateway.auth import Guard, Keys
+from disaggregated_inference.gateway.app import gateway_app
+from disaggregated_inference.gateway.auth import Keys
 from disaggregated_inference.gateway.feed import Feed
 from disaggregated_inference.gateway.metrics import STATUS_OF, GatewayMetrics
 from disaggregated_inference.gateway.targets import error_share, parallel_efficiency, targets
@@ -30,22 +28,10 @@ MODEL = "simulated:tiny"
 AWAY: Any = {"decode_servers": [{"host": "127.0.0.1", "port": 9, "model": "away", "name": "d1"}]}
 
 
-def app_of(core: DisaggregatedInference, keys: Keys) -> Starlette:
-    def refused(path: str, error: Exception, request_id: str = "") -> Any:
-        return json_response(cluster.error_body(error), getattr(error, "status", 500))
-
-    handlers: Any = {DisaggError: lambda request, error: refused(request.url.path, error)}
-    guards = [Middleware(Guard, keys=keys, describe=refused)]
-    app = Starlette(routes=cluster.routes(), middleware=guards, exception_handlers=handlers)
-    app.state.core = core
-    cluster.attach(app)
-    return app
-
-
 @asynccontextmanager
 async def gateway(config: Any) -> AsyncIterator[tuple[DisaggregatedInference, httpx.AsyncClient]]:
     async with DisaggregatedInference(load_config(config)) as core:
-        transport = httpx.ASGITransport(app_of(core, Keys()))
+        transport = httpx.ASGITransport(gateway_app(core, Keys()))
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=30) as client:
             yield core, client
 

@@ -23,6 +23,7 @@ from disaggregated_inference.cluster.config import load_config
 from disaggregated_inference.gateway.adapters import ollama
 from disaggregated_inference.gateway.app import gateway_app
 from disaggregated_inference.gateway.auth import OPEN_PATHS, Keys
+from disaggregated_inference.gateway.keyfile import keys_of
 from disaggregated_inference.gateway.openapi import document
 from disaggregated_inference.orchestrator import DisaggregatedInference
 from tests.gateway import gateway_process, simulated_config, simulated_pair
@@ -147,7 +148,7 @@ def test_it_is_all_there() -> None:
 
 def test_it_is_no_secret() -> None:
     """Not even where everything else needs a key: it is the same for every cluster."""
-    keys = Keys.from_config([{"name": "ann", "key_hash": hashlib.sha256(b"ann's").hexdigest()}])
+    keys = Keys(keys_of([{"name": "ann", "key_hash": hashlib.sha256(b"ann's").hexdigest()}], "keys"))
 
     async def ask() -> None:
         async with DisaggregatedInference(load_config(AWAY)) as core:

@@ -19,6 +19,7 @@ from disaggregated_inference.errors import (
     FingerprintMismatch,
     KVMemoryFull,
     ModelDamaged,
+    ModelUnsupported,
     SliceRefused,
 )
 from disaggregated_inference.kv import KVDType, as_dtype, require_same_model
@@ -437,9 +438,12 @@ class TestModel:
         assert write_answer(engine, receive(engine, slices, 200), logits, 8) == alone(engine, prompt, 8, chunk=77)
 
     def test_files_that_cannot_be_loaded(self, tiny_folder: Folder, tmp_path: Path) -> None:
-        with pytest.raises(EngineUnavailable, match="reads GGUF files"):
-            load_engine("llamacpp", ModelFiles("folder", tiny_folder("twin_llama")), **LLAMACPP_OPTIONS)
-        whole = twin_of(tiny_folder("twin_llama"))
+        folder = tiny_folder("twin_llama")
+        whole = twin_of(folder)
+        with pytest.raises(ModelUnsupported, match=r"a folder of safetensors and llamacpp reads a GGUF.*torch or mlx"):
+            load_engine("llamacpp", ModelFiles("folder", folder), **LLAMACPP_OPTIONS)
+        with pytest.raises(ModelUnsupported, match=r"a GGUF file and torch reads a folder.*load this with llamacpp"):
+            load_engine("torch", ModelFiles("file", whole))
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (tmp_path / name).write_bytes((whole.parent / name).read_bytes())
         (tmp_path / "short.gguf").write_bytes(whole.read_bytes()[:-5000])

@@ -1,10 +1,9 @@
-"""Clusters with Ollama in them: whole requests, failover by text, and another model's real hand-off beside it."""
+"""Clusters of Ollamas alone: whole requests, failover by text. With other engines: test_mixed_cluster.py."""
 
 import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,9 @@ from disaggregated_inference.errors import BadRequest, ClusterError, DisaggError
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.nodes.http import node_app
 from disaggregated_inference.nodes.served import Served
-from disaggregated_inference.orchestrator.record import FALLBACK
 from disaggregated_inference.orchestrator.whole import SEAM
 from tests.conftest import Pair, until
 from tests.gateway import served
-from tests.handoff import alone
 from tests.recorded_ollama import LONG_S, Front, OnThread, RecordedOllama
 
 ROLES = {"p": "prefill", "a": "decode", "b": "decode"}
@@ -176,45 +173,6 @@ def _ask(url: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read()
-
-
-def test_two_models_at_once_one_of_them_handed_over(
-    farm: Farm, nodes: Callable[..., Pair], tiny_folder: Callable[[str], Path]
-) -> None:
-    """torch reads and MLX writes for one model, an Ollama does both for the other; one gateway before them."""
-    reader, writer = nodes()
-    files = ModelFiles("llama", tiny_folder("llama"))
-    pair = [
-        OnThread(node_app(Served(files, reader.room, reader, None), None)),
-        OnThread(node_app(Served(files, writer.room, None, writer), None)),
-    ]
-    entries = [
-        {"host": "127.0.0.1", "port": node.port, "name": name, "model": "llama"}
-        for node, name in zip(pair, ("torch", "mlx"), strict=True)
-    ]
-    config: dict[str, Any] = {
-        "prefill_servers": [*farm.config["prefill_servers"], entries[0]],
-        "decode_servers": [*farm.config["decode_servers"], entries[1]],
-        "policies": {"local": "never", "poll_s": 0.2},
-    }
-    prompt = "hello there, " * 12
-    asks = [{"model": "llama", "prompt": prompt, "temperature": 0}, {"model": "smollm2", "prompt": "7"}] * 3
-    try:
-        with DisaggregatedClient(config) as client:
-            assert until(lambda: all(node["usable"] for node in client.health()["nodes"].values()), LONG_S)
-            with ThreadPoolExecutor(6) as pool:
-                answers = list(pool.map(lambda ask: client.generate(max_tokens=8, **ask), asks))
-            expected = alone(writer.engine, files.tokenizer.encode(prompt), 8)
-            for number, (text, metrics) in enumerate(answers):
-                if number % 2:
-                    assert (text, metrics["method"]) == (" 8 9 10 11 12 13 14 15", "local")
-                else:
-                    assert (metrics["tokens"], metrics["method"]) == (expected, "disaggregated_mlx")
-                    assert metrics["prompt_tokens_recomputed"] == 0
-                assert metrics["warning"] != FALLBACK
-    finally:
-        for node in pair:
-            node.end()
 
 
 def test_every_api_of_the_gateway_serves_it(farm: Farm) -> None:

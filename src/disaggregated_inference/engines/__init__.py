@@ -8,7 +8,7 @@ from disaggregated_inference.engines.base import Engine, Logits, Sequence, Token
 from disaggregated_inference.errors import DisaggError, EngineUnavailable, ModelDamaged, ModelUnsupported
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.models.simulated import NAMES as SIMULATED_MODELS
-from disaggregated_inference.models.store import FileKind
+from disaggregated_inference.models.store import READS, FileKind
 
 # And the packages that each needs.
 ENGINES: dict[str, tuple[str, ...]] = {
@@ -47,7 +47,7 @@ def require_engine(name: str) -> None:
 
 def file_kind(name: str) -> FileKind:
     """The files that an engine reads, for whoever looks for a model that exists in both kinds."""
-    return "gguf" if name == "llamacpp" else "safetensors"
+    return READS.get(name, "safetensors")
 
 
 def _installed(package: str) -> bool:
@@ -63,6 +63,12 @@ def _require_right_kind(name: str, model: ModelFiles) -> None:
         )
     if name != "simulated" and model.simulated:
         raise ModelUnsupported(f"{model.name} has no weights: it is for the simulated engine alone, not for {name}")
+    if name not in model.engines:
+        kinds = {"gguf": "a GGUF file", "safetensors": "a folder of safetensors"}
+        raise ModelUnsupported(
+            f"{model.path} is {kinds[model.kind]} and {name} reads {kinds[READS[name]]}:"
+            f" give it one, or load this with {' or '.join(model.engines)}"
+        )
 
 
 __all__ = ["ENGINES", "Engine", "Logits", "Sequence", "Tokens", "chunks", "file_kind", "load_engine", "require_engine"]

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -17,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from disaggregated_inference.cluster.config import ClusterConfig, ModelOptions, bare_name
 from disaggregated_inference.errors import BadRequest, DisaggError, NotForThisKey, RateLimited, Unauthorized
-from disaggregated_inference.gateway.keyfile import HOW, Key, keys_of, read_keys
+from disaggregated_inference.gateway.keyfile import HOW, Key, read_keys
 from disaggregated_inference.gateway.request_id import request_id_of
 
 log = logging.getLogger(__name__)
@@ -91,10 +90,6 @@ class Keys:
     @classmethod
     def load(cls, path: str | Path | None) -> "Keys":
         return cls(read_keys(path))
-
-    @classmethod
-    def from_config(cls, entries: Any) -> "Keys":
-        return cls(keys_of(entries, "keys"))
 
     def reload(self, path: str | Path | None) -> None:
         """What is wrong with the file is raised, and the old keys stay. Whoever still has one has used what it used."""

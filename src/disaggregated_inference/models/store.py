@@ -42,7 +42,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
 SHORT_NAMES = {"smollm2": EMBEDDED, "qwen3-coder": "qwen3-coder:30b", "gpt-oss": "gpt-oss:120b"}
 
 
-_ENGINES = {"safetensors": ("torch", "mlx"), "gguf": ("llamacpp",)}
+# Which files each engine loads.
+READS: dict[str, FileKind] = {"torch": "safetensors", "mlx": "safetensors", "llamacpp": "gguf"}
 
 
 class ModelFiles:
@@ -71,7 +72,7 @@ class ModelFiles:
     @property
     def engines(self) -> tuple[str, ...]:
         """Those that can load it."""
-        return ("simulated",) if self.simulated else _ENGINES[self.kind]
+        return ("simulated",) if self.simulated else tuple(name for name in READS if READS[name] == self.kind)
 
     @property
     def size_bytes(self) -> int:

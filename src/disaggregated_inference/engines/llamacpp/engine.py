@@ -184,8 +184,6 @@ def load(
     sequences: int = 64,
 ) -> LlamaEngine:
     """Load a GGUF file. `dtype` is the cache's: float16, as everywhere in llama.cpp, unless another is asked for."""
-    if model.kind != "gguf":
-        raise EngineUnavailable(f"the llamacpp engine reads GGUF files, not {model.path.name}")
     if not 0 < sequences < _MOST_SEQUENCES:
         raise EngineUnavailable(f"llama.cpp has 1 to {_MOST_SEQUENCES - 1} sequences, not {sequences}")
     spec, kind = model.spec, dtype or "float16"

@@ -18,7 +18,6 @@ from disaggregated_inference.engines.mlx.batch import Batches, capacity_class
 from disaggregated_inference.engines.mlx.caches import MLX_DTYPES, make_layers, to_numpy, token_major
 from disaggregated_inference.engines.mlx.loading import activation_dtype, load_weights
 from disaggregated_inference.engines.mlx.rope import ensure_exact
-from disaggregated_inference.errors import EngineUnavailable
 from disaggregated_inference.kv import Fingerprint, KVDType, KVSlice
 from disaggregated_inference.models import ModelFiles, ModelSpec
 
@@ -179,8 +178,6 @@ def load(
     model: ModelFiles, *, dtype: KVDType | None = None, blas: str | None = None, kv_bytes: int | None = None
 ) -> MlxEngine:
     """Load a safetensors folder. On Metal in the dtype it was saved in, on Linux in float32."""
-    if model.kind != "safetensors":
-        raise EngineUnavailable(f"the mlx engine reads safetensors folders, not {model.path.name}")
     spec = model.spec
     if blas is None:
         log.warning("no BLAS found for MLX: prompts will be read 60 times slower. Install libopenblas0-pthread")

@@ -211,8 +211,6 @@ def load(
     sequences: int = 64,
 ) -> TorchEngine:
     """Load a safetensors folder. By default CUDA in bfloat16 where there is one, else the CPU in float32."""
-    if model.kind != "safetensors":
-        raise EngineUnavailable(f"the torch engine reads safetensors folders, not {model.path.name}")
     if threads:
         torch.set_num_threads(threads)
     target = require_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

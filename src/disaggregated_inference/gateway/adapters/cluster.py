@@ -3,12 +3,11 @@
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from disaggregated_inference.errors import DisaggError, TokensRefused
+from disaggregated_inference.errors import TokensRefused
 from disaggregated_inference.gateway.adapters.cluster_asked import DetokenizeAsked, TokenizeAsked, read
 from disaggregated_inference.gateway.answers import UNBUFFERED, body_of, json_response, unless_gone
 from disaggregated_inference.gateway.auth import Caller
@@ -39,22 +38,10 @@ def routes() -> list[Route]:
     ]
 
 
-def error_body(error: Exception) -> dict[str, Any]:
-    code = error.code if isinstance(error, DisaggError) else "internal_error"
-    return {"error": {"code": code, "message": str(error)}}
-
-
 def attach(app: Starlette) -> None:
     """What lives as long as the app does. Before its first request, so that all of them are counted."""
     app.state.metrics = GatewayMetrics(lambda: app.state.core)
     app.state.feed = Feed(lambda: app.state.core)
-
-
-def _attached(request: Request) -> State:
-    if not hasattr(request.app.state, "feed"):  # nobody did: what came before this is not known
-        attach(request.app)
-    state: State = request.app.state
-    return state
 
 
 async def about(core: DisaggregatedInference, model: str) -> About | None:
@@ -125,7 +112,7 @@ def _models_for(caller: Caller, models: dict[str, str]) -> dict[str, Any]:
 
 async def _metrics(request: Request) -> Response:
     request.state.caller.require_all()
-    return Response(await _attached(request).metrics.text(), media_type=_PROMETHEUS)
+    return Response(await request.app.state.metrics.text(), media_type=_PROMETHEUS)
 
 
 async def _cluster(request: Request) -> Response:
@@ -137,7 +124,7 @@ async def _cluster(request: Request) -> Response:
 
 
 async def _events(request: Request) -> Response:
-    call, feed = Call(request), _attached(request).feed
+    call, feed = Call(request), request.app.state.feed
     call.caller.require_all()
     feed.require_room()
     # Not through a queue of its own: only so does a reader that does not read come to stand still, and is let go.

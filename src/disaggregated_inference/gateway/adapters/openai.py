@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from disaggregated_inference.gateway.adapters.cluster import window_of
 from disaggregated_inference.gateway.adapters.openai_chat import chat_completions
 from disaggregated_inference.gateway.adapters.openai_completions import completions
 from disaggregated_inference.gateway.adapters.openai_errors import error_body
@@ -41,13 +42,5 @@ async def model(request: Request) -> Response:
 
 async def _about(call: Call, shown: str, name: str) -> dict[str, Any]:
     about = {"id": shown, "object": "model", "created": _STARTED, "owned_by": "disaggregated-inference", "root": name}
-    window = await _window(call, name)
+    window = await window_of(call.core, name)
     return about | ({"context_window": window} if window else {})
-
-
-async def _window(call: Call, name: str) -> int | None:
-    """From memory: nobody is asked."""
-    if given := call.core.config.options_of(name).context_window:
-        return given
-    watch = await call.core.start()
-    return max((node.about.context_window for node in watch.of(name) if node.about), default=None)
