@@ -55,6 +55,13 @@ def test_every_field_is_mutated_above() -> None:
     assert {key for change in MUTATIONS.values() for key in change} == set(Fingerprint.__struct_fields__)
 
 
+def test_a_gguf_with_another_template_says_what_to_do() -> None:
+    weights = Weights(norms="nnn", format="gguf:F32+Q8_0", sample="other")
+    other = msgspec.structs.replace(REFERENCE, chat_template="bbc", weights=weights)
+    with pytest.raises(FingerprintMismatch, match=r"chat_template.*tokenizer_config\.json.*beside the GGUF"):
+        require_same_model(REFERENCE, other)
+
+
 def test_what_may_differ() -> None:
     """Quantization, and the last bits of a frequency computed elsewhere."""
     quantized = Weights(norms="nnn", format="mxfp4", sample="other")

@@ -442,8 +442,6 @@ class TestModel:
         whole = twin_of(folder)
         with pytest.raises(ModelUnsupported, match=r"a folder of safetensors and llamacpp reads a GGUF.*torch or mlx"):
             load_engine("llamacpp", ModelFiles("folder", folder), **LLAMACPP_OPTIONS)
-        with pytest.raises(ModelUnsupported, match=r"a GGUF file and torch reads a folder.*load this with llamacpp"):
-            load_engine("torch", ModelFiles("file", whole))
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (tmp_path / name).write_bytes((whole.parent / name).read_bytes())
         (tmp_path / "short.gguf").write_bytes(whole.read_bytes()[:-5000])

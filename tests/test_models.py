@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from disaggregated_inference.engines import load_engine
 from disaggregated_inference.errors import (
-    EngineUnavailable,
     MessagesRefused,
     ModelDamaged,
     ModelError,
@@ -229,7 +228,9 @@ class TestDamage:
 
     def test_an_engine_refuses_a_gguf(self, smollm2_gguf: Path) -> None:
         for engine in ("torch", "mlx"):
-            with pytest.raises(EngineUnavailable, match="safetensors folders"):
+            with pytest.raises(
+                ModelUnsupported, match=f"a GGUF file and {engine} reads a folder.*load this with llamacpp"
+            ):
                 load_engine(engine, ModelFiles("x", smollm2_gguf))
 
 

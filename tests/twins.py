@@ -31,10 +31,10 @@ _LAYER = {
 }
 
 
-def write_twin(folder: Path, path: Path) -> Path:
+def write_twin(folder: Path, path: Path, **options: Any) -> Path:
     """The model in `folder`, float32 throughout. Its tokenizer.json is expected beside the GGUF."""
     model = ModelFiles("twin", folder)
-    writer = GGUFWriter(path, _KINDS[model.spec.architecture])
+    writer = GGUFWriter(path, _KINDS[model.spec.architecture], **options)
     _add_shape(writer, model)
     _add_tokenizer(writer, model)
     for name, values in _tensors(model):

@@ -25,7 +25,7 @@ from disaggregated_inference.errors import DisaggError
 STREAMS = (1, 32, 256)
 _PACED = 2560  # tokens per second of all streams of a server: about half of what goes through it
 _FASTEST = 50  # of one stream
-_STEADY_S = 8.0
+_STEADY_S = 20.0
 _BEGIN_S = 120.0
 _MARGIN_S = 3.0
 _REPEATS = 3

@@ -22,6 +22,7 @@ from disaggregated_inference.orchestrator import DisaggregatedInference
 log = logging.getLogger(__name__)
 
 _ADAPTERS = (openai, responses, ollama, anthropic, cluster, openapi)
+_SPEAKERS: dict[str, Any] = {"/api/": ollama, "/v1/messages": anthropic, "/v1/responses": responses}
 
 
 def gateway_app(
@@ -50,7 +51,7 @@ def gateway_app(
 
 def describe(path: str, error: Exception, request_id: str = "") -> Response:
     """As the API that has this path would say it."""
-    adapter = ollama if path.startswith("/api/") else anthropic if path.startswith("/v1/messages") else openai
+    adapter = next((each for start, each in _SPEAKERS.items() if path.startswith(start)), openai)
     status = error.status if isinstance(error, DisaggError) else 500
     headers = {"x-request-id": request_id} if request_id else {}
     if status in (429, 503):

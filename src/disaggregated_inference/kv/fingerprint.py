@@ -44,7 +44,14 @@ class Fingerprint(msgspec.Struct, frozen=True):
             for name in ("architecture", "layout", "vocabulary", "tokenizer", "chat_template")
             if (mine := getattr(self, name)) != (theirs := getattr(other, name))
         ]
-        return [*found, *self._rope_differences(other), *self._weight_differences(other)]
+        return [*found, *self._rope_differences(other), *self._weight_differences(other), *self._remedy(other)]
+
+    def _remedy(self, other: "Fingerprint") -> list[str]:
+        """Whoever makes a GGUF likes to mend the template in it."""
+        same = (self.tokenizer, self.chat_template) == (other.tokenizer, other.chat_template)
+        if same or not any(each.weights.format.startswith("gguf") for each in (self, other)):
+            return []
+        return ["put the tokenizer.json and tokenizer_config.json of the one beside the GGUF of the other"]
 
     def _rope_differences(self, other: "Fingerprint") -> list[str]:
         if len(self.rope_frequencies) != len(other.rope_frequencies):

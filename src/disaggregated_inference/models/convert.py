@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from disaggregated_inference.errors import ModelDamaged, ModelUnsupported
 from disaggregated_inference.kv.dtype import Array
 from disaggregated_inference.kv.fingerprint import Weights
 from disaggregated_inference.models.gguf import GGUFFile
+from disaggregated_inference.models.gguf_tokenizer import end_tokens, special_texts, tokenizer_of
 from disaggregated_inference.models.safetensors import StoredTensor, weights_identity, write_tensors
 
 _ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
@@ -31,8 +31,6 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-
-_CONTROL_TOKEN = 3
 
 Progress = Callable[[str, float], None]
 
@@ -76,7 +74,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "hidden_act": "silu",
         "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": meta.get("tokenizer.ggml.eos_token_id"),
+        "eos_token_id": end_tokens(meta),
         "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
     }
     if get("attention.sliding_window"):
@@ -104,27 +102,6 @@ def weights_of_gguf(file: GGUFFile) -> Weights:
     )
     layers = [name for name in file.tensors if name.startswith("blk.0.")]
     return weights_identity(norms, "gguf:" + "+".join(sorted({file.type_name(name) for name in layers})))
-
-
-def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
-    """Byte-level BPE as SmolLM2 has it. The GGUF only names the pre-tokenizer; digits are split one by one."""
-    meta = file.metadata
-    if (meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre")) != ("gpt2", "smollm"):
-        raise ModelUnsupported(
-            f"{file.path}: cannot rebuild tokenizer {meta.get('tokenizer.ggml.pre')!r} from a GGUF; "
-            "use the model's safetensors folder, or put its tokenizer.json beside the file"
-        )
-    tokens: list[str] = meta["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ", 1)) for merge in meta["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    kinds = meta["tokenizer.ggml.token_type"]
-    control = [t for t, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL_TOKEN]
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
-    return tokenizer
 
 
 def convert_gguf(file: GGUFFile, folder: Path, progress: Progress) -> None:
@@ -158,14 +135,14 @@ def _undo_permutation(weight: Array, heads: int) -> Array:
 
 
 def _write_tokenizer(file: GGUFFile, folder: Path) -> None:
-    tokenizer_from_gguf(file).save(str(folder / "tokenizer.json"))
-    meta = file.metadata
-    tokens = meta["tokenizer.ggml.tokens"]
-    ids = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token": "padding_token_id"}
-    settings: dict[str, Any] = {name: tokens[meta[f"tokenizer.ggml.{key}"]] for name, key in ids.items()}
-    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": meta["llama.context_length"]}
+    meta, tokenizer = file.metadata, tokenizer_of(file)
+    (folder / "tokenizer.json").write_text(tokenizer.json, "utf-8")
+    settings: dict[str, Any] = special_texts(meta) | {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": meta["llama.context_length"],
+    }
     _write_json(folder / "tokenizer_config.json", settings)
-    (folder / "chat_template.jinja").write_text(meta["tokenizer.chat_template"], "utf-8")
+    (folder / "chat_template.jinja").write_text(tokenizer.chat_template, "utf-8")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

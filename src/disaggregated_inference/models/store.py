@@ -1,7 +1,8 @@
 """From the name a person types to files on this machine.
 
 Looked for, in this order: a name given with `disagg models import`; the embedded model; a simulated one; a path; a
-well-known alias (`qwen3-coder:30b`) or a repository's name, in the store's folder and in the Hugging Face cache.
+well-known alias (`qwen3-coder:30b`) or a repository's name, in the store's folder and in the Hugging Face cache; a name
+that an Ollama on this machine has, which is looked at first where a GGUF is wanted.
 Nothing is downloaded but the embedded model.
 """
 
@@ -17,12 +18,13 @@ from typing import Any, Literal, NamedTuple
 from disaggregated_inference.errors import ModelExists, ModelNotFound, ModelUnsupported
 from disaggregated_inference.kv import Fingerprint
 from disaggregated_inference.kv.fingerprint import Weights
-from disaggregated_inference.models import embedded, simulated
-from disaggregated_inference.models.convert import Progress, config_from_gguf, tokenizer_from_gguf, weights_of_gguf
-from disaggregated_inference.models.gguf import GGUFFile
+from disaggregated_inference.models import embedded, ollama_store, simulated
+from disaggregated_inference.models.convert import Progress, config_from_gguf, weights_of_gguf
+from disaggregated_inference.models.gguf import GGUFFile, is_gguf, is_later_part
+from disaggregated_inference.models.gguf_tokenizer import tokenizer_of
 from disaggregated_inference.models.safetensors import read_tensors, weights_identity
 from disaggregated_inference.models.spec import ModelSpec, spec_from_config
-from disaggregated_inference.models.tokenizer import ModelTokenizer, read_json
+from disaggregated_inference.models.tokenizer import TOKENIZER_FILES, ModelTokenizer, read_json
 
 EMBEDDED = "smollm2:135m"
 
@@ -52,7 +54,7 @@ class ModelFiles:
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
         self.path = path
-        self.kind: FileKind = "gguf" if path.suffix == ".gguf" else "safetensors"
+        self.kind: FileKind = "safetensors" if path.is_dir() else "gguf"
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -77,7 +79,7 @@ class ModelFiles:
     @property
     def size_bytes(self) -> int:
         """Of the weights, as they are stored."""
-        files = [self.path] if self.kind == "gguf" else list(self.path.glob("*.safetensors"))
+        files = self._gguf.parts if self.kind == "gguf" else list(self.path.glob("*.safetensors"))
         return sum(file.stat().st_size for file in files)
 
     @cached_property
@@ -90,8 +92,7 @@ class ModelFiles:
             return ModelTokenizer.from_folder(self.path)
         if (self.path.parent / "tokenizer.json").is_file():
             return ModelTokenizer.from_folder(self.path.parent)
-        meta = self._gguf.metadata
-        return ModelTokenizer(tokenizer_from_gguf(self._gguf), meta.get("tokenizer.chat_template", ""))
+        return tokenizer_of(self._gguf)
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -141,9 +142,9 @@ class ModelStore:
             return ModelFiles(EMBEDDED, ensure(self.root, progress))
         if wanted.lower().startswith(simulated.PREFIX):
             return ModelFiles(wanted.lower(), simulated.ensure_folder(self.root, wanted))
-        if path := self._local(wanted):
+        if path := self._local(wanted, kind):
             return ModelFiles(wanted, _require_model(path, kind))
-        raise ModelNotFound(self._how_to_get(wanted))
+        raise ModelNotFound(self._how_to_get(wanted, kind))
 
     def add(self, name: str, path: Path, copy: bool = False) -> ModelFiles:
         """Give a folder or GGUF file a name of its own; with `copy`, keep it in the store's folder."""
@@ -168,7 +169,9 @@ class ModelStore:
             partial = Path(scratch) / "model"
             if model.kind == "gguf":
                 partial.mkdir()
-                shutil.copy2(model.path, partial)
+                beside = [model.path.parent / name for name in TOKENIZER_FILES]
+                for file in [*GGUFFile(model.path).parts, *(each for each in beside if each.is_file())]:
+                    shutil.copy2(file, partial)
             else:
                 shutil.copytree(model.path, partial)
             partial.rename(target)
@@ -179,9 +182,12 @@ class ModelStore:
         whole = embedded.is_whole(self.root / "smollm2-135m")
         rows = [Listed(EMBEDDED, self.root / "smollm2-135m" if whole else None, "embedded, fetched on first use")]
         rows += [Listed(name, Path(path), "added") for name, path in sorted(self.names.items())]
-        rows += [Listed(name, self._local(name), "alias of " + repos[0]) for name, repos in ALIASES.items()]
+        rows += [Listed(name, self._alias(name), "alias of " + repos[0]) for name, repos in ALIASES.items()]
         rows += [Listed(name, self._simulated(name), "no weights, for --engine simulated") for name in simulated.NAMES]
-        return rows + [Listed(name, path, "found") for name, path in self._found()]
+        rows += [Listed(name, path, "found") for name, path in self._found()]
+        return rows + [
+            Listed(name, path, "of an Ollama here, for --engine llamacpp") for name, path in ollama_store.pulled()
+        ]
 
     @property
     def names(self) -> dict[str, str]:
@@ -191,9 +197,14 @@ class ModelStore:
     def _names_file(self) -> Path:
         return self.home / "models.json"
 
-    def _local(self, wanted: str) -> Path | None:
+    def _local(self, wanted: str, kind: FileKind) -> Path | None:
         if (path := Path(wanted).expanduser()).exists():
             return path.absolute()
+        if kind == "gguf":
+            return ollama_store.find(wanted) or self._alias(wanted)
+        return self._alias(wanted) or ollama_store.find(wanted)
+
+    def _alias(self, wanted: str) -> Path | None:
         for repository in ALIASES.get(wanted.lower(), (wanted,)):
             if found := self._stored(repository) or _in_hugging_face_cache(repository):
                 return found
@@ -218,8 +229,14 @@ class ModelStore:
             if path := _in_hugging_face_cache(f"{org}/{name}"):
                 yield f"{org}/{name}", path
 
-    def _how_to_get(self, wanted: str) -> str:
+    def _how_to_get(self, wanted: str, kind: FileKind) -> str:
         known = ", ".join([EMBEDDED, *ALIASES, *self.names])
+        if kind == "gguf":
+            return (
+                f"no GGUF of {wanted!r} on this machine: not a path, not a name you gave, not in an Ollama here."
+                f" Name the file you have: `disagg models import /path/to/file.gguf --name {wanted}`, or"
+                f" `ollama pull {wanted}`"
+            )
         if repositories := ALIASES.get(wanted.lower()):
             return (
                 f"model {wanted!r} is not on this machine. Fetch it with `hf download {repositories[0]}`, "
@@ -258,11 +275,14 @@ def _in_hugging_face_cache(repository: str) -> Path | None:
 
 
 def _require_model(path: Path, kind: FileKind = "safetensors") -> Path:
-    """The folder or file itself; a folder's one GGUF where that is the kind wanted."""
-    if path.is_file() and path.suffix == ".gguf":
+    """The folder or file itself; a folder's one GGUF where that is the kind wanted, or all there is."""
+    if path.is_file() and (path.suffix == ".gguf" or is_gguf(path)):
         return path
-    if kind == "gguf" and len(found := sorted(path.glob("*.gguf"))) == 1:
-        return found[0]
+    files = sorted(file for file in path.glob("*.gguf") if not is_later_part(file))
+    if files and (kind == "gguf" or not (path / "config.json").is_file()):
+        if len(files) > 1:
+            raise ModelNotFound(f"{path} has {len(files)} models: name one of {', '.join(file.name for file in files)}")
+        return files[0]
     if not path.is_dir():
         raise ModelNotFound(f"{path} is neither a model folder nor a .gguf file")
     if not (path / "config.json").is_file():

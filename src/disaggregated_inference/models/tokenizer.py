@@ -15,9 +15,7 @@ from disaggregated_inference.errors import BadRequest, ContextTooLong, MessagesR
 
 Message = dict[str, Any]
 
-# What does not change which text an id stands for.
-_NOT_IDENTITY = ("truncation", "padding", "post_processor")
-
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 _ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # as SentencePiece writes what is no text
 
@@ -142,10 +140,10 @@ class ModelTokenizer:
 
     @cached_property
     def identity(self) -> str:
-        """A hash over what the ids mean, however the file was formatted."""
-        whole = json.loads(self.json)
-        kept = {key: value for key, value in whole.items() if key not in _NOT_IDENTITY}
-        return _hash(json.dumps(kept, sort_keys=True, ensure_ascii=False))
+        """A hash over what the ids mean. How text is cut into them does not matter to whoever is sent the ids, and
+        the same vocabulary is written down in many ways."""
+        meanings = sorted((at, text) for text, at in self._tokenizer.get_vocab().items())
+        return _hash(json.dumps([self._byte_level, meanings], ensure_ascii=False))
 
     @property
     def template_identity(self) -> str:

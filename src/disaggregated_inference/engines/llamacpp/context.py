@@ -85,6 +85,12 @@ class Context:
         self, tokens: Items[int], positions: Items[int], sequences: Items[int], wanted: int
     ) -> NDArray[np.float32]:
         """One token per row through the model; the logits of the last `wanted` rows."""
+        return self.peek(tokens, positions, sequences, wanted).copy()
+
+    def peek(
+        self, tokens: Items[int], positions: Items[int], sequences: Items[int], wanted: int
+    ) -> NDArray[np.float32]:
+        """The logits where llama.cpp has them: its next call overwrites them."""
         batch = self._rows.fill(tokens, positions, sequences, wanted)
         code = self._call.llama_decode(self._context, batch)
         if code == _NO_ROOM:
@@ -94,7 +100,7 @@ class Context:
         if not wanted:
             return np.empty((0, self.vocabulary), np.float32)
         logits = self._call.llama_get_logits(self._context)
-        return np.ctypeslib.as_array(logits, (wanted, self.vocabulary)).copy()  # the next call overwrites them
+        return np.ctypeslib.as_array(logits, (wanted, self.vocabulary))
 
     def forget(self, sequence: int) -> None:
         self._call.llama_memory_seq_rm(self._memory, sequence, -1, -1)

@@ -7,6 +7,8 @@ is computed there in two parts, all of the past and the causal square, joined by
 the log-sum-exp too, exactly: softmax with a sink s is softmax without, times sigmoid(lse - s).
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
@@ -16,6 +18,7 @@ from disaggregated_inference.engines.torch import fused
 # cuDNN plans anew (35 ms, measured) for every shape it has not seen, so it only gets multiples of this, which are few;
 # the rest of a chunk goes to the flash kernel, which is as fast on so little.
 _CUDNN_TOKENS = 2048
+_GATHERED_ROWS = 2048  # of all sequences of a step: see Rows
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -42,6 +45,38 @@ def attend(
         q, k, v, attn_mask=mask, is_causal=whole, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
     )
     return out[0].transpose(0, 1)
+
+
+class Rows(NamedTuple):
+    """Where the rows of a batch's sequences lie, for devices without the flash kernel."""
+
+    spans: list[slice]
+    index: torch.Tensor | None = None  # of all rows, as many of each as of the longest: where that is little to copy
+    mask: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, spans: list[slice]) -> "Rows":
+        """A call of its own for each sequence costs more than the attention, as long as there is little to look at."""
+        lengths = [span.stop - span.start for span in spans]
+        if len(spans) == 1 or len(spans) * max(lengths) > _GATHERED_ROWS:
+            return cls(spans)
+        places = torch.arange(max(lengths)).expand(len(spans), -1)
+        inside = places < torch.tensor(lengths)[:, None]
+        index = torch.tensor([span.start for span in spans])[:, None] + torch.where(inside, places, 0)
+        return cls(spans, index.flatten(), None if bool(inside.all()) else inside[:, None, None])
+
+
+def attend_rows(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, rows: Rows, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """One [heads, dim] query for each sequence over its own rows; returns [sequences, 1, heads, dim]."""
+    if rows.index is None or sinks is not None:
+        each = zip(query, rows.spans, strict=True)
+        return torch.stack([attend(q[None], keys[at], values[at], scale, 0, sinks) for q, at in each])
+    k, v = (t.index_select(0, rows.index).unflatten(0, (len(query), -1)).transpose(1, 2) for t in (keys, values))
+    grouped = query.reshape(len(query), k.shape[1], -1, query.shape[2])
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=rows.mask, scale=scale)
+    return out.reshape(len(query), 1, *query.shape[1:])
 
 
 def _causal_mask(n: int, total: int, window: int, device: torch.device) -> torch.Tensor:

@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 
 from disaggregated_inference.engines.base import Emit, Sequence
 from disaggregated_inference.engines.torch.arena import TORCH_DTYPES, Arena, host_array
-from disaggregated_inference.engines.torch.attention import attend, flash_ranges, has_flash
+from disaggregated_inference.engines.torch.attention import Rows, attend, attend_rows, flash_ranges, has_flash
 from disaggregated_inference.engines.torch.tables import ChunkTable, Places
 from disaggregated_inference.kv import KVSlice
 
@@ -177,6 +177,7 @@ class DecodePass:
     def __init__(self, arena: Arena, places: Places, size: int) -> None:
         self.arena, self.places, self.size = arena, places, size
         self.query_starts = torch.arange(size + 1, dtype=torch.int32, device=arena.device)
+        self._known: dict[int, Rows] = {}
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Pair:
         keys, values = self.arena.keys[layer], self.arena.values[layer]
@@ -202,5 +203,9 @@ class DecodePass:
                 rows, key, value, begin[: self.size + 1], count[: self.size], self.query_starts, 1, scale, sinks
             )
             return out.unsqueeze(1)
-        spans = zip(query, self.places.spans(self.arena.layout.layers[layer].window), strict=False)
-        return torch.stack([attend(q.transpose(0, 1), key[at], value[at], scale, 0, sinks) for q, at in spans])
+        return attend_rows(query[:, :, 0], key, value, scale, self._rows(self.arena.layout.layers[layer].window), sinks)
+
+    def _rows(self, window: int) -> Rows:
+        if window not in self._known:
+            self._known[window] = Rows.of(self.places.spans(window)[: self.size])
+        return self._known[window]

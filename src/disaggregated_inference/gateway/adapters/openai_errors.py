@@ -23,10 +23,11 @@ _CODES = {
 }
 
 
-def error_body(error: Exception) -> dict[str, Any]:
+def error_body(error: Exception, format_field: str = "response_format") -> dict[str, Any]:
     status = status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     message, code = _said(error)
+    message = re.sub(r"^format(?=[:. ])", format_field, message)  # as nodes call it
     param = _param(message) if status == 400 else None
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -40,15 +41,10 @@ def status_of(error: Exception) -> int:
 def _said(error: Exception) -> tuple[str, str | None]:
     """What went wrong inside is for the log, not for whoever calls."""
     if isinstance(error, DisaggError):
-        return _too_long(error) or _by_our_name(str(error)), _CODES.get(error.code, error.code)
+        return _too_long(error) or str(error), _CODES.get(error.code, error.code)
     if isinstance(error, HTTPException):
         return error.detail, None
     return "something failed inside the gateway; its log has the reason", "internal_error"
-
-
-def _by_our_name(said: str) -> str:
-    """Nodes call it format."""
-    return re.sub(r"^format(?=[:. ])", "response_format", said)
 
 
 def _too_long(error: DisaggError) -> str:

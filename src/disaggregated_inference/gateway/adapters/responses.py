@@ -13,8 +13,8 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
 from disaggregated_inference.errors import BadRequest, DisaggError
+from disaggregated_inference.gateway.adapters import openai_errors
 from disaggregated_inference.gateway.adapters import responses_shapes as shapes
-from disaggregated_inference.gateway.adapters.openai_errors import error_body, status_of
 from disaggregated_inference.gateway.adapters.responses_shapes import Create, Item, new_id
 from disaggregated_inference.gateway.answers import Describe, body_of, json_response, streamed, unless_gone
 from disaggregated_inference.gateway.call import Call
@@ -24,12 +24,14 @@ from disaggregated_inference.gateway.turn import Part, Turn, converse
 
 log = logging.getLogger(__name__)
 
-__all__ = ["error_body", "routes"]
-
 Event = dict[str, Any]
 
 _MOST_LISTED = 100
 _CODES = {400: "invalid_prompt", 413: "invalid_prompt", 429: "rate_limit_exceeded"}  # of streams that fail
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    return openai_errors.error_body(error, "text.format")
 
 
 class PreviousResponseNotFound(BadRequest):
@@ -233,7 +235,10 @@ class Answer:
         """Whatever happened: what was said is told as far as it came, and the stream ends with its reason."""
         if not isinstance(error, DisaggError):
             log.error("a response failed", exc_info=error)
-        code, message = _CODES.get(status_of(error), "server_error"), error_body(error)["error"]["message"]
+        code, message = (
+            _CODES.get(openai_errors.status_of(error), "server_error"),
+            error_body(error)["error"]["message"],
+        )
         told = [*self._opening(), *self._close("incomplete")]
         return self._numbered([*told, self._end("failed", error={"code": code, "message": message})])
 

@@ -1,0 +1,108 @@
+"""The tokenizer inside a GGUF: vocabulary and merges are there, how text is cut before that is only named."""
+
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from disaggregated_inference.errors import ModelDamaged, ModelUnsupported
+from disaggregated_inference.models.gguf import GGUFFile
+from disaggregated_inference.models.tokenizer import ModelTokenizer
+
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN = rf"{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_LLAMA3 = rf"{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
+
+
+class _Cut(NamedTuple):
+    """How one family cuts text. Without an expression of its own, as GPT-2 does."""
+
+    expression: str = ""
+    single_digits: bool = False
+    composed: bool = False  # characters and their accents as one, first
+    whole_words: bool = False  # a word that is in the vocabulary is one token, whatever the merges would make of it
+
+
+# By llama.cpp's names for them.
+_CUTS = {
+    "gpt-2": _Cut(),
+    "smollm": _Cut(single_digits=True),
+    "qwen2": _Cut(_QWEN, composed=True),
+    "llama-bpe": _Cut(_LLAMA3, whole_words=True),
+    "gpt-4o": _Cut(_GPT4O),
+}
+
+# What ends an answer or a turn in the families we run, beside what the file itself says: it has room for one of them.
+_ENDS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|return|>", "<|call|>")
+
+
+def tokenizer_of(file: GGUFFile) -> ModelTokenizer:
+    meta = file.metadata
+    return ModelTokenizer(_rebuilt(file), meta.get("tokenizer.chat_template", ""), special_texts(meta))
+
+
+def special_texts(meta: dict[str, Any]) -> dict[str, str]:
+    """Those that chat templates name."""
+    tokens = meta["tokenizer.ggml.tokens"]
+    ids = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token": "padding_token_id"}
+    found = {name: meta.get(f"tokenizer.ggml.{key}") for name, key in ids.items()}
+    return {name: tokens[at] for name, at in found.items() if at is not None and at < len(tokens)}
+
+
+def end_tokens(meta: dict[str, Any]) -> list[int]:
+    """What it says, and the control tokens that only ever end something."""
+    tokens, kinds = meta["tokenizer.ggml.tokens"], meta.get("tokenizer.ggml.token_type") or []
+    said = [meta.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    named = [at for at, kind in enumerate(kinds) if kind == _CONTROL and tokens[at] in _ENDS]
+    return list(dict.fromkeys(at for at in (*said, *named) if at is not None))
+
+
+def _rebuilt(file: GGUFFile) -> Tokenizer:
+    meta, cut = file.metadata, _cut(file)
+    tokens: list[str] = meta["tokenizer.ggml.tokens"]
+    kinds: list[int] = meta.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise ModelDamaged(f"{file.path}: {len(tokens)} tokens and {len(kinds)} kinds of them")
+    merges = [tuple(merge.split(" ", 1)) for merge in meta.get("tokenizer.ggml.merges", ())]
+    vocabulary = {token: at for at, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _UNUSED}
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=cut.whole_words))
+    except Exception as error:  # the Rust side raises no narrower class
+        raise ModelDamaged(f"{file.path}: its vocabulary and merges do not go together: {error}") from error
+    if cut.composed:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_steps(cut))
+    tokenizer.decoder = decoders.ByteLevel()
+    named = list(zip(tokens, kinds, strict=True))
+    tokenizer.add_special_tokens([_added(token, special=True) for token, kind in named if kind == _CONTROL])
+    tokenizer.add_tokens([_added(token, special=False) for token, kind in named if kind == _USER_DEFINED])
+    return tokenizer
+
+
+def _cut(file: GGUFFile) -> _Cut:
+    meta = file.metadata
+    kind, name = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre", "")
+    if kind != "gpt2" or name not in _CUTS:
+        raise ModelUnsupported(
+            f"{file.path}: a tokenizer of kind {kind!r} that cuts text as {name!r} cannot be made from a GGUF"
+            f" ({', '.join(_CUTS)} can); put tokenizer.json and tokenizer_config.json of the original beside it"
+        )
+    return _CUTS[name]
+
+
+def _steps(cut: _Cut) -> list[Any]:
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not cut.expression)
+    if cut.expression:
+        return [pre_tokenizers.Split(Regex(cut.expression), behavior="isolated"), plain]
+    return [pre_tokenizers.Digits(individual_digits=True), plain] if cut.single_digits else [plain]
+
+
+def _added(token: str, special: bool) -> AddedToken:
+    return AddedToken(token, special=special, normalized=False)

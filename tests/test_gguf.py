@@ -1,0 +1,228 @@
+"""GGUF files as people have them: a tokenizer inside, in several files, or in an Ollama's store."""
+
+import ctypes
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGUFWriter
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from disaggregated_inference.engines import load_engine
+from disaggregated_inference.errors import ModelDamaged, ModelNotFound, ModelUnsupported
+from disaggregated_inference.models import ModelFiles, ModelStore
+from disaggregated_inference.models.gguf import GGUFFile
+from disaggregated_inference.models.gguf_tokenizer import _CUTS, end_tokens, tokenizer_of
+from disaggregated_inference.models.tokenizer import ModelTokenizer
+from tests.conftest import LLAMACPP, LLAMACPP_OPTIONS, twin_of
+from tests.handoff import alone, prompt_of
+from tests.twins import write_twin
+
+Folder = Callable[[str], Path]
+
+NASTY = (
+    "Hello, world! It's 12345.678 o'clock; WE'LL see, they'RE here. camelCaseWords HTTPServer2Go",
+    "  two  spaces\n\n\ttabs\r\n  and   trailing   \n",
+    "naïve café Ünïcödé Straße 你好世界。再见 こんにちは 안녕 Привет Ελληνικά עברית العربية हिन्दी",
+    "🙂🏽👩‍👩‍👧 done… “quotes” — dashes/slashes\\back /path/to//file.py\n/",
+    "def f(x):\n    return x**2  # comment\n\n\nclass A: pass\n",
+    "1 12 123 1234 12345 ½ Ⅷ ٣٤٥ 1,000,000.00€ a1b2c3 x=10;y=-20",
+    "<|im_start|>user\nhi<|im_end|>\n<tool_call>{}</tool_call> <|other|>",
+    "'s 'S 'T I'd'Ve \u00a0nbsp\u2003em\u200bzero ",
+    " ", "\n", "\n\n \n", "   x", "a", "",
+)  # fmt: skip
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+USER = ("<tool_call>", "</tool_call>")
+
+
+def _trained(texts: list[str]) -> tuple[dict[str, int], list[str]]:
+    """A vocabulary and merges that are really used."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    return model["vocab"], [" ".join(pair) for pair in model["merges"]]
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> tuple[dict[str, int], list[str]]:
+    return _trained([*NASTY * 3, Path("README.md").read_text(), *(path.read_text() for path in Path("docs").iterdir())])
+
+
+def _write(path: Path, pre: str, vocabulary: tuple[dict[str, int], list[str]], **more: Any) -> Path:
+    """As much of a model as its vocabulary needs."""
+    known, merges = vocabulary
+    tokens = sorted(known, key=known.__getitem__)
+    named = [(token, 1) for token in tokens] + [(token, 3) for token in SPECIAL] + [(token, 4) for token in USER]
+    named += [(f"[PAD{at}]", 5) for at in range(8)]
+    writer = GGUFWriter(path, "llama")
+    for add, value in (
+        (writer.add_context_length, 64), (writer.add_embedding_length, 32), (writer.add_block_count, 1),
+        (writer.add_head_count, 2), (writer.add_feed_forward_length, 32), (writer.add_layer_norm_rms_eps, 1e-5),
+    ):  # fmt: skip
+        add(value)
+    writer.add_tokenizer_model(more.get("model", "gpt2"))
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([token for token, _ in named])
+    writer.add_token_types([kind for _, kind in named])
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(len(tokens))
+    writer.add_eos_token_id(len(tokens) + 1)
+    writer.add_chat_template("{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def _as_llamacpp_does(path: Path, texts: tuple[str, ...]) -> list[list[int]]:
+    from disaggregated_inference.engines.llamacpp.library import load_library
+
+    library = load_library()
+    call = library.call
+    params = library.default_model_params()
+    params.vocab_only = True
+    model = call.llama_model_load_from_file(str(path).encode(), params)
+    assert model
+    vocabulary = call.llama_model_get_vocab(model)
+    tokenize = call.llama_tokenize
+    tokenize.restype = ctypes.c_int32
+    pointer = ctypes.POINTER(ctypes.c_int32)
+    whole = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32, pointer, ctypes.c_int32, ctypes.c_bool, ctypes.c_bool)
+    tokenize.argtypes = whole
+    found = []
+    for text in texts:
+        raw, room = text.encode(), (ctypes.c_int32 * 4096)()
+        count = tokenize(vocabulary, raw, len(raw), room, 4096, False, True)
+        assert count >= 0
+        found.append(list(room[:count]))
+    call.llama_model_free(model)
+    return found
+
+
+@pytest.mark.skipif(not LLAMACPP, reason="needs llama.cpp")
+@pytest.mark.parametrize("pre", sorted(_CUTS))
+def test_text_is_cut_as_llamacpp_cuts_it(pre: str, vocabulary: Any, tmp_path: Path) -> None:
+    path = _write(tmp_path / "vocabulary.gguf", pre, vocabulary)
+    tokenizer = tokenizer_of(GGUFFile(path))
+    theirs = _as_llamacpp_does(path, NASTY)
+    for text, tokens in zip(NASTY, theirs, strict=True):
+        assert tokenizer.encode(text) == tokens, repr(text)
+        assert tokenizer.decode(tokens, special=True) == text
+    assert len({tuple(tokens) for tokens in theirs}) == len(NASTY)
+
+
+def test_what_a_template_and_an_answer_need_is_there(vocabulary: Any, tmp_path: Path) -> None:
+    file = GGUFFile(_write(tmp_path / "vocabulary.gguf", "qwen2", vocabulary))
+    tokenizer, size = tokenizer_of(file), len(vocabulary[0])
+    assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "<|im_start|>hi"
+    assert tokenizer.decode(tokenizer.encode("<|im_start|>a<tool_call>")) == "a<tool_call>"
+    assert end_tokens(file.metadata) == [size + 1, size + 2], "what it says, and <|endoftext|>"
+
+
+def test_the_same_vocabulary_in_another_file_is_the_same_tokenizer(vocabulary: Any, tmp_path: Path) -> None:
+    """As the original's tokenizer.json has it: no padding, its own way of cutting, other flags."""
+    ours = tokenizer_of(GGUFFile(_write(tmp_path / "vocabulary.gguf", "qwen2", vocabulary)))
+    known, merges = vocabulary
+    original = Tokenizer(models.BPE(vocab=known, merges=[tuple(merge.split(" ")) for merge in merges]))
+    original.pre_tokenizer = pre_tokenizers.ByteLevel()
+    original.decoder = decoders.ByteLevel()
+    original.add_special_tokens([*SPECIAL])
+    original.add_tokens([*USER])
+    assert ModelTokenizer(original).identity == ours.identity
+    original.add_tokens(["one more"])
+    assert ModelTokenizer(original).identity != ours.identity
+
+
+def test_what_cannot_be_rebuilt_says_what_to_do(vocabulary: Any, tmp_path: Path) -> None:
+    for pre, model in (("chatglm-bpe", "gpt2"), ("default", "llama")):
+        path = _write(tmp_path / f"{model}.gguf", pre, vocabulary, model=model)
+        with pytest.raises(ModelUnsupported, match=rf"'{model}'.*'{pre}'.*qwen2.*tokenizer\.json.*beside it"):
+            tokenizer_of(GGUFFile(path))
+
+
+@pytest.fixture(scope="module")
+def parts(tiny_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("parts")
+    source = tiny_folder("twin_llama")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, folder)
+    write_twin(source, folder / "model.gguf", split_max_tensors=8)
+    return sorted(folder.glob("*.gguf"))
+
+
+class TestParts:
+    def test_all_of_them_are_the_model(self, parts: list[Path], tiny_folder: Folder) -> None:
+        assert len(parts) > 2
+        whole, split = (ModelFiles("tiny", path) for path in (twin_of(tiny_folder("twin_llama")), parts[0]))
+        assert whole.fingerprint == split.fingerprint
+        assert split.size_bytes == sum(part.stat().st_size for part in parts)
+        if LLAMACPP:
+            prompt = prompt_of(60)
+            answers = [alone(load_engine("llamacpp", each, **LLAMACPP_OPTIONS), prompt, 8) for each in (whole, split)]
+            assert answers[0] == answers[1]
+
+    def test_they_are_imported_together(self, parts: list[Path], tmp_path: Path) -> None:
+        store = ModelStore(tmp_path)
+        added = store.add("big", parts[0].parent, copy=True)
+        assert sorted(path.name for path in added.path.parent.glob("*.gguf")) == [part.name for part in parts]
+        assert store.resolve("big", kind="gguf").fingerprint == ModelFiles("x", parts[0]).fingerprint
+
+    def test_a_part_that_is_not_there(self, parts: list[Path], tmp_path: Path) -> None:
+        for part in parts[:-1]:
+            shutil.copy(part, tmp_path)
+        with pytest.raises(ModelDamaged, match=f"{parts[-1].name} is not beside it"):
+            GGUFFile(tmp_path / parts[0].name)
+        with pytest.raises(ModelUnsupported, match=f"not the first.*name {parts[0].name}"):
+            GGUFFile(parts[1])
+        renamed = shutil.copy(parts[0], tmp_path / "model.gguf")
+        with pytest.raises(ModelNotFound, match=r"2 models: name one of model-00001-of.*, model\.gguf"):
+            ModelStore(tmp_path).add("both", tmp_path)
+        with pytest.raises(ModelUnsupported, match="leave them their names"):
+            GGUFFile(Path(renamed))
+
+
+class TestOllama:
+    """Its store, as a real one lays it out."""
+
+    @pytest.fixture
+    def pulled(self, tmp_path: Path, tiny_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Path:
+        root = tmp_path / "ollama"
+        blob = root / "blobs" / "sha256-0123abcd"
+        blob.parent.mkdir(parents=True)
+        blob.write_bytes(twin_of(tiny_folder("twin_llama")).read_bytes())
+        weights = {"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:0123abcd", "size": 1}
+        template = {"mediaType": "application/vnd.ollama.image.template", "digest": "sha256:ff", "size": 1}
+        adapter = {"mediaType": "application/vnd.ollama.image.adapter", "digest": "sha256:ee", "size": 1}
+        gone = weights | {"digest": "sha256:9999"}
+        for name, layers in {
+            "library/qwen3-coder/30b": [weights, template],
+            "library/tuned/latest": [weights, adapter],
+            "library/gone/latest": [gone],
+            "someone/Thing/latest": [weights],
+        }.items():
+            path = root / "manifests" / "registry.example" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"schemaVersion": 2, "config": {}, "layers": layers}))
+        (root / "manifests" / "registry.example" / "library" / "gone" / "damaged").write_text("{")
+        monkeypatch.setenv("OLLAMA_MODELS", str(root))
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "nothing"))
+        return blob
+
+    def test_its_models_are_found_by_its_names(self, pulled: Path, tmp_path: Path) -> None:
+        store = ModelStore(tmp_path)
+        for name in ("qwen3-coder:30b", "qwen3-coder", "someone/thing", "Someone/Thing:latest"):
+            found = store.resolve(name, kind="gguf")
+            assert (found.path, found.kind, found.engines) == (pulled, "gguf", ("llamacpp",))
+        assert store.resolve("qwen3-coder:30b").path == pulled, "for whoever inspects it"
+        assert store.resolve("qwen3-coder:30b").config["model_type"] == "llama"
+        listed = [(row.name, row.path) for row in store.list() if "Ollama" in row.note]
+        assert listed == [("qwen3-coder:30b", pulled), ("someone/thing:latest", pulled)]
+        for name in ("tuned", "gone", "gone:damaged", "qwen3-coder:7b", "../qwen3-coder:30b"):
+            with pytest.raises(ModelNotFound, match=r"no GGUF of .*import.*ollama pull"):
+                store.resolve(name, kind="gguf")
