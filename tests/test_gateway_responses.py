@@ -212,6 +212,7 @@ def test_a_client_that_leaves_ends_it(client: OpenAI, pair: tuple[Process, Proce
         ({"tool_choice": {"type": "function", "name": "nobody"}}, "nobody"),
         ({"tool_choice": {"type": "web_search_preview"}}, "web_search_preview"),
         ({"text": {"format": {"type": "xml"}}}, r"text\.format.*xml"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "no"}}}}, r"- text\.format: "),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input_image.*text"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "nobody"),
         ({"input": [{"type": "function_call_output", "call_id": "c9", "output": "x"}]}, "c9"),

@@ -105,7 +105,7 @@ def test_unknown_architecture_names_the_known_ones() -> None:
 
 def test_spec_of_the_embedded_model(smollm2: ModelFiles) -> None:
     spec = smollm2.spec
-    assert (spec.architecture, spec.context_window, spec.vocabulary, spec.eos_tokens) == ("llama", 8192, 49152, (2,))
+    assert (spec.architecture, spec.context_window, spec.vocabulary, spec.eos_tokens) == ("llama", 8192, 49152, (2, 0))
     assert (len(spec.layout.layers), spec.layout.kv_heads, spec.layout.head_dim) == (30, 3, 64)
     assert spec.kv_token_bytes("float16") == 23_040
     assert spec.kv_bytes(1000, "float32") == 46_080_000
@@ -325,7 +325,7 @@ class TestEmbedded:
         if damage == "missing":
             (folder / "tokenizer.json").unlink()
         if damage != "no manifest":
-            manifest.write_text(content.replace('"conversion": 1', '"conversion": 0') if "older" in damage else content)
+            manifest.write_text(content.replace('"conversion": ', '"conversion": 1') if "older" in damage else content)
         assert not embedded.is_whole(folder)
         assert embedded.is_whole(embedded.ensure_folder(root))
         assert weights.stat().st_size == (smollm2.path / "model.safetensors").stat().st_size

@@ -51,29 +51,30 @@ class Rows(NamedTuple):
     """Where the rows of a batch's sequences lie, for devices without the flash kernel."""
 
     spans: list[slice]
-    index: torch.Tensor | None = None  # of all rows, as many of each as of the longest: where that is little to copy
+    gathered: torch.Tensor | None = None  # of all, as many of each as of the longest: where that is little to copy
     mask: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, spans: list[slice]) -> "Rows":
+    def of(cls, spans: list[slice], device: torch.device) -> "Rows":
         """A call of its own for each sequence costs more than the attention, as long as there is little to look at."""
         lengths = [span.stop - span.start for span in spans]
         if len(spans) == 1 or len(spans) * max(lengths) > _GATHERED_ROWS:
             return cls(spans)
-        places = torch.arange(max(lengths)).expand(len(spans), -1)
-        inside = places < torch.tensor(lengths)[:, None]
-        index = torch.tensor([span.start for span in spans])[:, None] + torch.where(inside, places, 0)
-        return cls(spans, index.flatten(), None if bool(inside.all()) else inside[:, None, None])
+        places, counts = torch.arange(max(lengths))[None], torch.tensor(lengths)[:, None]
+        inside = places < counts
+        rows = torch.tensor([span.start for span in spans])[:, None] + torch.where(inside, places, 0)
+        mask = None if min(lengths) == max(lengths) else inside[:, None, None].to(device)
+        return cls(spans, rows.flatten().to(device), mask)
 
 
 def attend_rows(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, rows: Rows, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """One [heads, dim] query for each sequence over its own rows; returns [sequences, 1, heads, dim]."""
-    if rows.index is None or sinks is not None:
+    if rows.gathered is None or sinks is not None:
         each = zip(query, rows.spans, strict=True)
         return torch.stack([attend(q[None], keys[at], values[at], scale, 0, sinks) for q, at in each])
-    k, v = (t.index_select(0, rows.index).unflatten(0, (len(query), -1)).transpose(1, 2) for t in (keys, values))
+    k, v = (t.index_select(0, rows.gathered).unflatten(0, (len(query), -1)).transpose(1, 2) for t in (keys, values))
     grouped = query.reshape(len(query), k.shape[1], -1, query.shape[2])
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=rows.mask, scale=scale)
     return out.reshape(len(query), 1, *query.shape[1:])

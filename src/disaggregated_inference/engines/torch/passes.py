@@ -207,5 +207,5 @@ class DecodePass:
 
     def _rows(self, window: int) -> Rows:
         if window not in self._known:
-            self._known[window] = Rows.of(self.places.spans(window)[: self.size])
+            self._known[window] = Rows.of(self.places.spans(window)[: self.size], self.arena.device)
         return self._known[window]
