@@ -34,7 +34,7 @@ def test_models_lists_and_inspects(smollm2: ModelFiles) -> None:
     assert told["kv_bytes_per_token"] == 23040
     assert told["kv_bytes"] == 23_040_000
     assert told["memory_bytes"] > told["weights_bytes"] > 500e6
-    assert told["engines"] == ["torch", "mlx"]
+    assert told["engines"] == ["torch", "mlx", "llamacpp"]
     assert "23.04 MB at 1,000 tokens" in disagg("models", "inspect", "smollm2", "--context", "1000").stdout
     assert "smollm2:135m" in disagg("models").stdout
 
@@ -44,7 +44,7 @@ def test_models_import(tmp_path: Path, smollm2: ModelFiles, smollm2_gguf: Path) 
     assert "(llama); serve it with --engine torch or mlx" in run.stdout
     assert json.loads(disagg("models", "inspect", "mine", "--json", home=tmp_path).stdout)["path"] == str(smollm2.path)
     run = disagg("models", "import", str(smollm2_gguf), "--name", "as/gguf", "--copy", home=tmp_path)
-    copied = tmp_path / "models" / "as-gguf" / smollm2_gguf.name
+    copied = tmp_path / "models" / "as-gguf-gguf" / smollm2_gguf.name
     assert f"as/gguf is {copied}" in run.stdout
     assert copied.stat().st_size == smollm2_gguf.stat().st_size
     again = disagg("models", "import", str(smollm2_gguf), "--name", "as/gguf", "--copy", home=tmp_path)
@@ -71,7 +71,7 @@ def test_two_copies_are_one_model_or_not(tmp_path: Path, smollm2: ModelFiles, sm
         (("bench", "engines", "--shape", "qwen3-30b-a3b", "--device", "cuda:99"), "device"),
         (("demo", "--max-tokens", "9000"), "do not fit the context window of 8192"),
         (("models", "inspect", "gpt-oss:120b"), "hf download openai/gpt-oss-120b"),
-        (("models", "import", "/nowhere"), "/nowhere is neither a model folder nor a .gguf file"),
+        (("models", "import", "/nowhere"), "/nowhere is not there"),
         (("models", "verify", "smollm2", "http://127.0.0.1:9"), "http://127.0.0.1:9 does not answer"),
         (("bench", "engines", "--shape", "tiny"), "no shape 'tiny'; there are qwen3-30b-a3b"),
     ],

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf import GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from disaggregated_inference.engines import load_engine
 from disaggregated_inference.errors import ModelDamaged, ModelNotFound, ModelUnsupported
-from disaggregated_inference.models import ModelFiles, ModelStore
-from disaggregated_inference.models.gguf import GGUFFile
+from disaggregated_inference.models import ModelFiles, ModelStore, ollama_store
+from disaggregated_inference.models.gguf import ENCODINGS, GGUFFile
 from disaggregated_inference.models.gguf_tokenizer import _CUTS, end_tokens, tokenizer_of
 from disaggregated_inference.models.tokenizer import ModelTokenizer
 from tests.conftest import LLAMACPP, LLAMACPP_OPTIONS, twin_of
@@ -156,6 +156,79 @@ def parts(tiny_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> list
     return sorted(folder.glob("*.gguf"))
 
 
+def test_how_much_every_kind_takes() -> None:
+    for number, encoding in ENCODINGS.items():
+        kind = GGMLQuantizationType(number)
+        assert (encoding.name, encoding.block, encoding.block_bytes) == (kind.name, *GGML_QUANT_SIZES[kind])
+
+
+def test_other_weights_behind_the_same_norms_are_another_model(tiny_folder: Folder, tmp_path: Path) -> None:
+    mine = twin_of(tiny_folder("twin_llama"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(mine.with_name(name), tmp_path)
+    content, tensor = bytearray(mine.read_bytes()), GGUFFile(mine).tensors["blk.1.ffn_up.weight"]
+    content[tensor.begin + 100] ^= 1
+    (tmp_path / "tuned.gguf").write_bytes(content)
+    here, there = (ModelFiles("x", path).fingerprint for path in (mine, tmp_path / "tuned.gguf"))
+    assert here.weights.norms == there.weights.norms
+    assert "weights: gguf:F32" in here.differences(there)[0]
+
+
+def test_a_file_that_ends_too_soon_is_refused_wherever_it_is_cut(tiny_folder: Folder, tmp_path: Path) -> None:
+    content = twin_of(tiny_folder("twin_llama")).read_bytes()
+    for size in (20, 500, len(content) // 2, len(content) - 40):
+        (tmp_path / "cut.gguf").write_bytes(content[:size])
+        with pytest.raises(
+            ModelDamaged, match=r"cut\.gguf: .*(past the end of the file|cut off); fetch the file again"
+        ):
+            GGUFFile(tmp_path / "cut.gguf")
+
+
+class TestNames:
+    def test_one_name_for_both_kinds_of_files(self, tiny_folder: Folder, tmp_path: Path) -> None:
+        folder, store = tiny_folder("twin_llama"), ModelStore(tmp_path)
+        store.add("mine", twin_of(folder))
+        assert store.resolve("mine").kind == "gguf", "all there is"
+        store.add("mine", folder)
+        assert [store.resolve("mine", kind=kind).kind for kind in ("safetensors", "gguf")] == ["safetensors", "gguf"]
+        assert store.engines("mine") == ["torch", "mlx", "llamacpp"]
+        assert [row.note for row in store.list() if row.name == "mine"] == ["imported, gguf", "imported, safetensors"]
+
+    def test_what_is_removed(self, tiny_folder: Folder, tmp_path: Path) -> None:
+        store, source = ModelStore(tmp_path), twin_of(tiny_folder("twin_llama"))
+        store.add("here", source)
+        copy = store.add("copy", source, copy=True).path
+        assert store.remove("here") == []
+        assert store.remove("copy") == [copy.parent]
+        assert source.is_file()
+        assert not copy.exists()
+        with pytest.raises(ModelNotFound, match="no imported model 'copy'; there are none"):
+            store.remove("copy")
+
+    def test_what_was_imported_and_is_gone(self, tiny_folder: Folder, tmp_path: Path) -> None:
+        store, file = ModelStore(tmp_path), tmp_path / "file.gguf"
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(tiny_folder("twin_llama") / name, tmp_path)
+        shutil.copy(twin_of(tiny_folder("twin_llama")), file)
+        store.add("mine", file)
+        file.unlink()
+        with pytest.raises(ModelNotFound, match=r"imported from .*file\.gguf, which is not there.*models remove mine"):
+            store.resolve("mine", kind="gguf")
+        assert [row.note for row in store.list() if row.name == "mine"] == ["imported, and gone"]
+
+    def test_a_gguf_in_the_hugging_face_cache(
+        self, tiny_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        repository = tmp_path / "models--someone--Tiny-GGUF"
+        snapshot = repository / "snapshots" / "abc"
+        snapshot.mkdir(parents=True)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("abc")
+        shutil.copy(twin_of(tiny_folder("twin_llama")), snapshot / "tiny-Q8_0.gguf")
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+        assert ModelStore(tmp_path).resolve("someone/Tiny-GGUF", kind="gguf").path == snapshot / "tiny-Q8_0.gguf"
+
+
 class TestParts:
     def test_all_of_them_are_the_model(self, parts: list[Path], tiny_folder: Folder) -> None:
         assert len(parts) > 2
@@ -181,7 +254,7 @@ class TestParts:
         with pytest.raises(ModelUnsupported, match=f"not the first.*name {parts[0].name}"):
             GGUFFile(parts[1])
         renamed = shutil.copy(parts[0], tmp_path / "model.gguf")
-        with pytest.raises(ModelNotFound, match=r"2 models: name one of model-00001-of.*, model\.gguf"):
+        with pytest.raises(ModelNotFound, match=r"2 models, name the file you want: model-00001-of.*, model\.gguf"):
             ModelStore(tmp_path).add("both", tmp_path)
         with pytest.raises(ModelUnsupported, match="leave them their names"):
             GGUFFile(Path(renamed))
@@ -205,6 +278,7 @@ class TestOllama:
             "library/tuned/latest": [weights, adapter],
             "library/gone/latest": [gone],
             "someone/Thing/latest": [weights],
+            "../hf.co/bartowski/Tiny-GGUF/Q4_1": [weights],
         }.items():
             path = root / "manifests" / "registry.example" / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -216,13 +290,29 @@ class TestOllama:
 
     def test_its_models_are_found_by_its_names(self, pulled: Path, tmp_path: Path) -> None:
         store = ModelStore(tmp_path)
-        for name in ("qwen3-coder:30b", "qwen3-coder", "someone/thing", "Someone/Thing:latest"):
+        for name in (
+            "qwen3-coder:30b",
+            "qwen3-coder",
+            "someone/thing",
+            "Someone/Thing:latest",
+            "hf.co/bartowski/Tiny-GGUF:Q4_1",
+        ):
             found = store.resolve(name, kind="gguf")
             assert (found.path, found.kind, found.engines) == (pulled, "gguf", ("llamacpp",))
         assert store.resolve("qwen3-coder:30b").path == pulled, "for whoever inspects it"
         assert store.resolve("qwen3-coder:30b").config["model_type"] == "llama"
         listed = [(row.name, row.path) for row in store.list() if "Ollama" in row.note]
-        assert listed == [("qwen3-coder:30b", pulled), ("someone/thing:latest", pulled)]
+        names = ["hf.co/bartowski/tiny-gguf:q4_1", "qwen3-coder:30b", "someone/thing:latest"]
+        assert listed == [(name, pulled) for name in names]
         for name in ("tuned", "gone", "gone:damaged", "qwen3-coder:7b", "../qwen3-coder:30b"):
             with pytest.raises(ModelNotFound, match=r"no GGUF of .*import.*ollama pull"):
                 store.resolve(name, kind="gguf")
+        with pytest.raises(ModelNotFound, match=r"or an Ollama here.*someone/thing:latest"):
+            store.resolve("some/thing")
+
+    def test_a_store_that_is_closed_to_us_is_empty(self, pulled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refused(*_: object) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(Path, "glob", refused)
+        assert list(ollama_store.pulled()) == []

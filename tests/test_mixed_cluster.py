@@ -124,3 +124,6 @@ def test_each_model_fails_over_among_its_own(mixed: Mixed, client: Disaggregated
     tokens, metrics = ask_tiny(client)
     assert (tokens, metrics["warning"]) == (expected, FALLBACK)
     assert metrics["decode_server"] not in dead
+    for writer in mixed.writers:
+        writer.kill()
+    assert client.health()["verdict"] == "tiny: nothing is up; smollm2: all up"

@@ -37,7 +37,7 @@ class Result(msgspec.Struct, kw_only=True):
     completion_tokens: int
     kv_bytes: int
     prompt_tokens_recomputed: int
-    same_files: bool  # on both sides; if not, one of them computes with rounded weights, and tokens may differ
+    same_files: bool  # on both sides; if not, they compute in their own ways, and tokens may differ
     equal_to_decode_engine_alone: bool | None = None
 
     @property
@@ -160,7 +160,7 @@ def _result(model: ModelFiles, prefill: str, decode: str, written: Written, toke
 
 
 def _show(result: Result, console: Console) -> None:
-    no = "[bold red]NO[/]" if result.same_files else "no: one side computes with rounded weights"
+    no = "[bold red]NO[/]" if result.same_files else "no: llama.cpp computes in its own way (see `disagg bench drift`)"
     verdict = {True: "yes", False: no, None: "not checked"}[result.equal_to_decode_engine_alone]
     rate = (result.completion_tokens - 1) / result.decode if result.decode else 0.0
     rows = [

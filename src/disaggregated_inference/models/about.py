@@ -56,7 +56,7 @@ def _from_node(url: str, token: str) -> bytes:
             content: bytes = response.read(_MOST_BYTES)
             return content
     except urllib.error.HTTPError as error:
-        hint = ": give its --token" if error.code == 401 else ""
+        hint = {401: ": give its --token", 404: ": is it the address of a node?"}.get(error.code, "")
         raise ModelNotFound(f"{url} answers with HTTP {error.code}{hint}") from error
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise ModelNotFound(f"{url} does not answer: {getattr(error, 'reason', error)}") from error
@@ -64,7 +64,10 @@ def _from_node(url: str, token: str) -> bytes:
 
 def _fingerprint(content: bytes, place: str) -> Fingerprint:
     try:
-        return msgspec.convert(json.loads(content)["fingerprint"], Fingerprint)
+        told = json.loads(content)["fingerprint"]
+        if told is None:
+            raise ModelNotFound(f"{place} tells no fingerprint: what an Ollama holds cannot be compared")
+        return msgspec.convert(told, Fingerprint)
     except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
         raise ModelNotFound(f"{place} has no fingerprint of a model: {error}") from error
 
@@ -72,5 +75,5 @@ def _fingerprint(content: bytes, place: str) -> Fingerprint:
 def sameness(mine: Weights, theirs: Weights) -> str:
     """How much is known, where nothing differs."""
     if mine.format == theirs.format:
-        return "the same model, with the same weights"
+        return "the same model: its norms and a sample of every tensor are equal"
     return f"the same model, stored differently ({mine.format} and {theirs.format}): a cache may move between them"

@@ -95,13 +95,15 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 
 def weights_of_gguf(file: GGUFFile) -> Weights:
     """Identity under the Hugging Face names, so that a GGUF and a safetensors folder of one model agree on norms."""
-    norms = (
-        StoredTensor(hugging_face_name(name), "F32", tensor.shape, memoryview(file.load(name).tobytes()))
-        for name, tensor in file.tensors.items()
-        if name.endswith("norm.weight")
-    )
-    layers = [name for name in file.tensors if name.startswith("blk.0.")]
-    return weights_identity(norms, "gguf:" + "+".join(sorted({file.type_name(name) for name in layers})))
+    kinds = {tensor.type_name for name, tensor in file.tensors.items() if name.startswith("blk.")}
+    return weights_identity((_stored(file, name) for name in file.tensors), "gguf:" + "+".join(sorted(kinds)))
+
+
+def _stored(file: GGUFFile, name: str) -> StoredTensor:
+    tensor = file.tensors[name]
+    if name.endswith("norm.weight"):
+        return StoredTensor(hugging_face_name(name), "F32", tensor.shape, memoryview(file.load(name).tobytes()))
+    return StoredTensor(hugging_face_name(name), tensor.type_name, tensor.shape, tensor.data)
 
 
 def convert_gguf(file: GGUFFile, folder: Path, progress: Progress) -> None:

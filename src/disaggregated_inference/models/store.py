@@ -73,7 +73,7 @@ class ModelFiles:
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Those that can load it."""
+        """Those that can load these files."""
         return ("simulated",) if self.simulated else tuple(name for name in READS if READS[name] == self.kind)
 
     @property
@@ -134,8 +134,9 @@ class ModelStore:
         """Files for `name`, of a kind where there are both, or an error that says what was looked for and how to get
         it."""
         wanted = name.removeprefix("disaggregated:")
-        if wanted in self.names:
-            return ModelFiles(wanted, _require_model(Path(self.names[wanted]), kind))
+        named = self.names.get(wanted, {})
+        if kind in named:
+            return _named(wanted, named[kind], kind)
         wanted = SHORT_NAMES.get(wanted.lower(), wanted)
         if wanted.lower() == EMBEDDED:
             ensure = embedded.ensure_gguf if kind == "gguf" else embedded.ensure_folder
@@ -144,24 +145,48 @@ class ModelStore:
             return ModelFiles(wanted.lower(), simulated.ensure_folder(self.root, wanted))
         if path := self._local(wanted, kind):
             return ModelFiles(wanted, _require_model(path, kind))
+        for path_of_another_kind in named.values():
+            return _named(wanted, path_of_another_kind, kind)
+        if path := self._local(wanted, "gguf"):  # for whoever looks at it; an engine says what it reads
+            return ModelFiles(wanted, _require_model(path, kind))
         raise ModelNotFound(self._how_to_get(wanted, kind))
 
+    def engines(self, name: str) -> list[str]:
+        """Those that can load a model by this name, from whichever files."""
+        kinds: tuple[FileKind, ...] = ("safetensors", "gguf")
+        return list(dict.fromkeys(engine for kind in kinds for engine in self.resolve(name, kind=kind).engines))
+
     def add(self, name: str, path: Path, copy: bool = False) -> ModelFiles:
-        """Give a folder or GGUF file a name of its own; with `copy`, keep it in the store's folder."""
+        """Give a folder or GGUF file a name of its own, which both may have; with `copy`, keep it in the store's
+        folder."""
         found = ModelFiles(name, _require_model(path.expanduser().absolute()))
         found.fingerprint  # noqa: B018  an unsupported or damaged model is refused now, not when a node starts
         if copy:
             found = ModelFiles(name, self._copied(found))
         self.root.mkdir(parents=True, exist_ok=True)
-        names = self.names | {name: str(found.path)}
+        self._keep(self.names | {name: self.names.get(name, {}) | {found.kind: str(found.path)}})
+        return found
+
+    def remove(self, name: str) -> list[Path]:
+        """Forget a name, and delete what was copied here under it; what lies elsewhere stays."""
+        if name not in self.names:
+            raise ModelNotFound(f"no imported model {name!r}; there are {', '.join(self.names) or 'none'}")
+        names = self.names
+        copies = {Path(path) for path in names.pop(name).values() if self.root in Path(path).parents}
+        self._keep(names)
+        folders = [path if path.is_dir() else path.parent for path in copies]
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        return folders
+
+    def _keep(self, names: dict[str, dict[str, str]]) -> None:
         partial = self._names_file.with_suffix(".partial")
         partial.write_text(json.dumps(names, indent=2) + "\n")
         partial.replace(self._names_file)
-        return found
 
     def _copied(self, model: ModelFiles) -> Path:
         """Whole or not at all: a copy that was broken off is under another name."""
-        target = self.root / _as_folder(model.name)
+        target = self.root / (_as_folder(model.name) + ("-gguf" if model.kind == "gguf" else ""))
         if target.exists():
             raise ModelExists(f"{target} exists already: choose another name, or remove it first")
         self.root.mkdir(parents=True, exist_ok=True)
@@ -181,7 +206,7 @@ class ModelStore:
         """The embedded model, what the user named, what the store and the Hugging Face cache hold, known aliases."""
         whole = embedded.is_whole(self.root / "smollm2-135m")
         rows = [Listed(EMBEDDED, self.root / "smollm2-135m" if whole else None, "embedded, fetched on first use")]
-        rows += [Listed(name, Path(path), "added") for name, path in sorted(self.names.items())]
+        rows += [_listed(name, Path(path)) for name, paths in sorted(self.names.items()) for path in paths.values()]
         rows += [Listed(name, self._alias(name), "alias of " + repos[0]) for name, repos in ALIASES.items()]
         rows += [Listed(name, self._simulated(name), "no weights, for --engine simulated") for name in simulated.NAMES]
         rows += [Listed(name, path, "found") for name, path in self._found()]
@@ -190,7 +215,8 @@ class ModelStore:
         ]
 
     @property
-    def names(self) -> dict[str, str]:
+    def names(self) -> dict[str, dict[str, str]]:
+        """Those that were given: the path of each kind of files."""
         return dict(read_json(self._names_file))
 
     @property
@@ -200,9 +226,7 @@ class ModelStore:
     def _local(self, wanted: str, kind: FileKind) -> Path | None:
         if (path := Path(wanted).expanduser()).exists():
             return path.absolute()
-        if kind == "gguf":
-            return ollama_store.find(wanted) or self._alias(wanted)
-        return self._alias(wanted) or ollama_store.find(wanted)
+        return (ollama_store.find(wanted) if kind == "gguf" else None) or self._alias(wanted)
 
     def _alias(self, wanted: str) -> Path | None:
         for repository in ALIASES.get(wanted.lower(), (wanted,)):
@@ -230,7 +254,9 @@ class ModelStore:
                 yield f"{org}/{name}", path
 
     def _how_to_get(self, wanted: str, kind: FileKind) -> str:
-        known = ", ".join([EMBEDDED, *ALIASES, *self.names])
+        known = ", ".join(
+            dict.fromkeys([EMBEDDED, *ALIASES, *self.names, *(name for name, _ in ollama_store.pulled())])
+        )
         if kind == "gguf":
             return (
                 f"no GGUF of {wanted!r} on this machine: not a path, not a name you gave, not in an Ollama here."
@@ -243,9 +269,20 @@ class ModelStore:
                 f"or name a folder you have: `disagg models import /path/to/folder --name {wanted}`"
             )
         return (
-            f"no model {wanted!r}: not a path, not in {self.root}, not in the Hugging Face cache. "
+            f"no model {wanted!r}: not a path, not in {self.root}, the Hugging Face cache, or an Ollama here. "
             f"Known names: {known}. Give a folder with config.json and *.safetensors, or a .gguf file"
         )
+
+
+def _named(name: str, path: str, kind: FileKind) -> ModelFiles:
+    if not Path(path).exists():
+        again = f"import it again, or `disagg models remove {name}`"
+        raise ModelNotFound(f"{name} was imported from {path}, which is not there any more: {again}")
+    return ModelFiles(name, _require_model(Path(path), kind))
+
+
+def _listed(name: str, path: Path) -> Listed:
+    return Listed(name, path, f"imported, {ModelFiles(name, path).kind}" if path.exists() else "imported, and gone")
 
 
 def _as_folder(name: str) -> str:
@@ -271,7 +308,7 @@ def _in_hugging_face_cache(repository: str) -> Path | None:
     if not revision.is_file():
         return None
     snapshot = folder / "snapshots" / revision.read_text().strip()
-    return snapshot if (snapshot / "config.json").is_file() else None
+    return snapshot if (snapshot / "config.json").is_file() or any(snapshot.glob("*.gguf")) else None
 
 
 def _require_model(path: Path, kind: FileKind = "safetensors") -> Path:
@@ -281,10 +318,13 @@ def _require_model(path: Path, kind: FileKind = "safetensors") -> Path:
     files = sorted(file for file in path.glob("*.gguf") if not is_later_part(file))
     if files and (kind == "gguf" or not (path / "config.json").is_file()):
         if len(files) > 1:
-            raise ModelNotFound(f"{path} has {len(files)} models: name one of {', '.join(file.name for file in files)}")
+            names = ", ".join(file.name for file in files)
+            raise ModelNotFound(f"{path} has {len(files)} models, name the file you want: {names}")
         return files[0]
     if not path.is_dir():
-        raise ModelNotFound(f"{path} is neither a model folder nor a .gguf file")
+        raise ModelNotFound(
+            f"{path} is not there" if not path.exists() else f"{path} is neither a folder nor a GGUF file"
+        )
     if not (path / "config.json").is_file():
         raise ModelNotFound(f"{path} has no config.json: not a model folder")
     if not any(path.glob("*.safetensors")) and "simulated" not in read_json(path / "config.json"):

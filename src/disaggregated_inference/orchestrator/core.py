@@ -312,9 +312,11 @@ def _brief(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def verdict(nodes: list[Node]) -> str:
-    """One of four, for each model the worst that holds for any."""
-    found = [_verdict([node for node in nodes if node.model == model]) for model in {node.model for node in nodes}]
-    return max(found, key=VERDICTS.index)
+    """One of five for each model; where they differ, which has which."""
+    models = dict.fromkeys(node.model for node in nodes)
+    found = {model: _verdict([node for node in nodes if node.model == model]) for model in models}
+    said = set(found.values())
+    return said.pop() if len(said) == 1 else "; ".join(f"{model}: {each}" for model, each in found.items())
 
 
 VERDICTS = (
@@ -327,8 +329,8 @@ VERDICTS = (
 
 
 def _verdict(nodes: list[Node]) -> str:
-    readers = [node.usable for node in nodes if node.server.role != "decode"]
-    writers = [node.usable for node in nodes if node.server.role != "prefill"]
+    readers = [node.usable for node in nodes if node.role != "decode"]
+    writers = [node.usable for node in nodes if node.role != "prefill"]
     if all(readers + writers):
         return VERDICTS[0]
     if not any(readers + writers):

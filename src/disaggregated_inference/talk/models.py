@@ -44,9 +44,10 @@ def inspect_model(
     from disaggregated_inference.models.about import about
     from disaggregated_inference.progress import steps
 
+    store = ModelStore()
     with steps() as progress:
-        model = ModelStore().resolve(name, progress)
-    told = about(model, context) | {"engines": list(model.engines)}
+        model = store.resolve(name, progress)
+        told = about(model, context) | {"engines": store.engines(name)}
     if as_json:
         typer.echo(json.dumps(told, indent=2))
     else:
@@ -63,9 +64,22 @@ def import_model(
     from disaggregated_inference.models import ModelStore
 
     chosen = name or (path.stem if path.suffix == ".gguf" else path.expanduser().absolute().name)
-    added = ModelStore().add(chosen, path, copy)
+    store = ModelStore()
+    before = store.names.get(chosen, {})
+    added = store.add(chosen, path, copy)
+    was = before.get(added.kind, str(added.path))
+    instead = f" (before: {was})" if was != str(added.path) else ""
     engines = " or ".join(added.engines)
-    typer.echo(f"{chosen} is {added.path} ({added.spec.architecture}); serve it with --engine {engines}")
+    typer.echo(f"{chosen} is {added.path}{instead} ({added.spec.architecture}); serve it with --engine {engines}")
+
+
+@models_app.command("remove")
+def remove_model(name: Annotated[str, typer.Argument(help="As it was given to import.")]) -> None:
+    """Forget an imported name. What `import --copy` copied is deleted; files elsewhere are not touched."""
+    from disaggregated_inference.models import ModelStore
+
+    deleted = ModelStore().remove(name)
+    typer.echo(f"{name} is forgotten" + "".join(f"; deleted {folder}" for folder in deleted))
 
 
 @models_app.command("verify")
@@ -92,7 +106,8 @@ def verify_models(
 
 def _lines(told: dict[str, Any]) -> list[tuple[str, ...]]:
     print_of = told["fingerprint"]
-    at = f"{told['context']:,} tokens"
+    beyond = ", more than its window" if told["context"] > told["context_window"] else ""
+    at = f"{told['context']:,} tokens{beyond}"
     return [
         ("model", told["name"]),
         ("path", told["path"]),

@@ -61,7 +61,8 @@ def _reading(metrics: dict[str, Any]) -> str:
     """What its reader held already was not read."""
     prompt, read = metrics["prompt_tokens"], round(metrics["prefill_speed"] * metrics["prefill_time"])
     tokens = f"{read} of {prompt} tokens" if 0 < read < prompt else f"{prompt} tokens"
-    pace = f"{metrics['prefill_time']:.3f} s, {speed(metrics['prefill_speed'])} tok/s"
+    known = f", {speed(metrics['prefill_speed'])} tok/s" if metrics["prefill_speed"] else ""
+    pace = f"{metrics['prefill_time']:.3f} s{known}"
     exposed_s = metrics["exposed_transfer_time"] or 0.0
     handed_over = metrics["prefill_server"] != metrics["decode_server"]
     moved = f"; transfer: {exposed_s * 1e3:.1f} ms exposed" if handed_over else ""

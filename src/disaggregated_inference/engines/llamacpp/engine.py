@@ -25,7 +25,7 @@ from disaggregated_inference.models.rope import Rope, rope_from_config, rope_par
 
 log = logging.getLogger(__name__)
 
-_KV_BYTES = 2 << 30  # llama.cpp writes zeros to all of it at the start
+_WINDOWS = 4  # of the model, at most, unless more is asked for: llama.cpp writes zeros to all of it at the start
 _CELL_STEP = 256  # contexts come in multiples of it
 _MOST_SEQUENCES = 256
 
@@ -187,7 +187,7 @@ def load(
     if not 0 < sequences < _MOST_SEQUENCES:
         raise EngineUnavailable(f"llama.cpp has 1 to {_MOST_SEQUENCES - 1} sequences, not {sequences}")
     spec, kind = model.spec, dtype or "float16"
-    size = Size(_cells(spec, kind, kv_bytes or default_kv_bytes(), sequences), sequences + 1)
+    size = Size(_cells(spec, kind, kv_bytes or default_kv_bytes(spec, kind), sequences), sequences + 1)
     setting = Setting(kind, threads or default_threads(), _yarn_range(model))
     context = Context(load_library(), model.path, size, setting)
     codec, rope = prove(context, spec, kind, (spec.rope, _rounded(model)))
@@ -221,8 +221,8 @@ def _cells(spec: ModelSpec, dtype: KVDType, kv_bytes: int, sequences: int) -> in
     return cells
 
 
-def default_kv_bytes() -> int:
-    return min(_KV_BYTES, available_bytes() // 4)
+def default_kv_bytes(spec: ModelSpec, dtype: KVDType) -> int:
+    return min(_WINDOWS * spec.kv_bytes(spec.context_window, dtype), available_bytes() // 4)
 
 
 def default_threads() -> int:

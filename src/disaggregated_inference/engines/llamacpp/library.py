@@ -9,6 +9,7 @@ import ctypes
 import logging
 import os
 from collections import deque
+from contextlib import suppress
 from ctypes import c_bool, c_char_p, c_float, c_int8, c_int32, c_size_t, c_uint32, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -144,7 +145,7 @@ heard = Heard()
 
 @cache
 def load_library() -> Library:
-    """The first package that is installed, once per process."""
+    """Once per process."""
     package, build = _installed()
     require_proven(package, build)
     path, params = _xllamacpp() if package == "xllamacpp" else _llama_cpp_python()
@@ -192,14 +193,16 @@ def _require_known_structures(library: Library) -> None:
 
 
 def _installed() -> tuple[str, str]:
+    """One that was proven, if there is one."""
+    found: list[tuple[str, str]] = []
     for package in PROVEN:
-        try:
-            return package, version(package)
-        except PackageNotFoundError:
-            continue
-    raise EngineUnavailable(
-        "no llama.cpp is installed: pip install 'disaggregated-inference[llamacpp]', or llama-cpp-python"
-    )
+        with suppress(PackageNotFoundError):
+            found.append((package, version(package).partition("+")[0]))  # +cu124: the same sources, built for a GPU
+    if not found:
+        raise EngineUnavailable(
+            "no llama.cpp is installed: pip install 'disaggregated-inference[llamacpp]', or llama-cpp-python"
+        )
+    return next((each for each in found if each[1] in PROVEN[each[0]]), found[0])
 
 
 def _xllamacpp() -> tuple[Path, tuple[Any, Any]]:

@@ -101,7 +101,8 @@ async def _ready(request: Request) -> Response:
     draining = getattr(request.app.state, "draining", False)
     ready = not draining and any(verdict in SERVES for verdict in status["models"].values())
     state = "ready" if ready else "draining" if draining else "not ready"
-    content = {"status": state, "verdict": status["verdict"]} | _models_for(request.state.caller, status["models"])
+    worst = max(status["models"].values(), key=VERDICTS.index)  # the cluster's own names models, to whoever asks
+    content = {"status": state, "verdict": worst} | _models_for(request.state.caller, status["models"])
     return json_response(content, 200 if ready else 503, {} if ready else {"Retry-After": "1"})
 
 
