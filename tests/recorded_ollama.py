@@ -59,6 +59,7 @@ class RecordedOllama:
         self.continues = True  # whether the template lets an assistant's last message be gone on with
         self.loading = threading.Event()  # cleared: loading takes until it is set
         self.loading.set()
+        self.foreign: tuple[int, str] | None = None  # what answers in its place: it is no Ollama at all
         self.says: list[dict[str, Any]] = []  # messages of a chat's answer, in place of numbers
         self._seen: set[str] = set()
         self._ready, self._stop = threading.Event(), asyncio.Event()
@@ -101,6 +102,9 @@ class RecordedOllama:
         await runner.cleanup()
 
     async def _version(self, request: web.Request) -> web.Response:
+        if self.foreign:
+            status, text = self.foreign
+            return web.Response(text=text, status=status)
         return web.json_response({"version": self.version})
 
     async def _ps(self, request: web.Request) -> web.Response:
@@ -212,11 +216,14 @@ class RecordedOllama:
         return [{name: f" {number}"} for number in range(first, first + min(count, 1000))]
 
     def _end(self, body: dict[str, Any], prompt: str, written: int) -> dict[str, Any]:
-        """Prompts that do not fit are cut in silence. Versions before 0.4 count only what they did not hold."""
+        """Prompts that do not fit are cut in silence. Versions before 0.4 count only what they did not hold. What was
+        held takes as long as a step of writing."""
         told: dict[str, Any] = {"done_reason": "stop" if self.says else "length"}
-        told |= {"total_duration": 755494674, "load_duration": 28608308, "prompt_eval_duration": 474583514}
-        told |= {"eval_count": written, "eval_duration": 250988145}
-        known = self.version < "0.4" and prompt in self._seen
+        held = prompt in self._seen
+        told |= {"total_duration": 755494674, "load_duration": 28608308}
+        told |= {"prompt_eval_duration": 71976452 if held else 474583514}
+        told |= {"eval_count": written, "eval_duration": 1580718 + 60762676 * (written - 1)}
+        known = self.version < "0.4" and held
         self._seen.add(prompt)
         if not known:
             told["prompt_eval_count"] = min(_tokens(prompt), body["options"]["num_ctx"])

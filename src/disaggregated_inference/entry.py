@@ -8,13 +8,19 @@ from collections.abc import Sequence
 from disaggregated_inference.errors import DisaggError
 
 OLLAMA = "http://localhost:11434"
+_OPEN = (
+    "warning: listening on {} without a token: anyone who can reach this address may use this server;"
+    " --token or DISAGG_TOKEN closes it\n"
+)
 
 
 def run_server(words: str, role: str, engine: str, model: str, arguments: Sequence[str] | None = None) -> None:
     """`words` is for --help. Everything else about a node is said to `disagg serve`."""
     asked = _parser(words, role, engine, model).parse_args(arguments)
-    from disaggregated_inference.nodes.run import Settings, run_node
+    from disaggregated_inference.nodes.run import Settings, is_loopback, run_node
 
+    if not asked.token and not is_loopback(asked.host):
+        sys.stderr.write(_OPEN.format(asked.host))
     given = {"ollama_host": asked.ollama_host} if engine == "ollama" else {}
     settings = Settings(
         role=role,
@@ -23,7 +29,7 @@ def run_server(words: str, role: str, engine: str, model: str, arguments: Sequen
         host=asked.host,
         port=asked.port,
         token=asked.token,
-        insecure=asked.insecure,
+        insecure=True,  # the documents' commands have no token, and are to work: said aloud above instead
         **given,
     )
     try:
@@ -39,10 +45,16 @@ def _parser(words: str, role: str, engine: str, model: str) -> argparse.Argument
     parser = argparse.ArgumentParser(description=words, epilog=more)
     parser.add_argument("--model", default=model, help="default: %(default)s")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=port, help="default: %(default)s; 0: a free one")
+    parser.add_argument("--port", type=_port, default=port, help="default: %(default)s; 0: a free one")
     token = os.environ.get("DISAGG_TOKEN", "")
     parser.add_argument("--token", default=token, help="bearer token that callers must send (or DISAGG_TOKEN)")
-    parser.add_argument("--insecure", action="store_true", help="listen beyond loopback without a token")
     if engine == "ollama":
         parser.add_argument("--ollama-host", default=OLLAMA, help="where Ollama is (default: %(default)s)")
     return parser
+
+
+def _port(text: str) -> int:
+    port = int(text) if text.isascii() and text.isdigit() else -1
+    if not 0 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: give a number from 0 to 65535")
+    return port

@@ -243,8 +243,9 @@ class DeadlineExceeded(DisaggError):
 class ContextTooLong(DisaggError):
     status = 400
 
-    def __init__(self, needed_tokens: int, window_tokens: int, how_exact: str = "") -> None:
-        super().__init__(f"{how_exact}{needed_tokens} tokens do not fit the context window of {window_tokens} tokens")
+    def __init__(self, needed_tokens: int, window_tokens: int, how_exact: str = "", advice: str = "") -> None:
+        words = f"{how_exact}{needed_tokens} tokens do not fit the context window of {window_tokens} tokens"
+        super().__init__(f"{words}: {advice}" if advice else words)
         self.needed_tokens = needed_tokens
         self.how_exact = how_exact
         self.window_tokens = window_tokens

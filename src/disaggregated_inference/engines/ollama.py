@@ -5,9 +5,12 @@ there is no `load`: a node in front of it (`nodes/ollama.py`) sends text and get
 0.9.3, recorded, and of its source of August 2026; tests/test_ollama.py holds both.
 """
 
+import errno
+import os
 import re
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -30,6 +33,8 @@ PORT = 11434
 _DIAL_S = 3.0
 _SMALL_S = 5.0  # for questions that cost it nothing
 _LONGEST_LINE_BYTES = 16 << 20
+_PATHS = ("/", "./", "../", "~")  # as the shell's users write them; no model's name begins so
+_NOT_SERVED = (400, 404, 405, 501)  # every Ollama has a version to tell, to anyone
 HONOURS_TRUNCATE = (0, 12, 6)  # from here on `truncate: false` is an error for a prompt that does not fit, not ignored
 
 COUNTS_ALL = (0, 4, 0)  # before it, tokens that it held already were not counted, and a count of nothing was left out
@@ -122,6 +127,7 @@ class Ollama:
     """One model of one server. `window` is for its refusals: whoever sends `num_ctx` sets it."""
 
     def __init__(self, host: str, model: str) -> None:
+        _require_name(model)
         self.url, self.model, self.window = base_url(host), model, 0
         self._session: aiohttp.ClientSession | None = None
 
@@ -131,7 +137,11 @@ class Ollama:
             self._session = None
 
     async def version(self) -> str:
-        return (await self._small(_Version, "GET", "/api/version")).version
+        """Also how an Ollama is known from whatever else may listen there."""
+        found = (await self._small(_Version, "GET", "/api/version")).version
+        if not found:
+            raise self._no_ollama("it has no version")
+        return found
 
     async def show(self) -> Shown:
         return await self._small(Shown, "POST", "/api/show", {"model": self.model})
@@ -161,8 +171,8 @@ class Ollama:
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
             raise self._away(error) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineFailed(f"Ollama at {self.url} broke off: {_reason(error)}") from error
-        raise EngineFailed(f"Ollama at {self.url} ended its answer in the middle")
+            raise self._broke_off() from error
+        raise self._broke_off()
 
     async def _split(self, response: aiohttp.ClientResponse) -> AsyncGenerator[Line, None]:
         rest = b""
@@ -191,14 +201,18 @@ class Ollama:
         try:
             async with self._client.request(method, self.url + path, data=data, timeout=timeout) as response:
                 content = await response.read()
+        except aiohttp.ClientResponseError as error:
+            raise self._no_ollama("it does not speak HTTP") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._away(error) from error
+        if path == "/api/version" and response.status in _NOT_SERVED:
+            raise self._no_ollama(f"it answers {path} with HTTP {response.status}")
         if response.status != 200:
             raise self.refusal(response.status, content)
         try:
             return msgspec.json.decode(content, type=kind)
         except msgspec.DecodeError as error:
-            raise EngineUnavailable(f"{self.url} does not answer as an Ollama does: {error}") from error
+            raise self._no_ollama(f"its answer to {path} cannot be read") from error
 
     @property
     def _client(self) -> aiohttp.ClientSession:
@@ -213,6 +227,14 @@ class Ollama:
         return EngineUnavailable(
             f"Ollama at {self.url} does not answer ({_reason(error)}): start it with `ollama serve`"
         )
+
+    def _no_ollama(self, why: str) -> EngineUnavailable:
+        return EngineUnavailable(
+            f"what listens at {self.url} is no Ollama ({why}): give Ollama's address with --ollama-host"
+        )
+
+    def _broke_off(self) -> EngineFailed:
+        return EngineFailed(f"Ollama at {self.url} broke off in the middle of its answer")
 
     def refusal(self, status: int, body: bytes) -> DisaggError:
         """By whose fault it is: the request's, the model's or the server's."""
@@ -256,6 +278,16 @@ def full_name(model: str) -> str:
     return model if ":" in model.rpartition("/")[2] else f"{model}:latest"
 
 
+def _require_name(model: str) -> None:
+    """Not a file. A tag may well end in `.gguf`: of `hf.co/...` it is a file there."""
+    is_tag = ":" in model.rpartition("/")[2]
+    if (model.lower().endswith(".gguf") and not is_tag) or model.startswith(_PATHS) or Path(model).is_file():
+        raise BadRequest(
+            f"{model} is a file, and Ollama has models by name: write a Modelfile with `FROM {model}`, run"
+            " `ollama create NAME -f Modelfile`, and give --model NAME; or serve the file with --engine llamacpp"
+        )
+
+
 def version_of(text: str) -> tuple[int, ...]:
     """Of `0.12.6-rc1` the numbers. One that nobody can read is taken for an old one."""
     found = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
@@ -275,10 +307,15 @@ def _unquoted(text: str) -> str:
 def _words(body: bytes) -> str:
     """Mostly `{"error": "..."}`; a proxy in between may say anything."""
     with suppress(msgspec.DecodeError, KeyError, TypeError):
-        return str(msgspec.json.decode(body)["error"]).replace("registry.ollama.ai/library/", "")
+        told = msgspec.json.decode(body)["error"]
+        if isinstance(told, dict):  # as others say it, a gateway in between for one
+            told = told.get("message") or told.get("code") or "no reason given"
+        return str(told).replace("registry.ollama.ai/library/", "")
     return body[:200].decode(errors="replace").strip() or "no reason given"
 
 
 def _reason(error: Exception) -> str:
     cause = getattr(error, "os_error", None) or error  # aiohttp's own words name sockets and sessions
+    if isinstance(cause, OSError) and cause.errno and cause.errno in errno.errorcode:  # and so do asyncio's
+        return os.strerror(cause.errno)
     return getattr(cause, "strerror", None) or str(cause) or type(cause).__name__

@@ -150,7 +150,7 @@ class Admission:
         if cost_bytes > self.limit_bytes or slots > self.most_slots:
             raise RequestTooLarge(
                 f"{cost_bytes} bytes of KV memory and {slots} slots can never fit {self.limit_bytes} bytes and "
-                f"{self.most_slots} slots; ask for a shorter answer or fewer choices, or give the node more (--kv-memory)"
+                f"{self.most_slots} slots; ask for a shorter answer or fewer choices, or start it with more --kv-memory"
             )
 
     def _require_place(self, wait_s: float) -> None:

@@ -33,7 +33,7 @@ from disaggregated_inference.errors import (
     NodeDraining,
 )
 from disaggregated_inference.nodes.ollama_asked import TextRequest, text_body, text_of
-from disaggregated_inference.nodes.ollama_told import Seen, TextMetrics, TextPiece
+from disaggregated_inference.nodes.ollama_told import Seen, TextMetrics, TextPiece, was_read
 from disaggregated_inference.nodes.rates import Rates
 from disaggregated_inference.nodes.requests import Prompt
 
@@ -43,8 +43,13 @@ _LOOK_S = 0.5  # an answer about its health is good for so long
 _UNLOAD_S = 2.0
 _AGAIN_S = 5.0  # until loading is tried again after it failed
 _MOST_TOKEN_BYTES = 8  # text with more bytes to a token is hardly ever seen: so few tokens it has at least
+_TOKEN_BYTES = 4  # about
 _FEWEST_TOKEN_BYTES = 2  # and with fewer as hardly: so few bytes to a token of the window surely fit
 _UNKNOWN_WINDOW = 4096
+_CUTS = (
+    "this Ollama ({}) would cut the prompt in silence. One of 0.12.6 or later refuses only what really does not fit;"
+    " a larger --ollama-context helps where the model has the window"
+)
 
 
 class OllamaNode:
@@ -271,7 +276,7 @@ class Writing:
         self._require_room()
         path, body = node.asked_of(self._asked, shown)
         self.metrics.seed = body["options"].get("seed") if self._asked.temperature else None
-        self._new = node.seen.is_new(self._text)
+        self._new = node.seen.is_new(self._text) and self._asked.context is None  # a warm context: it was read
         try:
             async with aclosing(node.ollama.lines(path, body)) as lines:
                 async for line in lines:
@@ -298,10 +303,14 @@ class Writing:
         return len(self._text.encode(errors="replace"))
 
     def _require_room(self) -> None:
-        """What cannot fit, however few tokens it is, is refused before it costs anything."""
+        """What cannot fit, however few tokens it is, is refused before it costs anything. Of a version that would cut
+        it in silence also what may not fit: it reads on for minutes, whoever leaves, and its counts come last."""
         least, window = self._size_bytes // _MOST_TOKEN_BYTES + self._asked.limit, self._node.window
         if least > window:
             raise ContextTooLong(least, window, "at least ")
+        about = self._size_bytes // _TOKEN_BYTES + self._asked.limit
+        if about > window and version_of(self._node.version) < HONOURS_TRUNCATE:
+            raise ContextTooLong(about, window, "about ", _CUTS.format(self._node.version))
 
     def _end(self, line: Line) -> None:
         if line.done_reason not in ("stop", "length", ""):
@@ -332,15 +341,25 @@ class Writing:
     def _measure(self) -> None:
         """The first token is made of the prompt's last logits: its time is in the reading."""
         node, metrics = self._node, self.metrics
-        node.tokens_read += metrics.prompt_tokens or 0
         node.tokens_written += metrics.completion_tokens
         later, at_once = metrics.completion_tokens - 1, max(node.open, 1)
         if later > 0 and metrics.decode_time:
             metrics.decode_speed = later / metrics.decode_time
             node.writing.note(at_once, later * at_once, metrics.decode_time)
         if self._new and metrics.prompt_tokens and metrics.prefill_time:
-            metrics.prefill_speed = metrics.prompt_tokens / metrics.prefill_time
-            node.reading.note(metrics.prompt_tokens, metrics.prompt_tokens, metrics.prefill_time)
+            self._measure_reading(metrics.prompt_tokens)
+
+    def _measure_reading(self, tokens: int) -> None:
+        """A node that never wrote more than a token has no step to hold it against: it passes Ollama's word on, and
+        does not have anyone plan with it."""
+        node, metrics = self._node, self.metrics
+        decode_speed = metrics.decode_speed or node.writing.expect(1)
+        if decode_speed and not was_read(metrics.prefill_time, 1 / decode_speed):
+            return
+        node.tokens_read += tokens
+        metrics.prefill_speed = tokens / metrics.prefill_time
+        if decode_speed:
+            node.reading.note(tokens, tokens, metrics.prefill_time)
 
 
 def _one_token(asked: Prompt) -> TextRequest:

@@ -12,6 +12,7 @@ from disaggregated_inference.errors import BadRequest
 
 _HEAD_CHARS = 256
 _MOST_SEEN = 1024
+_HELD_STEPS = 3
 
 
 class TextMetrics(msgspec.Struct):
@@ -22,7 +23,7 @@ class TextMetrics(msgspec.Struct):
     queue_time: float = 0.0  # in its line
     load_time: float = 0.0
     prefill_time: float = 0.0
-    prefill_speed: float | None = None  # None where it may have held the beginning: it does not say how much
+    prefill_speed: float | None = None  # None where it may have held it: it does not say how much
     decode_time: float = 0.0
     decode_speed: float = 0.0
     first_token_time: float = 0.0
@@ -57,6 +58,16 @@ class WarmContext(msgspec.Struct, frozen=True, kw_only=True):
         except (binascii.Error, msgspec.DecodeError, ValueError):
             words = "context: it is of another node's cache, and an Ollama cannot take one in; send the prompt alone"
             raise BadRequest(words) from None
+
+
+def was_read(reading_s: float, step_s: float) -> bool:
+    """Whether a prompt can have been read in that time, or must have been held: another process in front of the same
+    Ollama may have sent it, and Ollama counts it all the same. Of a prompt that it holds it computes the last token
+    again, and that takes as long as one step of writing (0.7 to 1.2 of one, measured). So what took less than a few
+    steps is not taken for a reading. It errs on the safe side: a short prompt on a fast machine is not measured. Of
+    one that was held in part nobody can tell.
+    """
+    return reading_s >= _HELD_STEPS * step_s
 
 
 class Seen:

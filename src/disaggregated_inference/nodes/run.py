@@ -139,7 +139,7 @@ def _serve(asked: Settings, port: int, served: Served) -> None:
 
 def _require_token(hosts: list[str], token: str, insecure: bool) -> None:
     """Who reaches the HTTP port gets tickets, and a ticket's secret opens the KV port: one token guards both."""
-    open_hosts = [host for host in hosts if not _is_loopback(host)]
+    open_hosts = [host for host in hosts if not is_loopback(host)]
     if open_hosts and not (token or insecure):
         raise BadRequest(
             f"refusing to listen on {open_hosts[0]} without a token: give --token, or --insecure if you mean it"
@@ -237,7 +237,7 @@ def _timed(engine: Engine, length: int) -> tuple[float, float]:
     return read - started, written - read
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
