@@ -195,7 +195,7 @@ def test_an_answer_goes_on_elsewhere(guides: Guides, smollm2: ModelFiles) -> Non
     resumed.replay(first.tokens)
     assert (resumed.allow() == first.guide.allow()).all()
     with pytest.raises(BadRequest, match="number 9 of 10"):
-        guides.start(Format(type="json_schema", schema=PERSON)).replay([*first.tokens, *smollm2.spec.eos_tokens])
+        guides.start(Format(type="json_schema", schema=PERSON)).replay([*first.tokens, smollm2.spec.eos_tokens[0]])
 
 
 @pytest.mark.parametrize(

@@ -280,6 +280,8 @@ class Legs:
         cause = getattr(error, "os_error", None) or error  # aiohttp's own words name sockets and sessions
         reason = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
         words = "it does not answer" if isinstance(error, TimeoutError) else f"it cannot be reached: {reason}"
+        if isinstance(error, aiohttp.ClientPayloadError):
+            words = "it broke off in the middle of its answer"
         failure = LegFailed(self.server.name, "unreachable", words, hard=True)
         failure.silent = isinstance(error, TimeoutError)
         return failure
