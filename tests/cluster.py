@@ -1,22 +1,36 @@
 """A cluster of node processes on this machine, with fixed ports, so that a node can die and come back."""
 
+import itertools
 import json
+import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tests.conftest import until
 
+# Not where the system finds ports for whoever dials: one of those is soon taken by somebody's connection. Each worker
+# has some thousands of its own.
+_FIRST, _EACH = 10_000, 5_000
+_worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
+_ports = itertools.cycle(range(_FIRST + _worker * _EACH, _FIRST + (_worker + 1) * _EACH))
+for _ in range(random.SystemRandom().randrange(_EACH)):  # beside another run of the tests
+    next(_ports)
+
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
+    """Free now, and still so when a process has started that will listen there."""
+    for port in _ports:
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("there is always another port")
 
 
 class Process:
