@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, GGUFWriter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from disaggregated_inference.engines import load_engine
@@ -253,6 +253,15 @@ class TestParts:
             GGUFFile(tmp_path / parts[0].name)
         with pytest.raises(ModelUnsupported, match=f"not the first.*name {parts[0].name}"):
             GGUFFile(parts[1])
+        for count, kind in (("many", GGUFValueType.STRING), (1 << 31, GGUFValueType.UINT32)):
+            writer = GGUFWriter(tmp_path / "odd.gguf", "llama")
+            writer.add_key_value("split.count", count, kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.close()
+            with pytest.raises(ModelDamaged, match=f"one of {count} files"):
+                GGUFFile(tmp_path / "odd.gguf")
+            (tmp_path / "odd.gguf").unlink()
         renamed = shutil.copy(parts[0], tmp_path / "model.gguf")
         with pytest.raises(ModelNotFound, match=r"2 models, name the file you want: model-00001-of.*, model\.gguf"):
             ModelStore(tmp_path).add("both", tmp_path)

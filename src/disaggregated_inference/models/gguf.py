@@ -15,6 +15,7 @@ from disaggregated_inference.errors import ModelDamaged, ModelUnsupported
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAGIC = b"GGUF"
+_MOST_PARTS = 99_999  # their names have five digits
 _PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
 _LIMIT = 1 << 24  # no key, array or tensor list of a sane model has more entries
 
@@ -96,7 +97,7 @@ class GGUFTensor(NamedTuple):
         return self.buffer[self.begin : self.begin + self.size_bytes]
 
 
-class _Cut(Exception):
+class _Broken(Exception):
     """What cannot be the whole file."""
 
 
@@ -108,7 +109,7 @@ class _Cursor:
 
     def take(self, size: int) -> memoryview:
         if size < 0 or self.at + size > len(self.buffer):
-            raise _Cut("its header runs past the end of the file")
+            raise _Broken("its header runs past the end of the file")
         self.at += size
         return self.buffer[self.at - size : self.at]
 
@@ -118,7 +119,7 @@ class _Cursor:
     def count(self) -> int:
         n = int(self.scalar("Q"))
         if n > _LIMIT:
-            raise _Cut(f"its header claims {n} entries")
+            raise _Broken(f"its header claims {n} entries")
         return n
 
     def string(self) -> str:
@@ -130,10 +131,10 @@ class _Cursor:
         if kind == _ARRAY:
             inner = self.scalar("I")
             if inner == _ARRAY:
-                raise _Cut("its header has arrays of arrays")
+                raise _Broken("its header has arrays of arrays")
             return self.array(inner, self.count())
         if kind not in _SCALARS:
-            raise _Cut(f"its header has a value of type {kind}, which is unknown")
+            raise _Broken(f"its header has a value of type {kind}, which is unknown")
         return self.scalar(_SCALARS[kind])
 
     def array(self, kind: int, n: int) -> list[Any]:
@@ -178,6 +179,8 @@ def is_later_part(path: Path) -> bool:
 
 def _parts(path: Path, metadata: dict[str, Any]) -> list[Path]:
     count = metadata.get("split.count", 1)
+    if not isinstance(count, int) or count > _MOST_PARTS:
+        raise ModelDamaged(f"{path}: its header claims to be one of {str(count)[:20]} files")
     if count <= 1:
         return [path]
     if not _PART.search(path.name):
@@ -197,7 +200,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         buffer = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     try:
         return _read_whole(path, buffer)
-    except _Cut as error:
+    except _Broken as error:
         raise ModelDamaged(f"{path}: {error}; fetch the file again") from error
 
 
@@ -218,7 +221,7 @@ def _read_whole(path: Path, buffer: memoryview) -> tuple[dict[str, Any], dict[st
     data_at = cursor.at + -cursor.at % alignment
     placed = {each.name: each._replace(begin=data_at + each.begin) for each in tensors}
     if cut := next((each for each in placed.values() if each.begin + each.size_bytes > len(buffer)), None):
-        raise _Cut(f"tensor {cut.name} is cut off")
+        raise _Broken(f"tensor {cut.name} is cut off")
     return metadata, placed
 
 
