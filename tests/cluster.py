@@ -73,7 +73,7 @@ class Process:
 
     def freeze(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
-        assert until(lambda: _state(self.process.pid) == "T")
+        assert until(lambda: state_of(self.process.pid) == "T")
 
     def thaw(self) -> None:
         self.process.send_signal(signal.SIGCONT)
@@ -102,7 +102,7 @@ class Process:
         return Path(self.model).name
 
 
-def _state(pid: int) -> str:
+def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 

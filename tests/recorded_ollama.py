@@ -48,6 +48,7 @@ class RecordedOllama:
     def __init__(self, *models: str) -> None:
         self.models = list(models or ("smollm2",))
         self.version = "0.9.3"
+        self.shown = _SHOWN
         self.loaded: str | None = None
         self.asked: list[dict[str, Any]] = []  # bodies of /api/generate and /api/chat, with their path
         self.fault, self.fault_after = "", 0  # what goes wrong, and after how many tokens of an answer
@@ -116,7 +117,7 @@ class RecordedOllama:
 
     async def _show(self, request: web.Request) -> web.Response:
         body = await request.json()
-        return self._missing(body, "/api/show") or web.json_response(_SHOWN)
+        return self._missing(body, "/api/show") or web.json_response(self.shown)
 
     def _missing(self, body: dict[str, Any], path: str) -> web.Response | None:
         name = body["model"]
@@ -135,7 +136,10 @@ class RecordedOllama:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        texts = [f"<{message['role']}> {message['content']}" for message in body["messages"]]
+        texts = [
+            " ".join([f"<{message['role']}>", *message.get("images", ()), message["content"]])
+            for message in body["messages"]
+        ]
         begun = body["messages"][-1]["role"] == "assistant"
         more = [] if begun and self.continues else ["<end>", "<assistant>"] if begun else ["<assistant>"]
         return await self._answer(request, body, " ".join([*texts, *more]))

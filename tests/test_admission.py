@@ -30,6 +30,12 @@ class Gate:
 
         return self.admission.ask(cost, slots, start, lambda error: self.refused.update({name: error}), wait_s)
 
+    def serve(self, cost: int, seconds: float) -> None:
+        """One from its start to its end."""
+        claim = self.ask("served", cost)
+        self.now += seconds
+        self.admission.release(claim)
+
 
 def test_what_fits_starts_at_once() -> None:
     gate = Gate()
@@ -246,6 +252,42 @@ def test_when_to_come_back() -> None:
     assert gate.admission.retry_after_s() == 12
     gate.now += 1000
     assert gate.admission.retry_after_s() == 60
+
+
+def test_idle_time_is_no_pace() -> None:
+    """Two held memory for nine seconds each, long ago, one after the other. Now four do at once."""
+    gate = Gate()
+    for _ in range(2):
+        gate.serve(25, seconds=9)
+        gate.now += 1000
+    for _ in range(4):
+        gate.ask("held", 25)
+    gate.now += 1
+    assert gate.admission.retry_after_s() == 2, "four that take nine seconds each: one ends every 2.25"
+    gate.ask("waits", 25)
+    gate.ask("waits", 25)
+    assert gate.admission.retry_after_s() == 7
+    gate.now += 39
+    assert gate.admission.retry_after_s() == 44, "the next is late: 160 seconds were held for nobody's end"
+
+
+def test_who_is_refused_is_told_for_what_it_asked() -> None:
+    gate = Gate()
+    for _ in range(2):
+        gate.serve(70, seconds=8)
+    gate.ask("held", 70)
+    assert gate.admission.retry_after_s() == 1, "30 bytes and three slots are free"
+    with pytest.raises(NodeBusy) as busy:
+        gate.ask("impatient", 31, wait_s=0)
+    assert busy.value.retry_after_s == 8
+    with pytest.raises(NodeBusy) as busy:
+        gate.ask("impatient", 30, slots=4, wait_s=0)
+    assert busy.value.retry_after_s == 8
+    gate.ask("waits", 80, wait_s=5)
+    gate.now += 6
+    gate.admission.sweep()
+    assert isinstance(refused := gate.refused["waits"], KVMemoryFull)
+    assert refused.retry_after_s == 8
 
 
 def test_limits_hold_whatever_threads_do() -> None:

@@ -56,8 +56,20 @@ def test_two_copies_are_one_model_or_not(tmp_path: Path, smollm2: ModelFiles, sm
     there.write_text(disagg("models", "inspect", str(smollm2_gguf), "--json").stdout)
     run = disagg("models", "verify", "smollm2", str(there))
     assert (run.returncode, "stored differently" in run.stdout) == (0, True)
+    assert run.stdout.count("\n") == 1
     run = disagg("models", "verify", "smollm2", "simulated:tiny")
     assert (run.returncode, "layout: 30 layers, 3 x 64 here" in run.stdout) == (1, True)
+    assert run.stdout.startswith("not the same model:\n  ")
+
+
+def test_whether_copies_are_one_model_as_json() -> None:
+    for other, same in (("simulated:tiny", True), ("simulated:qwen3-30b-a3b", False)):
+        run = disagg("models", "verify", "simulated:tiny", other, "--json")
+        told = json.loads(run.stdout)
+        assert (run.returncode, told["same"], bool(told["differences"])) == (0 if same else 1, same, not same)
+        assert told["verdict"].startswith("the same model" if same else "not the same model")
+    run = disagg("models", "verify", "simulated:tiny", "http://127.0.0.1:9", "--json")
+    assert (run.returncode, json.loads(run.stdout)["error"]["code"]) == (1, "model_not_found")
 
 
 @pytest.mark.parametrize(
@@ -70,9 +82,11 @@ def test_two_copies_are_one_model_or_not(tmp_path: Path, smollm2: ModelFiles, sm
         (("bench", "engines", "--engine", "torch", "--device", "abacus"), "no torch device 'abacus'"),
         (("bench", "engines", "--shape", "qwen3-30b-a3b", "--device", "cuda:99"), "device"),
         (("demo", "--max-tokens", "9000"), "do not fit the context window of 8192"),
+        (("demo", "--max-tokens", "9000"), ": shorten the prompt, or lower max_tokens"),
         (("models", "inspect", "gpt-oss:120b"), "hf download openai/gpt-oss-120b"),
         (("models", "import", "/nowhere"), "/nowhere is not there"),
         (("models", "verify", "smollm2", "http://127.0.0.1:9"), "http://127.0.0.1:9 does not answer"),
+        (("models", "verify", "simulated:tiny", "http://127.0.0.1:9"), "start the node there, or check"),
         (("bench", "engines", "--shape", "tiny"), "no shape 'tiny'; there are qwen3-30b-a3b"),
     ],
 )
@@ -87,6 +101,33 @@ def test_bad_options_are_usage_errors() -> None:
     assert disagg("demo", "--max-tokens", "0").returncode == 2
     assert disagg("nonsense").returncode == 2
     assert disagg("--version").stdout.startswith("disagg ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("generate", "hi", "--temperature", "-1"), "Invalid value for '--temperature'"),
+        (("generate", "hi", "--no-such-option"), "No such option"),
+        (("models", "inspect"), "Missing argument"),
+        (("config", "check", "a", "--config", "b"), "the file is named twice"),
+        (("nonsense",), "No such command"),
+    ],
+)
+def test_usage_errors_are_json_where_answers_are(arguments: tuple[str, ...], says: str) -> None:
+    plain, run = disagg(*arguments), disagg(*arguments, "--json")
+    assert (plain.returncode, plain.stdout) == (2, "")
+    assert (run.returncode, run.stderr) == (2, plain.stderr)
+    assert says in run.stderr
+    error = json.loads(run.stdout)["error"]
+    assert (error.keys(), error["code"]) == ({"code", "message"}, "usage")
+    assert says in error["message"]
+
+
+def test_what_is_no_mistake_prints_no_error() -> None:
+    shown = disagg("generate", "--help", "--json")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith("Usage:")
+    assert disagg().returncode == disagg("config").returncode == 2
 
 
 def test_commands_of_other_rooms_are_there() -> None:

@@ -16,9 +16,16 @@ from typing import Any
 import pytest
 
 from disaggregated_client import DisaggregatedClient
-from disaggregated_inference.errors import BadRequest, ClusterError, DeadlineExceeded, DisaggError, ModelNotFound
-from disaggregated_inference.orchestrator import DisaggregatedInference
-from disaggregated_inference.orchestrator.legs import Legs
+from disaggregated_inference.errors import (
+    BadRequest,
+    ClusterError,
+    ContextTooLong,
+    DeadlineExceeded,
+    DisaggError,
+    ModelNotFound,
+    NoDecodeNode,
+)
+from disaggregated_inference.orchestrator import DisaggregatedInference, legs
 from tests.cluster import Process, config_of
 from tests.conftest import LoadTiny, until
 from tests.handoff import alone, prompt_of
@@ -96,6 +103,45 @@ def test_a_node_with_something_else_is_never_asked(
             assert imposter.status()["tokens_written"] == 0
     finally:
         imposter.end()
+
+
+def test_nobody_becomes_the_model_by_the_death_of_another(
+    four: Four, tiny_folder: Folder, tiny_engine: LoadTiny, tmp_path: Path
+) -> None:
+    """Of one that holds something else not a token is taken: not when the right decode node is gone, and not in the
+    middle of an answer."""
+    wrong = _copy_with_another("model", tiny_folder("llama"), tmp_path / "llama")
+    imposter = Process("imposter", "decode", "mlx", str(wrong), *COMMON)
+    prompt, got = prompt_of(200), list[int | None]()
+    expected = alone(tiny_engine("mlx", "llama"), prompt, 200)
+    try:
+        with DisaggregatedClient(config_of(imposter.ready(), four.p1, four.d1, local="auto", poll_s=0.2)) as client:
+            assert client.health()["nodes"]["imposter"]["state"] == "mismatch"
+
+            def killed_at_40() -> None:
+                for delta in client.stream(**ask_of(prompt, 200)):
+                    got.append(delta.token)
+                    if len(got) == 40:
+                        four.d1.kill()
+
+            with pytest.raises(NoDecodeNode):
+                killed_at_40()
+            assert 40 <= len(got) < 200
+            assert got == expected[: len(got)]
+            until(lambda: False, 1.0)  # until it was asked again, several times
+            assert client.health()["nodes"]["imposter"]["state"] == "mismatch"
+            with pytest.raises(NoDecodeNode):
+                answered(client, prompt, 4)
+            assert imposter.status()["tokens_written"] == 0
+            four.d1.start()
+            four.d1.ready()
+            assert until(lambda: client.health()["verdict"] != "decode down: cannot serve", 5)
+            assert answered(client, prompt, 8)[0] == expected[:8]
+    finally:
+        imposter.end()
+        if not four.d1.alive:
+            four.d1.start()
+            four.d1.ready()
 
 
 def _copy_with_another(what: str, original: Path, folder: Path) -> Path:
@@ -186,6 +232,102 @@ def test_bad_requests_end_in_typed_errors_and_the_client_lives_on(four: Four) ->
     assert nothing_left(four)
 
 
+def test_a_client_closed_while_many_ask_leaves_nobody_waiting(four: Four) -> None:
+    """Whoever came too late is told so, and nobody waits for a loop that is gone."""
+    for way in ("health", "generate", "stream"):
+        for _ in range(10):
+            client = DisaggregatedClient(config_of(four.p1, four.d1))
+
+            def keep_asking(client: DisaggregatedClient = client, way: str = way) -> str:
+                while True:
+                    try:
+                        _asked(client, way)
+                    except ClusterError as error:
+                        return str(error)
+
+            with ThreadPoolExecutor(8) as pool:
+                said = [pool.submit(keep_asking) for _ in range(8)]
+                time.sleep(random.random() * 0.1)
+                client.close()
+                assert all("clos" in each.result(10) or "shutting down" in each.result(10) for each in said)
+    assert nothing_left(four)
+
+
+def _asked(client: DisaggregatedClient, way: str) -> object:
+    if way == "health":
+        return client.health()
+    ask = ask_of(prompt_of(20), 3)
+    return client.generate(**ask) if way == "generate" else list(client.stream(**ask))
+
+
+def test_a_client_in_a_child_process_says_so(four: Four) -> None:
+    program = """
+        import os, sys, time
+        from disaggregated_client import DisaggregatedClient
+        client = DisaggregatedClient({config})
+        if not (child := os.fork()):
+            started = time.monotonic()
+            try:
+                client.generate(model="llama", prompt="x")
+            except Exception as error:
+                print(type(error).__name__, error, flush=True)
+            client.close()
+            print(time.monotonic() - started < 1, flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+        print(client.generate(model="llama", prompt="x", max_tokens=2)[1]["completion_tokens"] > 0)
+    """
+    text = textwrap.dedent(program).format(config=config_of(four.p1, four.d1))
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", text], capture_output=True, text=True, timeout=60)
+    refused = "ClusterError this client was made before a fork; make one in each process"
+    assert ended.stdout.splitlines() == [refused, "True", "True"], ended
+
+
+def test_the_async_core_has_one_loop_and_one_life(four: Four) -> None:
+    core = DisaggregatedInference(config_of(four.p1, four.d1))
+
+    async def use() -> None:
+        await core.generate(**ask_of(prompt_of(20), 3))
+        task = asyncio.create_task(core.generate(**ask_of(prompt_of(20), 3000)))
+        await asyncio.sleep(0.2)
+        closing = asyncio.create_task(core.aclose())
+        await asyncio.sleep(0)
+        for ask in (core.generate(**ask_of(prompt_of(20), 3)), core.health()):
+            with pytest.raises(ClusterError, match="closed"):
+                await ask
+        await closing
+        with pytest.raises(ClusterError, match="shutting down"):
+            await task
+        with pytest.raises(ClusterError, match="closed"):
+            await core.generate(**ask_of(prompt_of(20), 3))
+        assert len(asyncio.all_tasks()) == 1
+
+    async def elsewhere(core: DisaggregatedInference) -> None:
+        with pytest.raises(ClusterError, match="another event loop"):
+            await core.generate(**ask_of(prompt_of(20), 3))
+
+    asyncio.run(use())
+
+    async def two_loops() -> None:
+        async with DisaggregatedInference(config_of(four.p1, four.d1)) as core:
+            await asyncio.to_thread(lambda: asyncio.run(elsewhere(core)))
+            assert (await core.generate(**ask_of(prompt_of(20), 3)))["completion_tokens"] == 3
+
+    asyncio.run(two_loops())
+
+
+def test_the_configs_window_holds(four: Four) -> None:
+    config = config_of(four.p1, four.d1) | {"models": {"llama": {"context_window": 100}}}
+    with DisaggregatedClient(config) as client:
+        for prompt, limit in ((150, 2), (50, 51), (100, None)):
+            with pytest.raises(ContextTooLong):
+                client.generate(model="llama", tokens=prompt_of(prompt), max_tokens=limit)
+        _, metrics = client.generate(**ask_of(prompt_of(50), 50))
+        assert metrics["completion_tokens"] == 50
+        free: dict[str, Any] = {"model": "llama", "tokens": prompt_of(90), "ignore_eos": True}
+        assert client.generate(**free)[1]["completion_tokens"] == 10  # as much as fits, where nobody said how much
+
+
 def test_the_interpreter_ends_with_requests_in_flight(four: Four) -> None:
     program = """
         import sys, threading
@@ -195,6 +337,7 @@ def test_the_interpreter_ends_with_requests_in_flight(four: Four) -> None:
         print(next(stream).token is not None)
         other = dict(model="llama", prompt="y", max_tokens=3000)
         threading.Thread(target=lambda: client.generate(**other), daemon=True).start()
+        threading.Thread(target=lambda: list(client.stream(**other)), daemon=True).start()
         {end}
     """
     for end, code in (("", 0), ("sys.exit(3)", 3)):
@@ -206,12 +349,37 @@ def test_the_interpreter_ends_with_requests_in_flight(four: Four) -> None:
     assert nothing_left(four)
 
 
+def test_a_daemon_thread_that_asks_after_the_interpreter_s_end(four: Four) -> None:
+    program = """
+        import atexit, threading, time
+        from disaggregated_client import DisaggregatedClient
+        ended, asked = threading.Event(), threading.Semaphore(0)
+        def after_the_client():  # what is registered before it is called after its end
+            ended.set()
+            print(all(asked.acquire(timeout=10) for _ in range(2)))
+            time.sleep(0.5)
+        atexit.register(after_the_client)
+        client = DisaggregatedClient({config})
+        other = dict(model="llama", prompt="y", max_tokens=3)
+        def ask(call):
+            ended.wait()
+            asked.release()
+            call(**other)
+        threading.Thread(target=ask, args=[client.generate], daemon=True).start()
+        threading.Thread(target=ask, args=[lambda **other: list(client.stream(**other))], daemon=True).start()
+    """
+    text = textwrap.dedent(program).format(config=config_of(*four.all))
+    ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "True\n", ""), ended
+
+
 def test_nodes_that_die_all_the_time(
     four: Four, tiny_engine: LoadTiny, record_property: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """200 requests at once for a minute; every few seconds a node is killed that has another of its kind. Who is killed
     is known at once; who is only slow, on a machine that runs other tests too, has time here to say that it lives."""
-    monkeypatch.setattr(Legs.health, "__defaults__", (10.0,))
+    monkeypatch.setattr(legs, "_PROBE_S", 10.0)
+    monkeypatch.setattr(legs, "_MOST_PROBE_S", 10.0)
     prompts = [prompt_of(40 + 13 * number, seed=number) for number in range(12)]
     expected = [alone(tiny_engine("mlx", "llama"), prompt, 24) for prompt in prompts]
     outcomes: Counter[str] = Counter()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from disaggregated_inference.cluster.config import ClusterConfig, ModelOptions, Policies, Server, load_config
-from disaggregated_inference.errors import ConfigError, ModelNotFound
+from disaggregated_inference.errors import BadRequest, ConfigError, ModelNotFound
 from disaggregated_inference.talk.config import Format, config_app, sample
 
 # As the user's documents have them, byte for byte.
@@ -184,11 +184,16 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, sa
     assert str(raised.value).startswith(f"{path}: ")
 
 
-@pytest.mark.parametrize("path", ["nowhere/cluster.json", "", "a\0b", "x" * 5000, "~nobody-at-all/cluster.json"])
+@pytest.mark.parametrize("path", ["nowhere/cluster.json", ".", "a\0b", "x" * 5000, "~nobody-at-all/cluster.json"])
 def test_paths_to_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot be read: .*disagg config example"):
         load_config(path)
+
+
+def test_a_path_that_is_empty() -> None:
+    with pytest.raises(ConfigError, match="the path of the cluster file is empty"):
+        load_config("")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
@@ -463,6 +468,12 @@ def test_names_of_no_model(asked: str | None, says: str) -> None:
         assert len(str(raised.value)) < 200
 
 
+@pytest.mark.parametrize("asked", [5, ["qwen"], {"name": "qwen"}, b"qwen"])
+def test_what_is_no_name(asked: Any) -> None:
+    with pytest.raises(BadRequest, match="model: expected a name, got"):
+        load_config(NO_NAMES).resolve_model(asked)
+
+
 def test_the_whole_name_beats_a_part_of_another() -> None:
     config = cluster({"model": "qwen"}, {"model": "qwen3"})
     assert (config.resolve_model("qwen"), config.resolve_model("Qwen3")) == ("qwen", "qwen3")
@@ -620,8 +631,44 @@ def test_check_fails_with_the_error(tmp_path: Path) -> None:
     assert isinstance(result.exception, ConfigError), "the command line prints it as one line"
     result = runner.invoke(config_app, ["check", str(path), "--json"])
     assert result.exit_code == 1
-    assert json.loads(result.stdout) == {"ok": False, "error": str(ConfigError(f"{path}: no servers; list some under "
-                                         "prefill_servers and decode_servers"))}  # fmt: skip
+    message = f"{path}: no servers; list some under prefill_servers and decode_servers"
+    assert json.loads(result.stdout) == {"ok": False, "error": {"code": "config_error", "message": message}}
+
+
+def test_check_takes_the_file_as_other_commands_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(written(tmp_path, FOUR_SERVERS))
+    monkeypatch.setenv("DISAGG_CONFIG", "/nowhere")
+    plain = runner.invoke(config_app, ["check", path])
+    assert runner.invoke(config_app, ["check", "-c", path]).stdout == plain.stdout != ""
+    assert runner.invoke(config_app, ["check", path, "--config", path]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("defaults", "says"),
+    [
+        ({"temperature": -3}, "temperature must be between 0 and 100, not -3"),
+        ({"top_p": float("nan")}, "top_p must be between 0 and 1, not nan"),
+        ({"request_id": "always"}, "request_id is for one request"),
+        ({"prompt": "x"}, "prompt is for one request"),
+        ({"messages": []}, "messages is for one request"),
+        ({"model": "gpt-oss"}, "model: gpt-oss is another one"),
+        ({"model_type": "nope"}, 'no model "nope"'),
+        ({"response_format": {"type": "nope"}}, "response_format: a type of text"),
+        ({"temprature": 1}, "temprature"),
+    ],
+)
+def test_check_reads_defaults_as_a_request(tmp_path: Path, defaults: dict[str, Any], says: str) -> None:
+    path = str(written(tmp_path, json.dumps(json.loads(FOUR_SERVERS) | {"models": {"qwen": {"defaults": defaults}}})))
+    error = runner.invoke(config_app, ["check", path]).exception
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith(f"{path}: models.qwen.defaults: ")
+    assert says in str(error)
+
+
+def test_check_takes_all_that_a_request_may_say_of_its_answer(tmp_path: Path) -> None:
+    defaults = {"model_type": "qwen", "response_format": {"type": "json_object"}, "temperature": 0, "seed": None}
+    raw = json.loads(FOUR_SERVERS) | {"models": {"qwen": {"defaults": defaults}}}
+    assert runner.invoke(config_app, ["check", str(written(tmp_path, json.dumps(raw)))]).exit_code == 0
 
 
 def test_example(tmp_path: Path) -> None:

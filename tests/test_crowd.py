@@ -170,12 +170,12 @@ def test_stop_strings_end_an_answer(nodes: Callable[..., Pair]) -> None:
     assert answer.metrics.finish_reason == "stop"
 
 
-def slow(node: DecodeNode | PrefillNode, name: str, seconds: float) -> None:
+def slow(node: DecodeNode | PrefillNode, name: str, seconds: float | Callable[..., float]) -> None:
     """Make one of the engine's calls take its time, as a large model's would."""
     original = getattr(node.engine, name)
 
     def slowed(*arguments: Any) -> Any:
-        time.sleep(seconds)
+        time.sleep(seconds(*arguments) if callable(seconds) else seconds)
         return original(*arguments)
 
     setattr(node.engine, name, slowed)
@@ -224,6 +224,29 @@ def test_cancelled_in_every_phase(nodes: Callable[..., Pair]) -> None:
     assert until(lambda: decode.room.admission.waiting == 0)
     decode.room.admission.release(claim)
     assert until(lambda: nothing_left(pair))
+
+
+def test_who_leaves_a_slow_reader_need_not_wait_for_a_whole_chunk(nodes: Callable[..., Pair]) -> None:
+    """A chunk that suits a fast machine takes a slow one seconds: it reads as much as it can in less than one."""
+    pair = prefill, decode = nodes()
+    prefill.chunk_tokens = decode.intake.chunk_tokens = 1024
+    for node in pair:
+        slow(node, "_prefill", lambda sequence, tokens, emit: len(tokens) / 250)
+    assert len(list(decode.read_and_write(prompt_of(64), 1))) == 1
+    prefill.begin(prompt_of(64))[1].result()
+    prefill.book.cancel(next(iter(prefill._attempts)))
+    answer = decode.read_and_write(prompt_of(2000), 10)
+    time.sleep(0.3)
+    left_at = time.monotonic()
+    answer.cancel()
+    assert until(lambda: nothing_left(pair))
+    assert time.monotonic() - left_at < 1.5  # asked on the engine's thread: a chunk of 1,024 would take four seconds
+    context, _ = prefill.begin(prompt_of(2000))
+    time.sleep(0.3)
+    left_at = time.monotonic()
+    prefill.book.cancel(context.ticket)
+    assert until(lambda: nothing_left(pair))
+    assert time.monotonic() - left_at < 1.5
 
 
 def test_cancelled_while_a_peer_is_being_proven(nodes: Callable[..., Pair]) -> None:
@@ -365,6 +388,18 @@ def test_streams_go_on_while_a_long_prompt_is_read(nodes: Callable[..., Pair]) -
     running.cancel()
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_who_joins_for_a_few_tokens_does_not_wait_for_the_others(count: int, nodes: Callable[..., Pair]) -> None:
+    _, decode = nodes()
+    expected = list(decode.read_and_write(prompt_of(20), count))
+    slow(decode, "_step", 0.01)
+    running = decode.read_and_write(prompt_of(10), 400)
+    assert until(lambda: running.metrics.completion_tokens > 5)
+    assert list(decode.read_and_write(prompt_of(20), count)) == expected
+    assert running.metrics.completion_tokens < 300
+    running.cancel()
+
+
 def test_unload_and_load(nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> None:
     for writer in ENGINE_OPTIONS:
         _, decode = nodes(writer, writer)
@@ -392,7 +427,8 @@ def test_idle_models_are_unloaded(tiny_folder: Any, tiny_engine: LoadTiny) -> No
         return load_engine("torch", model, **ENGINE_OPTIONS["torch"])
 
     worker = EngineThread(load)
-    room = Room(worker, idle_s=0.3)
+    room = Room(worker)
+    room.unload_when_idle(0.3)
     node = DecodeNode(room, model.tokenizer)
     assert until(lambda: not room.engine.loaded, 3)
     expected = alone(tiny_engine("torch", "llama"), prompt_of(50), 8)

@@ -16,12 +16,14 @@ import pytest
 from disaggregated_inference.errors import (
     Cancelled,
     ContextTooLong,
+    DeadlineExceeded,
+    DisaggError,
     PeerFailed,
     PeerGone,
     PeerRefused,
 )
 from disaggregated_inference.kv import Fingerprint
-from disaggregated_inference.nodes.answers import Answer
+from disaggregated_inference.nodes.answers import Answer, Rules
 from disaggregated_inference.nodes.context import Context
 from disaggregated_inference.nodes.decode import DecodeNode
 from disaggregated_inference.nodes.prefill import PrefillNode
@@ -250,6 +252,31 @@ def test_abort_half_way_then_the_same_memory(writer: str, nodes: Callable[..., P
         assert ask(prefill, decode) == right
     prefill.book.cancel(context.ticket)
     assert until(lambda: nothing_held(prefill, decode))
+
+
+@pytest.mark.parametrize("error", [Cancelled, DeadlineExceeded])
+def test_nobody_waits_to_leave_while_the_prompt_is_asked_for(error: type[DisaggError], pair: Pair) -> None:
+    """Its tokens, of paths that are silent: each would be waited for in turn."""
+    prefill, decode = pair
+    ended: list[BaseException | None] = []
+    decode.on_end = lambda answer, error: ended.append(error)
+    silent = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    context, _ = prefill.begin(PROMPT)
+    context = by_way_of(context, *(each.getsockname() for each in silent), *context.addresses)
+    rules = Rules(max_tokens=ANSWER, timeout_s=0.4 if error is DeadlineExceeded else 60)
+    started = time.monotonic()
+    answer = decode.fetch_and_write(context, rules=rules)
+    time.sleep(0.4)
+    if error is Cancelled:
+        answer.cancel()
+    with pytest.raises(error):
+        list(answer)
+    assert decode.room.held_slots == decode.open_requests == 0
+    assert time.monotonic() - started < 2
+    assert [type(each) for each in ended] == [error]
+    assert until(lambda: prefill.book.endings.cancelled == 1, 10), "over a path on which someone answers"
+    for each in silent:
+        each.close()
 
 
 def test_cancel_tells_the_sender(pair: Pair) -> None:

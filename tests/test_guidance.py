@@ -50,7 +50,15 @@ SCHEMAS: list[dict[str, Any] | bool] = [
     {"type": "number", "minimum": -1.5, "exclusiveMaximum": 10},
 ]
 PATTERNS = [r"[a-z]{3}-\d{2,4}", r"(yes|no|perhaps)( indeed)?", r"[a-z]+@[a-z]+\.(com|org)", r"é[à-ü]{1,3}\n"]
-CHOICES = ("yes", "yes!", "no", 'with "quotes" and \\', "a\nline\tand\x01", "naïve 🙂", "<|im_end|>")
+CHOICES = ("yes", "yes!", "no", 'with "quotes" and \\', "a\nline\tand\x01\x7f\x9f", "naïve 🙂", "<|im_end|>")
+LIKE_SPECIAL: list[dict[str, Any]] = [
+    {"type": "json_schema", "schema": {"const": "<|im_end|>"}},
+    {"type": "json_schema", "schema": {"const": "<filename>"}},
+    {"type": "choice", "choices": ["<|im_end|> x"]},
+    {"type": "choice", "choices": ["x<|endoftext|>"]},
+    {"type": "choice", "choices": ["a<|im_start|>b<<|im_end|><|im_end|>"]},
+    {"type": "regex", "pattern": "<filename>[a-z]{3}"},
+]
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +173,30 @@ def test_end_tokens_are_alike_and_come_last(smollm2: ModelFiles) -> None:
     assert np.flatnonzero(guide.allow()).tolist() == [0, 2]
 
 
+@pytest.mark.parametrize("asked", LIKE_SPECIAL, ids=str)
+def test_text_like_a_special_token_is_text(guides: Guides, smollm2: ModelFiles, asked: dict[str, Any]) -> None:
+    format = msgspec.convert(asked, Format)
+    walk = Walk(smollm2, guides.start(format), 3)
+    text = walk.text()
+    assert walk.guide.finished
+    assert min(walk.tokens) > 16, "no special ones"
+    if format.type == "regex":
+        assert re.fullmatch("<filename>[a-z]{3}", text)
+    else:
+        assert text == (format.choices[0] if format.choices else json.dumps(asked["schema"]["const"]))
+
+
+def test_special_tokens_that_a_grammar_names(guides: Guides, smollm2: ModelFiles) -> None:
+    guide = guides.start(Format(type="grammar", grammar='start: "a" <|im_start|> "b"'))
+    guide.replay(smollm2.tokenizer.encode("a"))
+    assert np.flatnonzero(guide.allow()).tolist() == [1]
+    guide.accept(1)
+    guide = guides.start(Format(type="grammar", grammar='start: "a" <|im_end|> "b"'))
+    guide.replay(smollm2.tokenizer.encode("a"))
+    with pytest.raises(BadRequest, match="token 2 would have to come next, and may only end"):
+        guide.allow()
+
+
 @pytest.mark.parametrize("difference", [-200, 0, 1000])
 def test_the_models_vocabulary_and_the_tokenizers_differ(smollm2: ModelFiles, difference: int) -> None:
     known = smollm2.spec.vocabulary
@@ -198,6 +230,16 @@ def test_an_answer_goes_on_elsewhere(guides: Guides, smollm2: ModelFiles) -> Non
         guides.start(Format(type="json_schema", schema=PERSON)).replay([*first.tokens, smollm2.spec.eos_tokens[0]])
 
 
+def test_an_end_token_after_a_complete_answer_changes_nothing(guides: Guides, smollm2: ModelFiles) -> None:
+    yes, end = smollm2.tokenizer.encode("yes")[0], smollm2.spec.eos_tokens[0]
+    guide = guides.start(Format(type="choice", choices=("yes",)))
+    guide.replay([yes, end])
+    guide.accept(end)
+    assert guide.finished
+    with pytest.raises(BadRequest, match=f"token {yes}, number 0 of 1"):
+        guide.accept(yes)
+
+
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
@@ -210,7 +252,8 @@ def test_an_answer_goes_on_elsewhere(guides: Guides, smollm2: ModelFiles) -> Non
         ({"type": "regex", "pattern": "a", "choices": ["a"]}, "has no field choices"),
         ({"type": "json_schema", "schema": {"type": "objet"}}, "Invalid type: objet"),
         ({"type": "json_schema", "schema": False}, "Unsatisfiable"),
-        ({"type": "json_schema", "schema": {"$ref": "#"}}, "NoExtension"),
+        ({"type": "json_schema", "schema": {"$ref": "#"}}, "nothing can ever match"),
+        ({"type": "regex", "pattern": "[^\\s\\S]"}, "nothing can ever match"),
         ({"type": "json_schema", "schema": {"$ref": "http://example.com/schema"}}, "does not fetch"),
         ({"type": "json_schema", "schema": {"x-guidance": 5}}, "must be an object"),
         ({"type": "json_schema", "schema": {"x-guidance": {"lazy": True}}}, "unknown field"),
@@ -226,6 +269,20 @@ def test_an_answer_goes_on_elsewhere(guides: Guides, smollm2: ModelFiles) -> Non
 def test_refused(guides: Guides, asked: dict[str, Any], reason: str) -> None:
     with pytest.raises(BadRequest, match=reason):
         guides.start(msgspec.convert(asked, Format))
+
+
+def test_a_choice_of_thousands(guides: Guides, smollm2: ModelFiles) -> None:
+    choices = tuple(f"item{number:05d}" for number in range(5000))
+    guide = guides.start(Format(type="choice", choices=choices))
+    guide.replay(smollm2.tokenizer.encode("item04242"))
+    assert guide.finished
+
+
+def test_what_is_too_complex_says_so(guides: Guides, smollm2: ModelFiles) -> None:
+    rules = " | ".join(f'"item{number:05d}"' for number in range(2100))
+    guide = guides.start(Format(type="grammar", grammar=f"start: {rules}"))
+    with pytest.raises(BadRequest, match="2101 items; max is 2000"):
+        guide.replay(smollm2.tokenizer.encode("item00042"))
 
 
 def test_unknown_fields_are_refused() -> None:
@@ -273,9 +330,51 @@ def test_what_is_compiled_is_kept_within_bounds(smollm2: ModelFiles, monkeypatch
         guides.start(Format(type="regex", pattern=pattern))
     assert compile_.call_count == 4, "a, b, c, and b again: the one not asked for longest went"
     assert len(guides._compiled) == 2
-    monkeypatch.setattr(guidance, "_MOST_COMPILED_CHARS", 100)
+    monkeypatch.setattr(guidance, "_MOST_COMPILED_BYTES", 100)
     guides.start(Format(type="regex", pattern="d" * 1000))
     assert not guides._compiled
+
+
+class Slowly:
+    """Grammars that are compiled once the test says so."""
+
+    def __init__(self, guides: Guides, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.begun, self._first_state = threading.Event(), threading.Semaphore(0), guides._first_state
+        self.compile_ = Mock(side_effect=self._wait)
+        monkeypatch.setattr(guides, "_first_state", self.compile_)
+
+    def _wait(self, grammar: str) -> Any:
+        self.begun.release()
+        assert self.go.wait(20)
+        return self._first_state(grammar)
+
+
+def test_many_who_ask_for_the_same_wait_for_one(smollm2: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    guides = Guides(smollm2.tokenizer, smollm2.spec.vocabulary, smollm2.spec.eos_tokens)
+    slowly = Slowly(guides, monkeypatch)
+    first, second = (guides.prepare(Format(type="regex", pattern="a{3}")) for _ in range(2))
+    assert slowly.begun.acquire(timeout=20)
+    first.set_exception(BadRequest("enough"))
+    slowly.go.set()
+    assert second.result(20)
+    assert guides.start(Format(type="regex", pattern="a{3}")).allow().any()
+    assert slowly.compile_.call_count == 1
+    assert not guides._compiling
+
+
+def test_what_nobody_waits_for_is_not_compiled(smollm2: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    guides = Guides(smollm2.tokenizer, smollm2.spec.vocabulary, smollm2.spec.eos_tokens)
+    guides.start(known := Format(type="regex", pattern="a"))
+    slowly = Slowly(guides, monkeypatch)
+    waiting = [guides.prepare(Format(type="regex", pattern=f"a{{{number}}}")) for number in range(2, 8)]
+    assert all(slowly.begun.acquire(timeout=20) for _ in range(2))
+    assert guides.start(known).allow().any(), "what is known waits for nobody"
+    for each in waiting:
+        each.set_exception(BadRequest("enough"))
+    assert len(guides._compiling) == 2
+    slowly.go.set()
+    guides.start(Format(type="regex", pattern="b"))
+    assert slowly.compile_.call_count == 3
 
 
 def test_without_llguidance(smollm2: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:

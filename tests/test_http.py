@@ -334,6 +334,7 @@ def test_cancel_by_request(pair: tuple[Node, Node]) -> None:
         ("/prefill", {"messages": [{"role": "user", "content": 5}]}, 400, "a role and a content"),
         ("/prefill", {"messages": [{"content": "x"}]}, 400, "a role and a content"),
         ("/prefill", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text alone"),
+        ("/prefill", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "text alone"),
         ("/prefill", {"tokens": [5], "ticket": "a/b"}, 400, "a ticket id"),
         ("/prefill", b'{"prompt": "\xff"}', 400, "cannot be read"),
         ("/prefill", b'{"x": ' + b"[" * 100_000, 400, "cannot be read"),

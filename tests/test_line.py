@@ -262,9 +262,11 @@ def test_a_deadline_that_is_over_takes_no_place() -> None:
 def test_a_deadline_does_not_end_what_has_begun() -> None:
     async def scene() -> None:
         with Clock() as clock:
-            async with Line(8, 1, clock=clock).turn("m", deadline=2):
+            line = Line(8, 1, clock=clock)
+            async with line.turn("m", deadline=2):
                 clock.now = 5
                 await settle()
+                assert (line.waiting, line.running) == (0, 1)
 
     run(scene())
 

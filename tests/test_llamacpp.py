@@ -233,16 +233,16 @@ class TestState:
             prove(engine.model, spec, "float16", [spec.rope])
 
     @pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
-    def test_states_as_builds_before_version_4_write_them(self, architecture: str, llama: LoadLlama) -> None:
-        """Without the fields for rotations, as in the llama.cpp of llama-cpp-python 0.3.36; else the same bytes."""
+    def test_states_of_both_versions(self, architecture: str, llama: LoadLlama) -> None:
+        """Before version 4 there are no fields for rotations, as in llama-cpp-python 0.3.36; else the same bytes."""
         engine = llama(architecture)
         slices, _ = read_prompt(engine, prompt_of(200), 200)
         rows = [[(piece.keys, piece.values)] for piece in slices]
-        older = replace(engine._codec, rotations=False)
-        state = older.encode(rows, 200, 3)
-        sections = len(older.sections)
-        assert len(engine._codec.encode(rows, 200, 3)) - len(state) == 8 * sections
-        for ours, read in zip(slices, older.decode(state, 0, 200), strict=True):
+        other = replace(engine._codec, rotations=not engine._codec.rotations)
+        state = other.encode(rows, 200, 3)
+        longer = 8 * len(other.sections) * (1 if other.rotations else -1)
+        assert len(state) - len(engine._codec.encode(rows, 200, 3)) == longer
+        for ours, read in zip(slices, other.decode(state, 0, 200), strict=True):
             assert np.array_equal(ours.keys, read.keys)
             assert np.array_equal(ours.values, read.values)
         with pytest.raises(SliceRefused):
@@ -305,6 +305,19 @@ def _reads(codec: StateCodec, state: Any, at: int) -> bool:
 
 
 class TestServing:
+    def test_logits_outlive_the_next_call(self, llama: LoadLlama) -> None:
+        """They are looked at where llama.cpp has them; who still has them when it computes again has a copy."""
+        engine = llama("llama")
+        first, second = engine.open(64), engine.open(64)
+        logits = engine.prefill(first, prompt_of(20))
+        expected, token = logits.numpy().copy(), logits.greedy().tolist()
+        others = engine.prefill(second, prompt_of(30, seed=5)).numpy()
+        assert not np.array_equal(expected, others)
+        assert np.array_equal(logits.numpy(), expected)
+        assert logits.greedy().tolist() == token
+        for sequence in (first, second):
+            engine.close(sequence)
+
     @pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
     def test_sixteen_sequences_join_and_leave(self, architecture: str, llama: LoadLlama) -> None:
         """Read here or handed over, of all lengths, stepped in any order; each sees only its own tokens."""
@@ -471,6 +484,6 @@ class TestLibrary:
         class Moved(ctypes.Structure):
             _fields_ = (("surprise", ctypes.c_uint32), *library._ContextParams._fields_)
 
-        path, (model_params, _) = library._xllamacpp()
+        known = library.load_library()
         with pytest.raises(EngineUnavailable, match="do not lie where they should"):
-            library.bind(path, "xllamacpp of tomorrow", model_params, Moved)
+            library.bind(Path(known.call._name), "a llama.cpp of tomorrow", known.model_params, Moved)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from disaggregated_inference.engines import load_engine
 from disaggregated_inference.errors import (
+    ContextTooLong,
     MessagesRefused,
     ModelDamaged,
     ModelError,
@@ -55,6 +56,14 @@ def test_paths_and_given_names(store: ModelStore, tiny_folder: Folder, smollm2_g
     assert store.resolve("smollm2").path == folder
 
 
+def test_a_copy_is_listed_once(store: ModelStore, tiny_folder: Folder) -> None:
+    copy = store.add("org/mine", tiny_folder("llama"), copy=True)
+    rows = [row for row in store.list() if row.path == copy.path]
+    assert [(row.name, row.note) for row in rows] == [("org/mine", "imported, safetensors")]
+    store.remove("org/mine")
+    assert not [row for row in store.list() if row.path == copy.path]
+
+
 def test_a_folder_in_the_store_or_right_here(
     store: ModelStore, tiny_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,6 +84,16 @@ def test_aliases_find_the_hugging_face_cache(store: ModelStore, tiny_folder: Fol
     for name in ("qwen3-coder:30b", "disaggregated:qwen3-coder:30b", "Qwen/Qwen3-Coder-30B-A3B-Instruct"):
         assert store.resolve(name).path == repository / "snapshots" / "abc123"
     assert "Qwen/Qwen3-Coder-30B-A3B-Instruct" in {row.name for row in store.list()}
+
+
+def test_what_is_too_long_says_what_to_do(smollm2: ModelFiles) -> None:
+    words = "100031 tokens do not fit the context window of 8192 tokens"
+    assert str(ContextTooLong(100031, 8192)) == f"{words}: shorten the prompt, or lower max_tokens"
+    apart = str(ContextTooLong(100031, 8192, prompt_tokens=31))
+    assert apart == f"{words} (31 of the prompt, 100000 for the answer): shorten the prompt, or lower max_tokens"
+    assert str(ContextTooLong(100031, 8192, advice="wait")) == f"{words}: wait"
+    with pytest.raises(ContextTooLong, match=r"^at least [0-9]+ tokens do not .* tokens: shorten the prompt$"):
+        smollm2.tokenizer.encode_within("x" * 10_000_000, 8192)
 
 
 def test_a_wrong_name_says_what_there_is(store: ModelStore, tmp_path: Path) -> None:

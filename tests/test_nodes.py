@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -226,6 +227,19 @@ def test_few_works_take_turns(tiny_engine: LoadTiny) -> None:
     worker.stop()
     with pytest.raises(NodeBusy, match="stopped"):
         worker.call(lambda: 1)
+
+
+def test_a_call_that_nobody_waits_for_any_more(tiny_engine: LoadTiny) -> None:
+    """It is left out, and the thread goes on."""
+    worker, go, called = EngineThread(lambda: tiny_engine("torch", "llama")), threading.Event(), list[int]()
+    busy = worker.post(lambda: go.wait(10))
+    left = worker.post(lambda: called.append(1))
+    assert left.cancel()
+    go.set()
+    assert busy.result(5)
+    assert worker.call(lambda: 5) == 5
+    assert not called
+    worker.stop()
 
 
 def test_slices_out_of_order_are_refused(nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> None:

@@ -79,7 +79,7 @@ def test_a_prompt_is_warmed_and_nothing_is_claimed(front: Front, ollama: Recorde
     assert "kv_bytes" not in decoded[1]["metrics"]
     alone = front.ask("/decode", {"context": read["context"]})
     assert alone[0] == 400
-    assert "no cache behind it" in alone[1]["error"]["message"]
+    assert "no cache is behind it" in alone[1]["error"]["message"]
     other = Context(ticket="t", secret="s", epoch="e", tokens=3, prompt_hash="h", addresses=(("127.0.0.1", 9),))
     refused = front.ask("/decode", {"context": other.encode(), "prompt": "x"})
     assert refused[0] == 400
@@ -172,6 +172,7 @@ def test_everything_is_said_in_its_words(front: Front, ollama: RecordedOllama) -
         {"tokens": [1, 2]},
         {"messages": [{"role": "user", "content": "x"}]},
         {"kv_cache": "AAAA"},
+        {"images": ["aGVsbG8="]},
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
@@ -179,6 +180,53 @@ def test_what_it_cannot_do_is_refused_with_the_reason(down: Front, wrong: dict[s
     status, answer = down.ask("/generate", {"prompt": "x"} | wrong)
     assert (status, answer["error"]["code"]) == (400, "bad_request")
     assert answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"images": "aGVsbG8="}, "images: a list of pictures"),
+        ({"images": [5]}, "images: a list of pictures"),
+        ({"images": ["data:image/png;base64,aGVsbG8="]}, "images: a list of pictures"),
+        ({"images": ["é"]}, "images: a list of pictures"),
+        ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "pictures are its images, in base64"),
+    ],
+)
+def test_images_that_are_none_are_refused(down: Front, more: dict[str, Any], says: str) -> None:
+    for path, stream in (("/generate", False), ("/generate", True), ("/prefill", False)):
+        body = {"messages": [{"role": "user", "content": "x"} | more], "stream": stream}
+        status, answer = down.ask(path, body)
+        assert (status, answer["error"]["code"]) == (400, "messages_refused")
+        assert says in answer["error"]["message"]
+
+
+def test_images_go_where_ollama_has_them(ollama: RecordedOllama) -> None:
+    ollama.shown = ollama.shown | {"capabilities": ["completion", "vision"]}
+    node, picture = Front(ollama.url), "aGVsbG8="
+    try:
+        message = {
+            "role": "user",
+            "content": "What is it?",
+            "images": [picture],
+            "name": "ann",
+            "refusal": None,
+            "cache_control": {"type": "ephemeral"},
+        }
+        for path in ("/prefill", "/generate"):
+            status, answer = node.ask(path, {"messages": [message]})
+            assert status == 200, answer
+            assert ollama.asked[-1]["messages"] == [{"role": "user", "content": "What is it?", "images": [picture]}]
+        assert answer["metrics"]["prefill_speed"] is None
+        other = node.ask("/generate", {"messages": [message | {"images": ["aGVsbG9v"]}]})[1]["metrics"]
+        assert other["prefill_speed"], "another picture is another prompt"
+    finally:
+        node.end()
+
+
+def test_a_model_without_eyes_is_shown_nothing(front: Front, ollama: RecordedOllama) -> None:
+    status, answer = front.ask("/generate", {"messages": [{"role": "user", "content": "x", "images": ["aGVsbG8="]}]})
+    assert (status, ollama.asked) == (400, [])
+    assert "images: this model reads text alone" in answer["error"]["message"]
 
 
 def test_a_stream_has_the_shape_of_every_other_nodes(front: Front, ollama: RecordedOllama) -> None:

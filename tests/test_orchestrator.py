@@ -13,6 +13,7 @@ import pytest
 
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.errors import ClusterError, DisaggError, NoDecodeNode
+from disaggregated_inference.orchestrator import life
 from disaggregated_inference.orchestrator.record import FALLBACK
 from disaggregated_inference.wire.paths import spoken
 from tests.cluster import Process, config_of
@@ -365,7 +366,7 @@ def simulated(name: str, profile: str) -> Process:
 
 def test_a_node_whose_engine_is_stuck_is_left(record_property: Any) -> None:
     """It answers everything but the question: its engine has been at one thing for too long."""
-    stuck = simulated("stuck", "custom:prefill=100,decode=1000")  # four seconds, in one piece
+    stuck = simulated("stuck", "custom:prefill=100,decode=1000")  # 0.8 s, in one piece
     well = simulated("well", "custom:prefill=80,decode=1000,chunk=16")
     try:
         for node in (stuck, well):
@@ -374,7 +375,7 @@ def test_a_node_whose_engine_is_stuck_is_left(record_property: Any) -> None:
         ask: dict[str, Any] = {"model": "simulated:tiny", "tokens": prompt, "max_tokens": 8, "temperature": 0}
         with DisaggregatedClient(config_of(well, local="always")) as client:
             _, expected = client.generate(**ask)
-        with DisaggregatedClient(config_of(stuck, well, local="always", stuck_s=1.0)) as client:
+        with DisaggregatedClient(config_of(stuck, well, local="always", stuck_s=0.5)) as client:
             assert client.health()["verdict"] == "all up"
             twice = [client.generate(**ask)[1] for _ in range(2)]
         assert all(metrics["tokens"] == expected["tokens"] for metrics in twice)
@@ -442,6 +443,81 @@ def test_a_node_that_came_back_serves_everyone_at_once(four: Four, expect: Any) 
         assert answers == [expect(prompt, 200)] * 6
 
 
+def test_a_node_that_was_started_again_unnoticed(four: Four, expect: Any) -> None:
+    """Between two looks at it: it says so itself, and is asked who it is before it is trusted again."""
+    prompt = prompt_of(200, seed=33)
+    with DisaggregatedClient(config_of(four.p1, four.d1, poll_s=60.0)) as client:
+        answered(client, prompt, 4)
+        for node in (four.d1, four.p1):
+            node.kill()
+            node.start()
+            node.ready()
+            tokens, metrics = answered(client, prompt, 16)
+            assert tokens == expect(prompt, 16)
+            assert [(failover["node"], failover["code"]) for failover in metrics["failovers"]] == [
+                (node.name, "node_restarted")
+            ]
+
+
+def test_the_only_node_that_writes_may_stand_still_for_a_while(four: Four, expect: Any) -> None:
+    """A machine that swaps, say. Nobody else could go on: to give it up would be the end of the answer."""
+    prompt = prompt_of(200, seed=34)
+    with DisaggregatedClient(config_of(four.p1, four.d1)) as client:
+        answered(client, prompt_of(100), 2)
+        tokens, metrics = [], None
+        for delta in client.stream(**ask_of(prompt, 300)):
+            if delta.token is not None:
+                tokens.append(delta.token)
+            metrics = delta.metrics or metrics
+            if len(tokens) == 10:
+                four.d1.freeze()
+                threading.Timer(2.5, four.d1.thaw).start()
+    assert metrics
+    assert metrics["failovers"] == []
+    assert tokens == expect(prompt, 300)
+
+
+def test_who_comes_while_the_only_node_that_writes_stands_still(four: Four, expect: Any) -> None:
+    """In a process that knows it, when it has been given up already; and in one that does not."""
+    prompt = prompt_of(200, seed=35)
+    config = config_of(four.p1, four.d1)
+    with DisaggregatedClient(config) as client:
+        answered(client, prompt, 4)
+        four.d1.freeze()
+        assert until(lambda: not client.status()["nodes"][1]["usable"], 5)
+        threading.Timer(0.5, four.d1.thaw).start()
+        tokens, metrics = answered(client, prompt, 16)
+        assert (tokens, metrics["failovers"]) == (expect(prompt, 16), [])
+    four.d1.freeze()
+    threading.Timer(1.5, four.d1.thaw).start()
+    with DisaggregatedClient(config) as client:
+        assert answered(client, prompt, 16)[0] == expect(prompt, 16)
+
+
+def test_who_waits_for_one_that_is_tried_out_waits_as_long_as_that_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that was started again reads a long prompt: whether it works is known with the first token."""
+    monkeypatch.setattr(life, "_PATIENCE_S", 0.5)
+    node = Process("d", "decode", "simulated", "simulated:tiny", "--profile", "custom:prefill=500,decode=500")
+    try:
+        node.ready()
+        with DisaggregatedClient(config_of(node, local="auto")) as client, ThreadPoolExecutor(3) as pool:
+            answered(client, [1] * 8, 4, model="simulated")
+            dying = in_thread(lambda: answered(client, [2] * 50, 2000, model="simulated"))
+            assert until(lambda: node.status()["running"])
+            node.kill()
+            with pytest.raises(NoDecodeNode):
+                dying.result(20)
+            node.start()
+            node.ready()
+            assert until(lambda: client.status()["nodes"][0]["usable"])
+            asked = [pool.submit(answered, client, [number + 3] * 1000, 4, model="simulated") for number in range(3)]
+            assert until(lambda: client.status()["nodes"][0]["state"] == "circuit half_open")
+            assert client.status()["verdict"] == "all up"
+            assert all(len(future.result(60)[0]) == 4 for future in asked)
+    finally:
+        node.end()
+
+
 def test_a_bad_request_leaves_the_way_free(four: Four) -> None:
     prompt = prompt_of(100, seed=32)
     four.d2.kill()
@@ -462,8 +538,10 @@ def test_a_bad_request_leaves_the_way_free(four: Four) -> None:
 def test_no_fallback_where_the_config_allows_none(four: Four) -> None:
     four.p1.kill()
     four.p2.kill()
-    with DisaggregatedClient(config_of(*four.all, fallback=False)) as client, pytest.raises(ClusterError, match="fall"):
-        answered(client, prompt_of(100), 4)
+    for local in ("never", "auto"):
+        config = config_of(*four.all, fallback=False, local=local)
+        with DisaggregatedClient(config) as client, pytest.raises(ClusterError, match="fall"):
+            answered(client, prompt_of(100), 4)
 
 
 def test_clients_that_are_dropped_leave_no_thread(four: Four) -> None:

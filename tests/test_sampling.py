@@ -218,3 +218,41 @@ def test_always_a_token_that_is_allowed(
     weights = np.exp((np.array(row, np.float32) - np.float32(max(row))) / np.float32(temperature))
     better = sum(weight > weights[token] for weight in weights)  # what rounds to the same weight is as likely
     assert not top_k or better < top_k
+
+
+def test_rounding_moves_few_draws() -> None:
+    """Another batch rounds otherwise. One random number into the cumulative sum, which hangs on the rounding of all
+    tokens, chose another one in 2 of 10 draws here."""
+    chance = np.random.default_rng(3)
+    row = chance.normal(0, 3, 49152).astype(np.float32)
+    other = row + chance.normal(0, 1e-3, len(row)).astype(np.float32)
+    moved = 0
+    for seed in range(400):
+        rules = Sampling(temperature=1.0, seed=seed)
+        moved += Sampler(rules, [], ()).choose(row).token != Sampler(rules, [], ()).choose(other).token
+    assert moved <= 3
+
+
+@pytest.mark.parametrize("rules", [{}, {"top_k": 6}, {"top_p": 0.9}, {"min_p": 0.05}])
+def test_draws_are_as_frequent_as_the_softmax_says(rules: dict[str, Any]) -> None:
+    row = np.array([2.0, 1.5, 1.0, 0.0, -1.0, -2.0, -4.0, -np.inf], np.float32)
+    weights = np.exp(row.astype(np.float64))
+    ordered = np.argsort(-weights)
+    share = weights / weights.sum()
+    kept = {
+        "top_k": ordered[: rules.get("top_k", 8)],
+        "top_p": ordered[: int(np.searchsorted(np.cumsum(share[ordered]), 0.9)) + 1],
+        "min_p": np.flatnonzero(weights >= 0.05 * weights.max()),
+    }.get(next(iter(rules), ""), np.flatnonzero(weights > 0))
+    expected = np.zeros(8)
+    expected[kept] = weights[kept] / weights[kept].sum()
+    count = 20_000
+    sampler = Sampler(Sampling(temperature=1.0, seed=11, **rules), [], ())
+    found = np.zeros(8)
+    for _ in range(count):
+        token = sampler.choose(row).token
+        sampler.note(token)
+        found[token] += 1
+    assert not found[expected == 0].any()
+    error = np.abs(found / count - expected)
+    assert (error <= 5 * np.sqrt(expected * (1 - expected) / count) + 1e-9).all()

@@ -58,7 +58,7 @@ def test_both_roles_in_one_process(both: Node, tiny_engine: LoadTiny) -> None:
         "prompt_tokens": 200,
         "completion_tokens": 12,
         "total_tokens": 212,
-        "cached_tokens": answer["metrics"]["cached_tokens"],
+        "cached_tokens": answer["metrics"]["prefill_cached_tokens"],
     }
     assert both.ask("/generate", {"tokens": prompt, "max_tokens": 12})[1]["tokens"] == expected
 
@@ -92,6 +92,7 @@ def test_a_router_finds_what_it_needs(both: Node) -> None:
 
 def test_choices_logprobs_and_stops(both: Node) -> None:
     asked = {"tokens": prompt_of(50), "max_tokens": 10, "temperature": 1.3, "seed": 4, "n": 3, "logprobs": 2}
+    asked["ignore_eos"] = True
     whole = both.ask("/generate", asked)[1]
     assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
     events = both.stream("/generate", asked | {"stream": True})

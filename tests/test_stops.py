@@ -26,6 +26,16 @@ def test_nothing_is_held_back_without_need() -> None:
     assert text.flush() == ""
 
 
+def test_a_stop_string_counts_where_it_ends() -> None:
+    text = StopText(["1\n"])
+    assert [text.push("1\n1", counts=False), text.push("\n2"), text.found] == ["1\n", "", "1\n"]
+    text = StopText(["ab", "xaby"])
+    shown = [text.push("xab", counts=False), text.push("z"), text.push("ab")]
+    assert (shown, text.found) == (["", "xabz", ""], "ab")
+    text = StopText(["xab"])
+    assert text.push("xa", counts=False) + text.push("c") + text.flush() == "xac"
+
+
 @given(st.lists(st.text("abc", max_size=4), max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
 def test_any_cut_shows_the_same(pieces: list[str], stops: list[str]) -> None:
     whole = "".join(pieces)

@@ -17,12 +17,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from disaggregated_inference.client import DisaggregatedClient
+from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.orchestrator.history import History
 from disaggregated_inference.orchestrator.record import FALLBACK
 from disaggregated_inference.talk.board import board
 from disaggregated_inference.talk.lines import Lines
 from disaggregated_inference.talk.screen import summary
-from tests.cluster import Process, config_of, free_port
+from disaggregated_inference.talk.wrong import as_data
+from tests.cluster import Process, config_of, free_port, state_of
 from tests.conftest import until
 
 COMMAND = [sys.executable, "-m", "disaggregated_inference"]
@@ -170,8 +173,9 @@ def test_a_detour_is_said_unasked(nodes: list[Process], tmp_path: Path) -> None:
         (("generate", "\udcff"), "this is not valid UTF-8 text"),
         (("generate", "x", "--model", "nope"), 'no model "nope"; the cluster has simulated:tiny'),
         (("generate", "x", "--raw", "--system", "y"), "--system is a message of a chat, and --raw is none"),
-        (("generate", "x", "--json-schema", "nowhere"), "No such file"),
-        (("generate", "x", "--json-schema", "notes"), "notes is not JSON"),
+        (("generate", "x", "--json-schema", "nowhere"), "--json-schema: nowhere cannot be read: No such file"),
+        (("generate", "x", "--json-schema", "nowhere"), "; name a file that has a JSON schema"),
+        (("generate", "x", "--json-schema", "notes"), "--json-schema: notes is not JSON"),
         (("generate", "x", "--config", "nowhere"), "nowhere: cannot be read"),
         (("generate", "x", "--timeout", "0.2", "--max-tokens", "99"), "not done within 0.2 s"),
         (("generate", "x", "--max-tokens", "10000000"), "do not fit the context window"),
@@ -188,6 +192,60 @@ def test_mistakes_get_one_clear_line(folder: Path, arguments: tuple[str, ...], s
     assert run.stderr.startswith("error: ")
     assert says in run.stderr
     assert len(run.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("generate", "x", "--model", "nope"), "model_not_found"),
+        (("generate", "x", "--json-schema", "nowhere"), "bad_request"),
+        (("models", "verify", "smollm2", "nowhere"), "model_not_found"),
+        (("generate", "x", "--config", "away.json"), "no_decode_node"),
+        (("status", "--config", "nowhere"), "config_error"),
+        (("chat", "--config", "nowhere"), "config_error"),
+        (("history",), "config_error"),
+        (("config", "check", "nowhere"), "config_error"),
+        (("models", "inspect", "nowhere"), "model_not_found"),
+    ],
+)
+def test_mistakes_are_json_where_answers_are(folder: Path, arguments: tuple[str, ...], code: str) -> None:
+    away = {"decode_servers": [{"host": "127.0.0.1", "port": free_port(), "model": "m"}]}
+    (folder / "away.json").write_text(json.dumps(away))
+    run = disagg(folder, *arguments, "--json")
+    assert run.returncode == 1
+    error = json.loads(run.stdout)["error"]
+    assert (error.keys(), error["code"]) == ({"code", "message"}, code)
+
+
+def test_what_the_system_says_has_a_code_too() -> None:
+    assert as_data(OSError("no space left")) == {"code": "os_error", "message": "no space left"}
+
+
+def test_what_a_node_refuses_is_a_bad_request(folder: Path) -> None:
+    """As is what is refused before any node is asked."""
+    with DisaggregatedClient(str(folder / "cluster.json")) as client:
+        stops = [str(at) for at in range(17)]
+        wrong: list[dict[str, Any]] = [{"tokens": []}, {"prompt": ""}, {"prompt": "x", "stop": stops}]
+        for options in wrong:
+            with pytest.raises(BadRequest):
+                client.generate(**options)
+
+
+def test_a_token_is_ruled_out_by_the_cluster_file(folder: Path) -> None:
+    config = json.loads((folder / "cluster.json").read_text())
+    ask: dict[str, Any] = {"prompt": "Why?", "temperature": 0, "max_tokens": 1}
+    with DisaggregatedClient(config) as client:
+        (token,) = client.generate(**ask)[1]["tokens"]
+    models = {"simulated:tiny": {"defaults": {"logit_bias": {str(token): -100}}}}
+    write_config(folder, config | {"models": config.get("models", {}) | models})
+    assert disagg(folder, "config", "check").returncode == 0
+    with DisaggregatedClient(str(folder / "cluster.json")) as client:
+        assert client.generate(**ask)[1]["tokens"] != [token]
+
+
+def test_what_is_no_option_asks_for_no_json(folder: Path) -> None:
+    run = disagg(folder, "generate", "--model", "nope", "--", "--json")
+    assert (run.returncode, run.stdout) == (1, "")
 
 
 # chat
@@ -292,7 +350,9 @@ class Terminal:
         os.write(self._end, text.encode())
 
     def interrupt(self) -> None:
-        """The terminal is nobody's controlling one, so the signal is sent by hand."""
+        """The terminal is nobody's controlling one, so the signal is sent by hand. Not before the process waits: one
+        that comes between a key and readline's next select is noticed with the next key."""
+        assert until(lambda: state_of(self.process.pid) == "S")
         self.process.send_signal(signal.SIGINT)
 
     def end(self) -> int:
@@ -367,9 +427,32 @@ def test_status_of_a_cluster_that_is_down(nodes: list[Process], tmp_path: Path) 
     assert run.returncode == 1
     assert re.search(rf"d1: it cannot be reached: .*{port}", run.stdout)
     assert run.stdout.splitlines()[-1] == "decode down: cannot serve"
+    assert "model simulated:tiny: prefill on p1; decode on none (d1 is unreachable)\n" in run.stdout
     told = disagg(tmp_path, "status", "--json")
     assert told.returncode == 1
     assert [node["state"] for node in json.loads(told.stdout)["nodes"]] == ["healthy", "unreachable"]
+
+
+def test_status_says_what_is_wrong_with_a_node(nodes: list[Process], tmp_path: Path) -> None:
+    """A token that is not its own, or none; another role than the config has; something that is no node."""
+    guarded = Process("g", "prefill", "simulated", "simulated:tiny", *SLOW, "--token", "SECRET").ready()
+
+    def said(**servers: list[dict[str, Any]]) -> tuple[list[str], str]:
+        write_config(tmp_path, servers)
+        told = json.loads(disagg(tmp_path, "status", "--json").stdout)
+        return [node["state"] for node in told["nodes"]], disagg(tmp_path, "status").stdout
+
+    try:
+        states, shown = said(prefill_servers=[guarded.entry | {"token": "WRONG"}])
+        assert states == ["unauthorized"]
+        assert "g: this is not the token of this node; set `token` in the config\n" in shown
+        assert "a bearer token is needed; set `token`" in said(prefill_servers=[guarded.entry])[1]
+    finally:
+        guarded.end()
+    prefill, decode = nodes
+    states, shown = said(prefill_servers=[decode.entry], decode_servers=[prefill.entry])
+    assert states == ["wrong role", "wrong role"]
+    assert "d1: it runs as a decode node, and the config has it under prefill_servers\n" in shown
 
 
 def test_status_again_and_again(folder: Path, terminal: Callable[..., Terminal]) -> None:
@@ -422,7 +505,7 @@ def test_the_board_fits_a_small_terminal() -> None:
 def test_a_node_that_went_is_not_shown_as_it_was() -> None:
     lines = shown([node_of("p[1]", state="unreachable", usable=False, why="p[1]: it does not answer")])
     assert lines[1].split() == ["p[1]", "prefill", "torch", "unreachable", "-", "-", "-", "-"]
-    assert lines[3:5] == ["p[1]: it does not answer", "model m: prefill on none; decode on none"]
+    assert lines[3:5] == ["p[1]: it does not answer", "model m: prefill on none (p[1] is unreachable); decode on none"]
 
 
 # history

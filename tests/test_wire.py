@@ -33,7 +33,7 @@ from disaggregated_inference.errors import (
 from disaggregated_inference.kv import Fingerprint, KVLayout, KVSlice, LayerPlan, require_same_model
 from disaggregated_inference.kv.dtype import Array
 from disaggregated_inference.kv.fingerprint import Weights
-from disaggregated_inference.wire import End, Failure, Hello, Outbox, Receipt, Welcome, codecs, fetch, serve
+from disaggregated_inference.wire import End, Failure, Hello, Outbox, Receipt, Welcome, codecs, fetch, sender, serve
 from disaggregated_inference.wire.codecs import dequantize, quantize
 from disaggregated_inference.wire.frames import (
     HEADER,
@@ -254,6 +254,36 @@ def test_only_what_is_not_held_is_sent(transfer: Callable[..., Transfer], thread
         receipt = one.fetch(near, held_tokens=231)
     assert receipt.payload_bytes == one.writer.spec.kv_bytes(77, "float32")
     assert one.answer() == alone(one.writer, one.prompt, ANSWER)
+
+
+@pytest.mark.parametrize("unwanted", [{"held_tokens": 231}, {"stream": 40, "streams": 64}])
+def test_slices_that_nobody_wants_are_no_silence(
+    unwanted: dict[str, int],
+    transfer: Callable[..., Transfer],
+    threads: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The prefill node computes what the receiver holds, or layers of other streams, and has nothing to say."""
+    monkeypatch.setattr(sender, "_PULSE_S", 0.2)
+    one = transfer(length=308, chunk=77)
+    one.writer.prefill(one.target, one.prompt[:231])
+    outbox, one.outbox = one.outbox, Outbox()
+    one.read()
+    computed, one.outbox = one.outbox, outbox
+
+    def put_slowly() -> None:
+        for piece in computed.slices():
+            time.sleep(0.1)  # more often than the pulse
+            outbox.put(piece)
+        outbox.finish(End(prompt_tokens=308))
+
+    with tcp_pair() as (near, far):
+        near.settimeout(0.6)
+        start(one, threads, far)
+        putting = threads.submit(put_slowly)
+        receipt = one.fetch(near, lambda piece: None, **unwanted)
+        putting.result(10)
+    assert receipt.end.prompt_tokens == 308, "it was not given up"
 
 
 def test_logits_overtake_waiting_slices(transfer: Callable[..., Transfer], threads: ThreadPoolExecutor) -> None:

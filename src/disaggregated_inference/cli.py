@@ -30,16 +30,39 @@ app.add_typer(bench_app, name="bench")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Model = Annotated[str, typer.Option("--model", "-m", help="A name, an alias or a model folder.")]
+Engine = Annotated[
+    str,
+    typer.Option(
+        help="torch, mlx, llamacpp (GGUF files), ollama (a running one, whole answers only) or simulated"
+        " (no inference). Default: torch to prefill, else mlx."
+    ),
+]
+Profile = Annotated[
+    str,
+    typer.Option(
+        help="Machine that --engine simulated stands for: dgx-spark, m3-ultra, m2-ultra, h200, instant,"
+        " custom:prefill=2000,decode=50 (tokens/s). Default: instant."
+    ),
+]
 
 
 def main() -> None:
-    """Run the command; an error we raise on purpose, or the system's, becomes one line and exit code 1."""
+    """Run the command; an error we raise on purpose, or the system's, becomes one line (with `--json`, also one
+    of JSON) and exit code 1. Of a command line that cannot be understood Typer says so, and ends with 2."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is under way is cleaned up
     try:
         app()
     except (DisaggError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        from disaggregated_inference.talk.wrong import say
+
+        say(error, sys.argv[1:])
         raise SystemExit(1) from None
+    except SystemExit as end:
+        if end.code == 2:  # its context is the error that Typer ends with
+            from disaggregated_inference.talk.wrong import say_usage
+
+            say_usage(end.__context__, sys.argv[1:])
+        raise
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
@@ -79,21 +102,8 @@ def demo(
 def serve(
     role: Annotated[str, typer.Option(help="prefill (reads prompts), decode (writes answers) or both.")] = "both",
     model: Model = "smollm2",
-    engine: Annotated[
-        str,
-        typer.Option(
-            help="torch, mlx, llamacpp (GGUF files), ollama (a running one, whole answers only) or simulated (no"
-            " inference)."
-            " Default: torch to prefill, else mlx."
-        ),
-    ] = "",
-    profile: Annotated[
-        str,
-        typer.Option(
-            help="Machine that --engine simulated stands for: dgx-spark, m3-ultra, m2-ultra, h200, instant,"
-            " custom:prefill=2000,decode=50 (tokens/s). Default: instant."
-        ),
-    ] = "",
+    engine: Engine = "",
+    profile: Profile = "",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="HTTP; 0: a free one. Default 8000 or 8001.")
@@ -107,7 +117,9 @@ def serve(
         list[str] | None,
         typer.Option(help="HOST or HOST:PORT for KV connections, best link first; repeatable. Default: --host."),
     ] = None,
-    lease: Annotated[float, typer.Option(min=1, help="Seconds a cache is held for someone who does not come.")] = 60.0,
+    lease_s: Annotated[
+        float, typer.Option("--lease", min=1, help="Seconds a cache is held for someone who does not come.")
+    ] = 60.0,
     kv_streams: Annotated[int, typer.Option(min=1, max=64, help="Connections per transfer.")] = 2,
     kv_codec: Annotated[str, typer.Option(help="raw, or int8 for links slower than the prefill.")] = "raw",
     kv_memory: Annotated[str, typer.Option(help="KV memory in all, such as 8G. Default: from free memory.")] = "",
@@ -117,8 +129,12 @@ def serve(
     prefix_disk: Annotated[str, typer.Option(help="Folder that keeps prefixes over restarts. Default: none.")] = "",
     prefix_disk_size: Annotated[str, typer.Option(help="How large that folder may grow.")] = "10G",
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for memory.")] = 256,
-    idle_unload: Annotated[float, typer.Option(min=0, help="Unload the model when idle for so many seconds.")] = 0.0,
-    drain: Annotated[int, typer.Option(min=0, help="Seconds to finish what is under way when told to stop.")] = 60,
+    idle_unload_s: Annotated[
+        float, typer.Option("--idle-unload", min=0, help="Unload the model when idle for so many seconds.")
+    ] = 0.0,
+    drain_s: Annotated[
+        int, typer.Option("--drain", min=0, help="Seconds to finish what is under way when told to stop.")
+    ] = 60,
     ollama_host: Annotated[
         str, typer.Option(help="Where --engine ollama finds its Ollama.")
     ] = "http://localhost:11434",
@@ -132,36 +148,7 @@ def serve(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error; JSON on standard error.")] = "warning",
 ) -> None:
     """Run a node: it reads prompts and hands out their KV, or takes KV and writes answers, or both."""
+    asked = locals()  # each by the name of its setting
     from disaggregated_inference.nodes.run import Settings, run_node
 
-    run_node(
-        Settings(
-            role=role,
-            model=model,
-            engine=engine,
-            profile=profile,
-            host=host,
-            port=port,
-            token=token,
-            insecure=insecure,
-            dtype=dtype,
-            chunk=chunk,
-            kv_port=kv_port,
-            kv_address=tuple(kv_address or ()),
-            lease_s=lease,
-            kv_streams=kv_streams,
-            kv_codec=kv_codec,
-            kv_memory=kv_memory,
-            prefix_memory=prefix_memory,
-            prefix_disk=prefix_disk,
-            prefix_disk_size=prefix_disk_size,
-            queue=queue,
-            idle_unload_s=idle_unload,
-            drain_s=drain,
-            ollama_host=ollama_host,
-            ollama_context=ollama_context,
-            ollama_slots=ollama_slots,
-            keep_alive=keep_alive,
-            log_level=log_level,
-        )
-    )
+    run_node(Settings(**asked | {"kv_address": tuple(kv_address or ())}))

@@ -1,11 +1,12 @@
 """The sync facade: one event loop on a thread of its own, shared by any number of callers' threads."""
 
 import asyncio
+import os
 import queue
 import threading
 import weakref
 from collections.abc import Coroutine, Generator, Iterator, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -17,6 +18,7 @@ from disaggregated_inference.orchestrator import Delta, DisaggregatedInference
 Result = TypeVar("Result")
 
 _CLOSING_S = 5.0
+_CLOSED = "the client was closed before this was done"
 
 
 class DisaggregatedClient:
@@ -30,10 +32,8 @@ class DisaggregatedClient:
 
     def __init__(self, config_path: "str | Path | dict[str, Any] | ClusterConfig | None" = None) -> None:
         self._core = DisaggregatedInference(config_path)  # a bad config is said before a thread is started
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=_run, args=(self._loop,), name="disagg-client", daemon=True)
-        self._thread.start()
-        self._end = weakref.finalize(self, _shut_down, self._core, self._loop, self._thread)  # dropped, or at exit
+        self._home = _Home(self._core)
+        self._end = weakref.finalize(self, self._home.shut_down)  # dropped, or at exit
         self._call(self._core.start())
 
     @property
@@ -70,13 +70,12 @@ class DisaggregatedClient:
     def stream(self, prompt: str | None = None, **options: Any) -> Generator[Delta, None, None]:
         """Pieces of text as they are written; the last one carries the metrics. Leaving the loop cancels the rest."""
         lines: queue.SimpleQueue[Delta | BaseException | None] = queue.SimpleQueue()
-        pumping = self._post(self._pump(lines, prompt, options))
-        pumping.add_done_callback(
-            lambda _: lines.put(ClusterError("the client was closed"))
-        )  # if nothing else was said
+        pumping = self._home.post(self._pump(lines, prompt, options))
+        pumping.add_done_callback(lambda _: lines.put(ClusterError(_CLOSED)))  # if nothing else was said
         try:
             while (item := lines.get()) is not None:
                 if isinstance(item, BaseException):
+                    self._home.end_with_the_interpreter()
                     raise item
                 yield item
         finally:
@@ -104,24 +103,66 @@ class DisaggregatedClient:
         return self._core.history.recent(count, self.config.resolve_model(model) if model else None)
 
     def _call(self, work: "Coroutine[Any, Any, Result]") -> Result:
-        future = self._post(work)
+        future = self._home.post(work)
         try:
-            result: Result = future.result()
-            return result
-        except BaseException:  # also where the caller is interrupted: nobody wants it any more
+            return future.result()
+        except BaseException as error:  # also where the caller is interrupted: nobody wants it any more
             future.cancel()
-            if not self._end.alive and threading.current_thread().daemon and not threading.main_thread().is_alive():
-                threading.Event().wait()  # it ends with the interpreter, and needs no trace on the screen for that
+            self._home.end_with_the_interpreter()
+            if isinstance(error, CancelledError):
+                raise ClusterError(_CLOSED) from None
             raise
 
-    def _post(self, work: "Coroutine[Any, Any, Result]") -> Any:
-        if not self._end.alive or not self._thread.is_alive():
-            work.close()
-            raise ClusterError("this client was closed; make a new one")
+
+class _Home:
+    """An event loop on a thread of its own. What was posted ends, whatever happens to the loop."""
+
+    def __init__(self, core: DisaggregatedInference) -> None:
+        self._core, self._loop = core, asyncio.new_event_loop()
+        self._lock, self._closed, self._process = threading.Lock(), False, os.getpid()
+        self._thread = threading.Thread(target=_run, args=(self._loop,), name="disagg-client", daemon=True)
+        self._thread.start()
+
+    def post(self, work: "Coroutine[Any, Any, Result]") -> "Future[Result]":
+        with self._lock:  # what is posted before the end is ended by it
+            if not (refusal := self._refusal()):
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        self.end_with_the_interpreter()
+        raise ClusterError(refusal)
+
+    def _refusal(self) -> str:
+        if self._process != os.getpid():
+            return "this client was made before a fork; make one in each process"
+        if self._closed:
+            return "this client was closed; make a new one"
         if threading.current_thread() is self._thread:
-            work.close()
-            raise ClusterError("the sync client was called on its own event loop; use DisaggregatedInference there")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+            return "the sync client was called on its own event loop; use DisaggregatedInference there"
+        return ""
+
+    def shut_down(self) -> None:
+        """Also where the last reference was dropped on the loop's own thread, which cannot wait for itself; and in a
+        child process, which has the loop but not its thread."""
+        if self._process != os.getpid():
+            return
+        with self._lock:
+            self._closed = True
+            ending = asyncio.run_coroutine_threadsafe(self._ended(), self._loop)
+        if self._thread is not threading.current_thread():
+            with suppress(TimeoutError, CancelledError):
+                ending.result(_CLOSING_S)
+            self._thread.join(_CLOSING_S)
+
+    async def _ended(self) -> None:
+        try:
+            await self._core.aclose()
+        finally:
+            self._loop.stop()
+
+    def end_with_the_interpreter(self) -> None:
+        """Where that is what ended a daemon thread's call: it needs no trace on the screen."""
+        if self._closed and threading.current_thread().daemon and not threading.main_thread().is_alive():
+            threading.Event().wait()
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -129,22 +170,10 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
     finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
-
-
-def _shut_down(core: DisaggregatedInference, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Also where the last reference was dropped on the loop's own thread, which cannot wait for itself."""
-
-    async def end() -> None:
-        try:
-            await core.aclose()
-        finally:
-            loop.stop()
-
-    ending = asyncio.run_coroutine_threadsafe(end(), loop)
-    if thread is not threading.current_thread():
-        with suppress(TimeoutError, CancelledError):
-            ending.result(_CLOSING_S)
-        thread.join(_CLOSING_S)

@@ -66,7 +66,7 @@ def run_demo(
     tokens = tokenizer.encode_chat([{"role": "user", "content": prompt}])
     tokenizing = time.perf_counter() - started
     if len(tokens) + max_tokens > model.spec.context_window:
-        raise ContextTooLong(len(tokens) + max_tokens, model.spec.context_window)
+        raise ContextTooLong(len(tokens) + max_tokens, model.spec.context_window, prompt_tokens=len(tokens))
     with _nodes(files, prefill, decode, chunk, console) as (reader, writer):
         canary = _prove(reader, writer, tokens, console)
         console.print(f"\n[bold]{prefill}[/] reads {len(tokens)} tokens, [bold]{decode}[/] writes:\n")

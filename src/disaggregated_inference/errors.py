@@ -29,9 +29,11 @@ DisaggError
 │   └── Cancelled              499  the other side no longer wants it
 ├── BadRequest                 400  a request that cannot be understood, or asks for what is not there
 │   ├── MessagesRefused        400  chat messages that the model's template cannot render
-│   └── BodyTooLarge           413  a request body beyond the limit
+│   ├── BodyTooLarge           413  a request body beyond the limit
+│   └── RequestTooSlow         408  a request that did not come in time
 ├── NodeBusy                   503  the queue is full
 │   └── NodeDraining           503  the node is stopping and takes no new work
+├── NodeRestarted              409  the node is not the one that was meant: it was started again since
 ├── ClusterError               503  nobody in the cluster can serve this now
 │   ├── NoDecodeNode           503  no node is left that could write the answer
 │   └── QueueFull              503  more requests wait for a node than should; come back later
@@ -113,7 +115,10 @@ class FingerprintMismatch(KVError):
 
 
 class KVMemoryFull(KVError):
+    """`retry_after_s`, where it is known, is when there is likely room."""
+
     status = 503
+    retry_after_s: int
 
     @property
     def code(self) -> str:
@@ -182,12 +187,23 @@ class BodyTooLarge(BadRequest):
     status = 413
 
 
+class RequestTooSlow(BadRequest):
+    status = 408
+
+
 class NodeBusy(DisaggError):
+    """`retry_after_s`, where it is known, is when there is likely a place."""
+
     status = 503
+    retry_after_s: int
 
 
 class NodeDraining(NodeBusy):
     pass
+
+
+class NodeRestarted(DisaggError):
+    status = 409
 
 
 class ClusterError(DisaggError):
@@ -243,9 +259,21 @@ class DeadlineExceeded(DisaggError):
 class ContextTooLong(DisaggError):
     status = 400
 
-    def __init__(self, needed_tokens: int, window_tokens: int, how_exact: str = "", advice: str = "") -> None:
+    def __init__(
+        self,
+        needed_tokens: int,
+        window_tokens: int,
+        how_exact: str = "",
+        advice: str = "",
+        prompt_tokens: int | None = None,
+    ) -> None:
+        """`prompt_tokens`: of those needed, where it is known; the others are for the answer."""
         words = f"{how_exact}{needed_tokens} tokens do not fit the context window of {window_tokens} tokens"
-        super().__init__(f"{words}: {advice}" if advice else words)
+        if prompt_tokens is not None and prompt_tokens < needed_tokens:
+            words += f" ({prompt_tokens} of the prompt, {needed_tokens - prompt_tokens} for the answer)"
+        too_long_alone = prompt_tokens is not None and prompt_tokens >= window_tokens
+        usual = "shorten the prompt" if too_long_alone else "shorten the prompt, or lower max_tokens"
+        super().__init__(f"{words}: {advice or usual}")
         self.needed_tokens = needed_tokens
         self.how_exact = how_exact
         self.window_tokens = window_tokens

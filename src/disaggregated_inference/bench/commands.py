@@ -19,7 +19,7 @@ def bench_engines(
     shape: Annotated[str, typer.Option(help="Random weights of this shape instead of a model (torch).")] = "",
     device: Annotated[str, typer.Option(help="torch device, such as cpu or cuda.")] = "",
     threads: Threads = 0,
-    quick: Annotated[bool, typer.Option(help="Fewer repeats.")] = False,
+    quick: Annotated[bool, typer.Option(help="Fewer rounds.")] = False,
     output: Annotated[Path, typer.Option(help="Folder for the JSON files.")] = Path("bench-results"),
 ) -> None:
     """Our engines against their bare libraries: prefill, decode, export, import, loading; then every pair of them."""
@@ -78,14 +78,14 @@ def bench_decode(
     model: Model = "smollm2",
     engine: Annotated[str, typer.Option(help="Engine that writes.")] = "mlx",
     prefill: Annotated[str, typer.Option(help="Engine that reads what is handed over.")] = "torch",
-    tokens: Annotated[int, typer.Option(min=8, help="Tokens per answer.")] = 32,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs, the best of which counts.")] = 3,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens per answer.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each batch; the median of their ratios counts.")] = 9,
     output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = Path("bench-results"),
 ) -> None:
     """A decode node's batch against its library's own generators; and what a long prompt does to running streams."""
     from disaggregated_inference.bench.decode import run
 
-    run(engine, prefill, model, tokens, repeats, output)
+    run(engine, prefill, model, tokens, rounds, output)
 
 
 @bench_app.command("serve")

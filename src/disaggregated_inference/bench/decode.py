@@ -1,6 +1,7 @@
 """`disagg bench decode`: a decode node's batch against mlx-lm's own generators, and what arriving prompts do to it."""
 
 import importlib
+import statistics
 import threading
 import time
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from disaggregated_inference.bench.report import Report, Row, percentile
+from disaggregated_inference.bench.report import Report, Row, compared, in_turn, percentile
 from disaggregated_inference.engines import load_engine, require_engine
 from disaggregated_inference.models import ModelFiles, ModelStore
 from disaggregated_inference.nodes.answers import Answer, Item, Piece, Rules
@@ -24,10 +25,11 @@ _BATCHES = (1, 4, 16)
 _CONTEXT = 32
 _STREAMS = 8
 _ARRIVING = 2000
+_ARRIVALS = 2
 _LONG = 1500
 
 
-def run(engine: str, reader: str, model_name: str, tokens: int, repeats: int, output: Path) -> Report:
+def run(engine: str, reader: str, model_name: str, tokens: int, rounds: int, output: Path) -> Report:
     console = Console()
     for name in (engine, reader):
         require_engine(name)
@@ -38,9 +40,9 @@ def run(engine: str, reader: str, model_name: str, tokens: int, repeats: int, ou
     try:
         for batch in _BATCHES:
             console.print(f"batch of {batch}", style="dim", highlight=False)
-            _batch_rows(report, node, engine, batch, tokens, repeats)
+            _batch_rows(report, node, engine, batch, tokens, rounds)
         console.print(f"a prompt of {_ARRIVING} tokens arrives", style="dim", highlight=False)
-        _arrival_rows(report, node, reader, model, repeats)
+        _arrival_rows(report, node, reader, model)
     finally:
         node.room.close_all()
         node.worker.stop()
@@ -118,25 +120,20 @@ def _leave(streams: list[_Stream]) -> None:
         stream.done.wait()
 
 
-def _batch_rows(report: Report, node: DecodeNode, engine: str, batch: int, tokens: int, repeats: int) -> None:
+def _batch_rows(report: Report, node: DecodeNode, engine: str, batch: int, tokens: int, rounds: int) -> None:
+    """Seconds of a step, each in turn."""
     baseline = importlib.import_module(f"disaggregated_inference.engines.{engine}.baseline").Baseline(node.engine)
-    ours: list[float] = []
-    theirs: list[float] = []
-    bare: list[float] = []
-    for turn in range(repeats + 1):
-        runs = (
-            _node_seconds(node, batch, tokens),
-            node.worker.call(partial(baseline.decode_seconds, _CONTEXT, batch, tokens)) / tokens,
-            node.worker.call(partial(_engine_seconds, node, batch, tokens)) / tokens,
-        )
-        if turn:  # the first is the warm-up
-            for column, seconds in zip((ours, theirs, bare), runs, strict=True):
-                column.append(seconds)
-    mine, other, engine_alone = min(ours), min(theirs), min(bare)
+    ours, theirs, bare = in_turn(
+        rounds,
+        lambda: _node_seconds(node, batch, tokens),
+        lambda: node.worker.call(partial(baseline.decode_seconds, _CONTEXT, batch, tokens)) / tokens,
+        lambda: node.worker.call(partial(_engine_seconds, node, batch, tokens)) / tokens,
+    )
     goal = 0.95 if engine == "mlx" else None
-    report.add(Row(f"batch {batch}", batch / mine, "tok/s", batch / other, f"{baseline.label}'s own", goal))
-    overhead = (mine - engine_alone) / batch * 1e6
-    report.add(Row(f"batch {batch}, node's overhead per token", overhead, "µs", engine_alone / batch * 1e6, "engine"))
+    report.add(compared(f"batch {batch}", batch, "tok/s", ours, theirs, f"{baseline.label}'s own", goal))
+    overhead = statistics.median(mine - alone for mine, alone in zip(ours, bare, strict=True)) / batch
+    alone = statistics.median(bare) / batch
+    report.add(Row(f"batch {batch}, node's overhead per token", overhead * 1e6, "µs", alone * 1e6, "engine"))
 
 
 def _engine_seconds(node: DecodeNode, batch: int, tokens: int) -> float:
@@ -158,14 +155,14 @@ def _engine_seconds(node: DecodeNode, batch: int, tokens: int) -> float:
     return seconds
 
 
-def _arrival_rows(report: Report, node: DecodeNode, reader: str, model: ModelFiles, repeats: int) -> None:
+def _arrival_rows(report: Report, node: DecodeNode, reader: str, model: ModelFiles) -> None:
     """The prompt was read before it is handed over: on this one machine, reading would take the decoder's cores."""
     worker = EngineThread(partial(load_engine, reader, model, dtype="float32"))
     prefill = PrefillNode(Room(worker, prefix_bytes=0), chunk_tokens=512, lease_s=600)
     gaps: dict[str, list[float]] = {"quiet": [], "hand-over": [], "local prefill": []}
     arrivals: dict[str, list[float]] = {"hand-over": [], "local prefill": []}
     try:
-        for _ in range(repeats):
+        for _ in range(_ARRIVALS):
             for way in gaps:
                 seconds = _disturbed(node, prefill, way, gaps[way])
                 if way in arrivals:

@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from disaggregated_inference.bench.pairs import bench_pairs
-from disaggregated_inference.bench.report import Report, Row, best_seconds
+from disaggregated_inference.bench.report import Report, Row, compared, in_turn
 from disaggregated_inference.engines import ENGINES, Engine, Sequence, chunks, file_kind, load_engine, require_engine
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.kv import KVSlice
@@ -52,8 +52,8 @@ def bench_model(name: str, model: ModelFiles, options: dict[str, Any], quick: bo
     gc.collect()
     report = Report(f"{name} engine, {model.name}, {engine.dtype}")
     report.add(Row("load the model (libraries imported)", loading, "s", goal=3, at_most=True))
-    prompts, repeats, answer = ((256,), 2, 8) if quick else ((128, 512), 5, 16)
-    measure(engine, report, prompts, (1, 4, 16), repeats, answer, progress)
+    prompts, rounds = ((256,), 3) if quick else ((128, 512), 15)
+    measure(engine, report, prompts, (1, 4, 16), rounds, 8, progress)
     return report
 
 
@@ -72,44 +72,43 @@ def measure(
     report: Report,
     prompts: tuple[int, ...],
     batches: tuple[int, ...],
-    repeats: int,
+    rounds: int,
     steps: int,
     progress: Progress,
-    context: int = 64,
+    context: int = 32,
 ) -> None:
     bare = importlib.import_module(f"disaggregated_inference.engines.{engine.name}.baseline").Baseline(engine)
     for length in prompts:
         progress(f"{engine.name}: prefill of {length} tokens")
-        _prefill_rows(engine, bare, report, length, repeats)
+        _prefill_rows(engine, bare, report, length, rounds)
     for batch in batches:
         progress(f"{engine.name}: decode at batch {batch}")
-        _decode_row(engine, bare, report, context, batch, steps, repeats)
+        _decode_row(engine, bare, report, context, batch, steps, rounds)
     progress(f"{engine.name}: export and import")
-    _transfer_rows(engine, bare, report, min(prompts[-1], 8192), repeats)
+    _transfer_rows(engine, bare, report, min(prompts[-1], 8192), rounds)
 
 
-def _decode_row(engine: Engine, bare: Any, report: Report, context: int, batch: int, steps: int, repeats: int) -> None:
-    ours, theirs = best_seconds(
-        repeats,
+def _decode_row(engine: Engine, bare: Any, report: Report, context: int, batch: int, steps: int, rounds: int) -> None:
+    ours, theirs = in_turn(
+        rounds,
         lambda: decode_seconds(engine, context, batch, steps),
         lambda: bare.decode_seconds(context, batch, steps),
     )
-    tokens = batch * steps
-    report.add(Row(f"decode, batch {batch}", tokens / ours, "tok/s", tokens / theirs, bare.label, bare.decode_goal))
+    report.add(compared(f"decode, batch {batch}", batch * steps, "tok/s", ours, theirs, bare.label, bare.decode_goal))
 
 
-def _prefill_rows(engine: Engine, bare: Any, report: Report, length: int, repeats: int) -> None:
+def _prefill_rows(engine: Engine, bare: Any, report: Report, length: int, rounds: int) -> None:
     tokens = [(31 * i) % 400 + 10 for i in range(length)]
-    plain, streamed, theirs = best_seconds(
-        repeats,
+    plain, streamed, theirs = in_turn(
+        rounds,
         lambda: _prefill_seconds(engine, tokens, stream=False),
         lambda: _prefill_seconds(engine, tokens, stream=True),
         lambda: bare.prefill_seconds(tokens),
     )
-    off, on, bare_rate = (length / seconds for seconds in (plain, streamed, theirs))
-    report.add(Row(f"prefill {length}, export off", off, "tok/s", bare_rate, bare.label))
-    report.add(Row(f"prefill {length}, export on", on, "tok/s", bare_rate, bare.label, 0.97))
-    report.add(Row(f"prefill {length}, export on", on, "tok/s", off, "export off"))
+    off, on = f"prefill {length}, export off", f"prefill {length}, export on"
+    report.add(compared(off, length, "tok/s", plain, theirs, bare.label))
+    report.add(compared(on, length, "tok/s", streamed, theirs, bare.label, 0.97))
+    report.add(compared(on, length, "tok/s", streamed, plain, "export off"))
 
 
 def _prefill_seconds(engine: Engine, tokens: list[int], stream: bool) -> float:
@@ -150,7 +149,7 @@ def _filled(engine: Engine, length: int, capacity: int) -> Sequence:
     return sequence
 
 
-def _transfer_rows(engine: Engine, bare: Any, report: Report, length: int, repeats: int) -> None:
+def _transfer_rows(engine: Engine, bare: Any, report: Report, length: int, rounds: int) -> None:
     """Slices out of the engine and into it against a copy of the same bytes: all three find room for them first."""
     source = _filled(engine, length, length)
     slices = [_copy(piece) for piece in engine.export(source)]
@@ -164,16 +163,15 @@ def _transfer_rows(engine: Engine, bare: Any, report: Report, length: int, repea
         engine.close(sequence)
 
     peak = bare.peak_bytes(place)
-    out, into, copied = best_seconds(
-        repeats,
+    out, into, copied = in_turn(
+        rounds,
         lambda: _seconds(lambda: _gather(engine.export(source), size)),
         lambda: _seconds(place),
         lambda: _seconds(lambda: _gather(slices, size)),
     )
     engine.close(source)
     for way, seconds in (("export", out), ("import", into)):
-        rates = size / seconds / 1e9, size / copied / 1e9
-        report.add(Row(f"{way} of {size / 1e6:.0f} MB", rates[0], "GB/s", rates[1], "memory copy"))
+        report.add(compared(f"{way} of {size / 1e6:.0f} MB", size / 1e9, "GB/s", seconds, copied, "memory copy"))
     if peak is not None:
         report.add(Row("memory taken by the import", peak / 1e6, "MB", size / 1e6, "the KV", 1.05, at_most=True))
 

@@ -3,6 +3,7 @@
 import json
 import math
 import platform
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from disaggregated_inference import __version__
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A measured value, and the baseline it is compared with where there is one."""
+    """A measured value, and the baseline it is compared with where there is one; where both were measured in rounds,
+    one after the other, the ratio is the median of the rounds' own."""
 
     what: str
     value: float
@@ -24,10 +26,20 @@ class Row(msgspec.Struct, frozen=True):
     against: str = ""
     goal: float | None = None
     at_most: bool = False
+    ratios: tuple[float, ...] = ()
 
     @property
     def ratio(self) -> float | None:
+        if self.ratios:
+            return statistics.median(self.ratios)
         return self.value / self.baseline if self.baseline else None
+
+    def told_ratio(self) -> str:
+        """With the half of all rounds in the middle, where there were enough to have one."""
+        if self.ratio is None:
+            return ""
+        middle = [percentile(self.ratios, share) for share in (25, 75)] if len(self.ratios) > 3 else []
+        return f"{self.ratio:.2f}" + (f" ({middle[0]:.2f} to {middle[1]:.2f})" if middle else "")
 
 
 class Report(msgspec.Struct):
@@ -43,9 +55,8 @@ class Report(msgspec.Struct):
             table.add_column(name, justify="left" if name == "measured" else "right")
         for row in self.rows:
             baseline = f"{_number(row.baseline)} {row.against}" if row.baseline is not None else ""
-            ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
             goal = "" if row.goal is None else f"{'≤' if row.at_most else '≥'} {row.goal:g}"
-            table.add_row(row.what, f"{_number(row.value)} {row.unit}", baseline, ratio, goal)
+            table.add_row(row.what, f"{_number(row.value)} {row.unit}", baseline, row.told_ratio(), goal)
         console.print(table)
 
     def save(self, path: Path) -> None:
@@ -69,10 +80,29 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, math.ceil(len(ordered) * share / 100) - 1)]
 
 
-def best_seconds(repeats: int, *contenders: Callable[[], float]) -> list[float]:
-    """The least seconds of each contender, after one warm-up. Run in turn, so that a noisy machine is noisy to all;
-    and the least, because noise only ever adds."""
+def in_turn(rounds: int, *contenders: Callable[[], float]) -> list[list[float]]:
+    """Seconds of each contender in every round, after a warm-up. A noisy machine is noisy to all of a round; who begins
+    changes, so that nobody always comes after the same one."""
     for contender in contenders:
         contender()
-    runs = [[contender() for contender in contenders] for _ in range(repeats)]
-    return [min(column) for column in zip(*runs, strict=True)]
+    columns: list[list[float]] = [[] for _ in contenders]
+    for turn in range(rounds):
+        for place in range(len(contenders)):
+            who = (turn + place) % len(contenders)
+            columns[who].append(contenders[who]())
+    return columns
+
+
+def compared(
+    what: str,
+    amount: float,
+    unit: str,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    against: str,
+    goal: float | None = None,
+) -> Row:
+    """So much in a second, ours and theirs, from the seconds of each round."""
+    rates = [amount / statistics.median(column) for column in (ours, theirs)]
+    ratios = tuple(other / mine for mine, other in zip(ours, theirs, strict=True))
+    return Row(what, rates[0], unit, rates[1], against, goal, ratios=ratios)

@@ -24,6 +24,8 @@ from disaggregated_inference.progress import steps
 
 _TEXT = "Tell me about number {number}: where it appears in nature, in mathematics and in the history of people. "
 
+_STREAMED = 256  # tokens, of an engine that takes no time: for what each of them costs
+
 
 class Served(NamedTuple):
     """One request as its client saw it."""
@@ -52,12 +54,14 @@ def run(model_name: str, clients: int, each: int, tokens: int, output: Path) -> 
             served = list(pool.map(lambda number: ask(_prompt(number), tokens), range(clients * each)))
         return served, time.perf_counter() - started
 
-    with _ours(model) as ask:
+    with _ours("mlx", "--model", str(model.path), "--dtype", "float32") as ask:
         ours = measured("our node", ask)
-        _overhead_rows(report, ask)
     with _theirs(model) as ask:
         theirs = measured("mlx_lm.server", ask)
     _rows(report, ours, theirs)
+    console.print("our node around a simulated engine that takes no time", style="dim", highlight=False)
+    with _ours("simulated", "--model", "simulated:tiny", "--profile", "instant") as ask:
+        _overhead_rows(report, ask)
     report.show(console)
     path = output / "serve.json"
     report.save(path)
@@ -80,15 +84,16 @@ def _rows(report: Report, ours: tuple[list[Served], float], theirs: tuple[list[S
 
 
 def _overhead_rows(report: Report, ask: Ask) -> None:
-    """A request for one token of one token: nearly all of it is the server."""
-    alone = [ask("a", 1).total_s for _ in range(30)]
-    report.add(Row("a request for one token after one, p50", percentile(alone, 50) * 1e3, "ms"))
+    """All of it is the server: HTTP, admission, the batch, text and delivery; one client, one thing at a time."""
+    ask("a", 1)
+    short, long = (percentile([ask("a", tokens).total_s for _ in range(50)], 50) for tokens in (1, _STREAMED))
+    report.add(Row("the server around the engine, a request of one token, p50", short * 1e3, "ms"))
+    report.add(Row("the server around the engine, each further token", (long - short) / (_STREAMED - 1) * 1e6, "µs"))
 
 
 @contextmanager
-def _ours(model: ModelFiles) -> Iterator[Ask]:
-    shared = ("--model", str(model.path), "--dtype", "float32", "--prefix-memory", "0")
-    node = LocalNode("decode", "mlx", *shared)
+def _ours(engine: str, *arguments: str) -> Iterator[Ask]:
+    node = LocalNode("decode", engine, "--prefix-memory", "0", *arguments)
     try:
         port = node.ready()
 

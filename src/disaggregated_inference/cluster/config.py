@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from disaggregated_inference.cluster.reading import Reader, did_you_mean, is_address, is_host, parse, shown, spoken
-from disaggregated_inference.errors import ConfigError, ModelNotFound
+from disaggregated_inference.errors import BadRequest, ConfigError, ModelNotFound
 
 PLACES = ("cluster.json", "cluster.toml", "disaggregated_inference/config_current.json")
 PORTS = {"prefill": 8000, "decode": 8001, "both": 8001}  # as `disagg serve` has them
@@ -141,8 +141,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.models.get(self.resolve_model(model), ModelOptions())
 
 
-def bare_name(model: str) -> str:
+def bare_name(model: Any) -> str:
     """Programs name models as `disaggregated:qwen3-coder:30b`."""
+    if not isinstance(model, str):
+        raise BadRequest(f"model: expected a name, got {shown(model)}")
     return model.strip().removeprefix("disaggregated:").strip()
 
 
@@ -161,6 +163,8 @@ def load_config(
     """The cluster in a file, in a dict, or (None) in the file that `DISAGG_CONFIG` names, or the first of `PLACES`."""
     if source is not None and not isinstance(source, str | Path):
         return _ClusterReader("", environ).cluster(source)
+    if source == "":
+        raise ConfigError("the path of the cluster file is empty; name one, or give none to have it looked for")
     path = Path(os.path.expanduser(_find(environ) if source is None else source))
     return _ClusterReader(str(path), environ).cluster(parse(path))
 

@@ -12,15 +12,11 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from disaggregated_inference.errors import BadRequest, BodyTooLarge
+from disaggregated_inference.errors import BodyTooLarge, RequestTooSlow
 from disaggregated_inference.gateway.answers import BODY_LIMIT_BYTES
 
 READ_S = 20.0
 _SLOWEST_BYTES_S = 16 << 10
-
-
-class RequestTooSlow(BadRequest):
-    status = 408
 
 
 def protocol_within(read_s: float) -> type[asyncio.Protocol]:

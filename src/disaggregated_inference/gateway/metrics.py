@@ -34,7 +34,7 @@ _PROVIDER = "disaggregated_inference"
 _OPERATIONS = ("chat", "text_completion")
 _BREAKER = {"closed": 0, "half_open": 1, "open": 2}
 _WAITING = ("queue", "admission", "prefill queue")  # phases in which nobody works for the request
-_LEG_CODES = ("unreachable", "stuck", "stream_ended", "bad_answer", "internal_error", "failed")
+_LEG_CODES = ("unreachable", "unauthorized", "stuck", "stream_ended", "bad_answer", "internal_error", "failed")
 
 
 def _status_of() -> dict[str, int]:

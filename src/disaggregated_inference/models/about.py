@@ -59,7 +59,9 @@ def _from_node(url: str, token: str) -> bytes:
         hint = {401: ": give its --token", 404: ": is it the address of a node?"}.get(error.code, "")
         raise ModelNotFound(f"{url} answers with HTTP {error.code}{hint}") from error
     except (urllib.error.URLError, OSError, ValueError) as error:
-        raise ModelNotFound(f"{url} does not answer: {getattr(error, 'reason', error)}") from error
+        reason = getattr(error, "reason", error)
+        hint = "start the node there, or check the address and the port"
+        raise ModelNotFound(f"{url} does not answer: {reason}; {hint}") from error
 
 
 def _fingerprint(content: bytes, place: str) -> Fingerprint:

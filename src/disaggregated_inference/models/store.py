@@ -209,7 +209,8 @@ class ModelStore:
         rows += [_listed(name, Path(path)) for name, paths in sorted(self.names.items()) for path in paths.values()]
         rows += [Listed(name, self._alias(name), "alias of " + repos[0]) for name, repos in ALIASES.items()]
         rows += [Listed(name, self._simulated(name), "no weights, for --engine simulated") for name in simulated.NAMES]
-        rows += [Listed(name, path, "found") for name, path in self._found()]
+        named = {path for paths in self.names.values() for path in paths.values()}  # among them what was copied here
+        rows += [Listed(name, path, "found") for name, path in self._found() if str(path) not in named]
         return rows + [
             Listed(name, path, "of an Ollama here, for --engine llamacpp") for name, path in ollama_store.pulled()
         ]

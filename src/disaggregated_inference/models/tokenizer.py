@@ -1,9 +1,10 @@
 """Text to tokens and back with the Rust tokenizers alone: no torch, no transformers."""
 
+import codecs
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ Message = dict[str, Any]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 _ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # as SentencePiece writes what is no text
 
 
@@ -74,7 +76,7 @@ class ModelTokenizer:
         """What cannot fit in any case is refused before it is tokenized, which takes seconds for megabytes."""
         least = len(text) // self.longest_token_bytes
         if least > window:
-            raise ContextTooLong(least, window, "at least ")
+            raise ContextTooLong(least, window, "at least ", prompt_tokens=least)
         return self.encode(text)
 
     @cached_property
@@ -130,7 +132,15 @@ class ModelTokenizer:
         return "ByteLevel" in json.dumps(json.loads(self.json).get("decoder"))
 
     def stream(self) -> "TextStream":
-        return TextStream(self._tokenizer)
+        return TextStream(self._tokenizer, self._text_bytes)
+
+    def _text_bytes(self, token: int) -> bytes:
+        """What a token adds to an answer: a special one nothing."""
+        return b"" if token in self._silent else self.token_bytes(token)
+
+    @cached_property
+    def _silent(self) -> frozenset[int]:
+        return frozenset(at for at, each in self._tokenizer.get_added_tokens_decoder().items() if each.special)
 
     @property
     def json(self) -> str:
@@ -157,12 +167,22 @@ class ModelTokenizer:
 class TextStream:
     """Token by token to text, never half a character."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, bytes_of: Callable[[int], bytes]) -> None:
+        self._tokenizer, self._bytes_of = tokenizer, bytes_of
         self._stream = DecodeStream(skip_special_tokens=True)
+        self._held: list[int] = []
 
     def push(self, token: int) -> str:
-        return self._stream.step(self._tokenizer, token) or ""
+        text = self._stream.step(self._tokenizer, token) or ""
+        self._held.clear() if text else self._held.append(token)
+        return text
+
+    def flush(self) -> str:
+        """No more will come. What looked like half a character may be a whole U+FFFD that was meant; no halves."""
+        held, self._held = self._held, []
+        if not self._tokenizer.decode(held).endswith("\ufffd"):  # nothing but tokens that are no text
+            return ""
+        return _UTF8("replace").decode(b"".join(map(self._bytes_of, held)))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -185,6 +205,8 @@ def _is_text(part: Any) -> bool:
 def _plain(message: Message) -> Message:
     """Text content as templates know it; content in parts, as OpenAI's API has it, is joined."""
     content = message.get("content")
+    if message.get("images"):
+        raise MessagesRefused("images: this model reads text alone; leave them out")
     if isinstance(content, list):
         texts = [part["text"] for part in content if _is_text(part)]
         if len(texts) < len(content):

@@ -55,7 +55,8 @@ class Admission:
         self._line: deque[Claim] = deque()
         self._held: set[Claim] = set()
         self._asked = self._releases = 0
-        self._released_at: deque[float] = deque(maxlen=_LAST_RELEASES)
+        self._held_s: deque[float] = deque(maxlen=_LAST_RELEASES)  # by all together, from one release to the next
+        self._held_since_s, self._looked_at = 0.0, clock()
         self._closed: DisaggError | None = None
 
     @property
@@ -78,8 +79,8 @@ class Admission:
                 raise self._closed.with_traceback(None)
             now, self._asked = self._clock(), self._asked + 1
             claim = Claim(cost_bytes, slots, start, refuse, self._asked, now, now + wait_s)
-            if self._line or not self._fits(claim):
-                self._require_place(wait_s)
+            if self._line or not self._fits(cost_bytes, slots):
+                self._require_place(claim, wait_s)
             self._line.append(claim)
             due = self._let_in()
         self._tell(due)
@@ -93,7 +94,8 @@ class Admission:
             elif claim.state == "held":
                 self._give_back(claim)
                 self._releases += 1
-                self._released_at.append(self._clock())
+                self._held_s.append(self._held_since_s)
+                self._held_since_s = 0.0
                 self._unblock()
             claim.state = "ended"
             due = self._let_in()
@@ -113,7 +115,7 @@ class Admission:
                 claim.state, claim.blocked = "waiting", self._releases == claim.held_after
                 self._line.insert(sum(other.number < claim.number for other in self._line), claim)
             else:
-                due = [self._refused(claim, self._closed or KVMemoryFull(self._fragmented(claim)))]
+                due = [self._refused(claim, self._closed or self._full(claim, self._fragmented(claim)))]
             due += self._let_in()
         self._tell(due)
 
@@ -124,7 +126,7 @@ class Admission:
             late = [claim for claim in self._line if claim.deadline <= now]
             for claim in late:
                 self._line.remove(claim)
-            due: _Due = [self._refused(claim, KVMemoryFull(self._waited(claim, now))) for claim in late]
+            due: _Due = [self._refused(claim, self._full(claim, self._waited(claim, now))) for claim in late]
             due += self._let_in()
         self._tell(due)
 
@@ -137,14 +139,29 @@ class Admission:
         self._tell(due)
 
     def retry_after_s(self) -> int:
-        """When someone new might have a turn: those in line, at the pace of the last releases."""
+        """When someone new who needs little might have a turn."""
         with self._lock:
-            if not self._line and self.held_bytes < self.limit_bytes and self.held_slots < self.most_slots:
-                return 1
-            if not self._released_at:
-                return _UNKNOWN_S
-            each_s = (self._clock() - self._released_at[0]) / len(self._released_at)
-            return max(1, min(_LONGEST_RETRY_S, round((len(self._line) + 1) * each_s)))
+            return self._retry_after_s(1, 1)
+
+    def _retry_after_s(self, cost_bytes: int, slots: int) -> int:
+        """Those in line, at the pace of the last releases: as long as memory was held for each of them, shared by those
+        who hold some now. So time in which nobody held any does not count, nor how few they were."""
+        if not self._line and self._fits(cost_bytes, slots):
+            return 1
+        if not self._held_s:
+            return _UNKNOWN_S
+        self._look_at_clock()
+        each_s = sum(self._held_s) / len(self._held_s)
+        if self._held_since_s > each_s:  # the next is late
+            each_s = (sum(self._held_s) + self._held_since_s) / (len(self._held_s) + 1)
+        turns = (len(self._line) + 1) / max(1, len(self._held))
+        return max(1, min(_LONGEST_RETRY_S, round(turns * each_s)))
+
+    def _look_at_clock(self) -> None:
+        """Whenever someone begins or ends to hold memory: what those who did have held since it was last looked at."""
+        now = self._clock()
+        self._held_since_s += len(self._held) * (now - self._looked_at)
+        self._looked_at = now
 
     def _require_possible(self, cost_bytes: int, slots: int) -> None:
         if cost_bytes > self.limit_bytes or slots > self.most_slots:
@@ -153,21 +170,31 @@ class Admission:
                 f"{self.most_slots} slots; ask for a shorter answer or fewer choices, or start it with more --kv-memory"
             )
 
-    def _require_place(self, wait_s: float) -> None:
+    def _require_place(self, claim: Claim, wait_s: float) -> None:
         if wait_s <= 0:
-            raise NodeBusy(f"no KV memory is free now, {len(self._line)} requests wait for it; try again later")
+            raise self._busy(claim, f"no KV memory is free now, {len(self._line)} requests wait for it")
         if len(self._line) >= self.most_waiting:
-            raise NodeBusy(f"{len(self._line)} requests wait for KV memory already; try again later")
+            raise self._busy(claim, f"{len(self._line)} requests wait for KV memory already")
 
-    def _fits(self, claim: Claim) -> bool:
-        bytes_fit = self.held_bytes + claim.cost_bytes <= self.limit_bytes
-        return bytes_fit and self.held_slots + claim.slots <= self.most_slots
+    def _busy(self, claim: Claim, words: str) -> NodeBusy:
+        error = NodeBusy(f"{words}; try again later")
+        error.retry_after_s = self._retry_after_s(claim.cost_bytes, claim.slots)
+        return error
+
+    def _full(self, claim: Claim, words: str) -> KVMemoryFull:
+        error = KVMemoryFull(words)
+        error.retry_after_s = self._retry_after_s(claim.cost_bytes, claim.slots)
+        return error
+
+    def _fits(self, cost_bytes: int, slots: int) -> bool:
+        return self.held_bytes + cost_bytes <= self.limit_bytes and self.held_slots + slots <= self.most_slots
 
     def _let_in(self) -> _Due:
         """From the head of the line as long as they fit."""
         due: _Due = []
-        while self._line and not self._line[0].blocked and self._fits(self._line[0]):
-            claim = self._line.popleft()
+        self._look_at_clock()
+        while (claim := self._next()) and self._fits(claim.cost_bytes, claim.slots):
+            self._line.popleft()
             claim.state, claim.held_after = "held", self._releases
             self._held.add(claim)
             self.held_bytes += claim.cost_bytes
@@ -176,7 +203,11 @@ class Admission:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return due
 
+    def _next(self) -> Claim | None:
+        return self._line[0] if self._line and not self._line[0].blocked else None
+
     def _give_back(self, claim: Claim) -> None:
+        self._look_at_clock()
         self._held.remove(claim)
         self.held_bytes -= claim.cost_bytes
         self.held_slots -= claim.slots

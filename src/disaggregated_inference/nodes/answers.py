@@ -27,6 +27,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     choice: int = 0  # which of several this is, where one of them goes on by itself: it has its own random numbers
     timeout_s: float = 180.0
     queue_s: float = 30.0  # how long it may wait for memory
+    arrived_at: float | None = None  # on the clock of time.perf_counter, where it waited before: for its grammar
     progress: bool = False  # whether someone wants to know how much of the prompt is here
 
     def seeded(self) -> "Rules":
@@ -77,6 +78,12 @@ class DecodeMetrics(msgspec.Struct):
     finish_reason: str = "length"
     seed: int | None = None  # of a sampled answer: the same one gives the same answer again
 
+    @property
+    def spared_tokens(self) -> int:
+        """Of the prompt, that nobody computed for this request. What this node held and the prefill node computed all
+        the same was not moved, and no more than that."""
+        return self.prefill_cached_tokens if self.kv_paths else self.cached_tokens
+
 
 class Piece(msgspec.Struct, frozen=True):
     """One token, the text that it completes, and how likely it was where someone asked."""
@@ -110,8 +117,9 @@ class Answer:
 
     def __init__(self, rules: Rules, metrics: DecodeMetrics, request_id: str = "") -> None:
         self.rules, self.metrics, self.request_id = rules, metrics, request_id
-        self.begun_at = time.perf_counter()
-        self.deadline = time.monotonic() + rules.timeout_s
+        self.made_at = time.perf_counter()
+        self.begun_at = self.made_at if rules.arrived_at is None else rules.arrived_at
+        self.deadline = time.monotonic() + rules.timeout_s - (self.made_at - self.begun_at)
         self.ended = False
         self.gave_up: DisaggError | None = None
         self._stop: Callable[[DisaggError], None] = lambda error: None
@@ -136,7 +144,7 @@ class Answer:
             if self.ended or early or tokens <= self._told:
                 return
             self._told, self._told_at = tokens, now
-            passed_ms = round(1000 * (now - self.begun_at - metrics.admission_time))
+            passed_ms = round(1000 * (now - self.made_at - metrics.admission_time))
             self._deliver(Progress(metrics.prompt_tokens, metrics.cached_tokens, tokens, passed_ms))
 
     def listen(self, deliver: Callable[[Item], None]) -> None:

@@ -64,8 +64,10 @@ class Batch:
         self.rates.note(len(members), len(members), self.step_s)
 
     def _due(self) -> list[Choice]:
-        """Who is stepped now. Tokens in flight are fed unread only to the very batch that they are for."""
-        due = [choice for choice in self.members if not self._flight or choice.left() > 1]
+        """Who is stepped now. Tokens in flight are fed unread only to the very batch that they are for; who gets its
+        last one from there is not stepped again."""
+        flying = set(self._flight.members) if self._flight else set()
+        due = [choice for choice in self.members if choice not in flying or choice.left() > 1]
         if self._flight and self._flight.members != due:
             self._settle(self._flight)
             self._flight = None

@@ -66,7 +66,7 @@ class Choice:
         self.tokens.append(token)
         self.sampler.note(token)
         ended = token in self._eos and not rules.sampling.ignore_eos
-        if self._guide and not ended:
+        if self._guide:  # it knows when the answer is complete: only then is an end token the end
             self._guide.accept(token)
             ended = self._guide.finished
         text = self._show(token)
@@ -75,12 +75,11 @@ class Choice:
         elif not self.left():
             self.finish = "length"
         if self.finish:
-            text += self._stops.flush()
+            text += self._stops.push(self._text.flush()) + self._stops.flush()
         self.answer.metrics.completion_tokens += 1
         self.answer.put(Piece(token, text, self.number, chosen.logprob, chosen.top, self.finish))
 
     def _show(self, token: int) -> str:
-        text = self._text.push(token)
-        if self.sampler.written < self.answer.rules.sampling.min_tokens:  # stop strings, too, count from there on
-            return text
-        return self._stops.push(text)
+        """Stop strings, too, count from `min_tokens` on: those that end there."""
+        counts = self.sampler.written >= self.answer.rules.sampling.min_tokens
+        return self._stops.push(self._text.push(token), counts)

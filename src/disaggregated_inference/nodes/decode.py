@@ -6,6 +6,7 @@ logits, and it joins the batch.
 """
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -19,6 +20,7 @@ from disaggregated_inference.errors import (
     DisaggError,
     KVMemoryFull,
     NodeBusy,
+    PeerFailed,
 )
 from disaggregated_inference.models.tokenizer import ModelTokenizer
 from disaggregated_inference.nodes.admission import Claim
@@ -31,10 +33,12 @@ from disaggregated_inference.nodes.intake import Intake, Task, said_of_the_reque
 from disaggregated_inference.nodes.proofs import Proofs
 from disaggregated_inference.nodes.room import Room
 from disaggregated_inference.nodes.worker import Work
-from disaggregated_inference.wire import Paths, withdraw
+from disaggregated_inference.wire import Paths, keep_waiting, withdraw
 from disaggregated_inference.wire.tape import Playback
 
 log = logging.getLogger(__name__)
+
+_UNKNOWN_LEASE_S = 3.0  # of a prefill node that did not answer
 
 
 class DecodeNode:
@@ -56,8 +60,10 @@ class DecodeNode:
         self.on_end: Callable[[Answer, BaseException | None], None] = lambda answer, error: None
         self._lock = threading.Lock()
         self._tasks: set[Task] = set()
+        self._written = 0  # tokens of answers that are over
         self._writing: dict[Choice, Task] = {}
         room.every_tick(self._end_late)
+        room.every_tick(self._renew_leases)
 
     @property
     def paths(self) -> Paths:
@@ -80,6 +86,12 @@ class DecodeNode:
     def unread_tokens(self) -> int:
         """Of all prompts that this node reads itself, or waits to."""
         return sum(task.unread for task in list(self._tasks))
+
+    @property
+    def tokens_written(self) -> int:
+        """Of all answers, also of those that are still being written."""
+        with self._lock:
+            return self._written + sum(task.answer.metrics.completion_tokens for task in self._tasks)
 
     def close(self, drain_s: float = 0.0) -> None:
         """Let answers be finished for so long; those that still are not are cancelled."""
@@ -105,6 +117,7 @@ class DecodeNode:
         task = self._task(tokens, context.tokens, rules or Rules(max_tokens=max_tokens), request_id)
         hello = self.intake.hello(context, request_id)
         task.withdraw = lambda: withdraw(hello, self.paths.ordered(context.addresses))
+        task.renew = lambda: keep_waiting(hello, self.paths.ordered(context.addresses))
         return self._admit(task, lambda: self._in_thread(task, lambda: self.intake.fetch(context, hello, task)))
 
     def play_and_write(
@@ -135,7 +148,7 @@ class DecodeNode:
         rules.require_valid(self.engine.spec.vocabulary)
         capacity = prompt_tokens + rules.max_tokens
         if capacity > self.engine.spec.context_window:
-            raise ContextTooLong(capacity, self.engine.spec.context_window)
+            raise ContextTooLong(capacity, self.engine.spec.context_window, prompt_tokens=prompt_tokens)
         rules = rules.seeded()
         guides = [self.guides.start(rules.format) if rules.format else None for _ in range(rules.n)]
         metrics = DecodeMetrics(prompt_tokens, seed=rules.sampling.seed if rules.sampling.temperature else None)
@@ -151,18 +164,22 @@ class DecodeNode:
         def start(claim: Claim) -> None:
             with self._lock:
                 task.claim = claim
-            answer.metrics.admission_time = time.perf_counter() - answer.begun_at
-            answer.put(Admitted())
+                if task.finished:  # whoever ended it gives the claim back
+                    return
+                answer.metrics.admission_time = time.perf_counter() - answer.made_at
+                answer.put(Admitted())
             run()
 
         answer.on_cancel(lambda error: None if task.sequences else self._finish(task, error))
-        self._tasks.add(task)
+        with self._lock:
+            self._tasks.add(task)
         cost = rules.n * self.engine.kv_cost(task.capacity) + task.extra_bytes
-        wait_s = min(rules.queue_s, rules.timeout_s)
-        try:
-            claim = self.room.admission.ask(cost, rules.n, start, lambda error: self._finish(task, error), wait_s)
+        try:  # the deadline is kept elsewhere: who waits in line is late like everyone else
+            claim = self.room.admission.ask(
+                cost, rules.n, start, lambda error: self._finish(task, error), rules.queue_s
+            )
         except BaseException:
-            self._tasks.discard(task)
+            self._forget(task)
             raise
         with self._lock:
             task.claim = claim
@@ -175,8 +192,28 @@ class DecodeNode:
         now = time.monotonic()
         for task in list(self._tasks):
             if task.answer.deadline < now:
-                seconds = task.answer.rules.timeout_s
-                task.answer.cancel(DeadlineExceeded(f"not done within {seconds:g} s; ask for less, or for more time"))
+                within = f"within {task.answer.rules.timeout_s:g} s"
+                within += ", and still in line for KV memory" if task.in_line else ""
+                task.answer.cancel(DeadlineExceeded(f"not done {within}; ask for less, or for more time"))
+
+    def _renew_leases(self) -> None:
+        """What waits in line keeps the cache that it waits to fetch. On threads of their own: nodes may not answer."""
+        now = time.monotonic()
+        for task in list(self._tasks):
+            if task.renew and task.in_line and task.renew_at < now:
+                task.renew_at = math.inf
+                threading.Thread(target=self._renew, args=(task, task.renew), name="kv-renew", daemon=True).start()
+
+    def _renew(self, task: Task, renew: Callable[[], float]) -> None:
+        lease_s = _UNKNOWN_LEASE_S
+        try:
+            lease_s = renew()
+        except PeerFailed as error:
+            if task.in_line:  # it would wait for nothing
+                task.answer.cancel(error)
+        except DisaggError as error:
+            log.info("a lease was not renewed: %s", error, extra={"request_id": task.answer.request_id})
+        task.renew_at = time.monotonic() + max(0.1, lease_s / 3)
 
     def _in_thread(self, task: Task, take: Callable[[], None]) -> None:
         """`take` fills the first sequence and chooses the first tokens; the rest is the same for all."""
@@ -186,8 +223,8 @@ class DecodeNode:
                 if self.worker.call(lambda: self._opened(task)):
                     take()
                     self.worker.start(self._begin(task), urgent=True).result()
-            except BaseException as error:
-                self._finish(task, error)
+            except BaseException as error:  # where it was stopped, that is the reason, whatever broke
+                self._finish(task, task.answer.gave_up or error)
 
         threading.Thread(target=run, name="decode", daemon=True).start()
 
@@ -196,7 +233,9 @@ class DecodeNode:
             future = self.worker.start(self._read(task))
         except BaseException as error:
             return self._finish(task, error)
-        future.add_done_callback(lambda done: self._finish(task, done.exception()) if done.exception() else None)
+        future.add_done_callback(
+            lambda done: self._finish(task, task.answer.gave_up or done.exception()) if done.exception() else None
+        )
 
     def _read(self, task: Task) -> Work[None]:
         if self._opened(task):
@@ -214,6 +253,7 @@ class DecodeNode:
             assert task.claim
             self.room.admission.again(task.claim)
             return False
+        task.answer.require_wanted()  # the model may have been loaded for it, which takes its time
         return True
 
     def _begin(self, task: Task) -> Work[None]:
@@ -242,7 +282,8 @@ class DecodeNode:
             self._finish(task, task.answer.gave_up or error)
 
     def _finish(self, task: Task, error: BaseException | None) -> None:
-        """Always, and once: give the memory back, then end the answer, with the error if there was one."""
+        """Always, and once: give the memory back, then end the answer, with the error if there was one. Who has opened
+        nothing yet is told first: memory needs the engine's thread, which may be loading the model."""
         with self._lock:
             if task.finished:
                 return
@@ -251,17 +292,26 @@ class DecodeNode:
         if task.withdraw and isinstance(error, Cancelled | DeadlineExceeded):  # whatever the transfer was at
             threading.Thread(target=task.withdraw, name="withdraw", daemon=True).start()
         try:
+            if error and not task.sequences:
+                self._tell(task, error)
+        finally:
+            self._give_back(task, error)
+
+    def _give_back(self, task: Task, error: BaseException | None) -> None:
+        try:
             if error:
                 self.worker.post(lambda: self._end(task, error))
             else:
                 self.worker.start(self._keep_and_end(task), urgent=True)
         except NodeBusy as stopped:  # the engine has stopped: nothing to give back, but someone may be waiting
-            self._tasks.discard(task)
-            task.answer.put(error or stopped)
+            self._forget(task)
+            if not task.answer.ended:
+                task.answer.put(error or stopped)
 
     def _measure(self, task: Task) -> None:
         metrics, now = task.answer.metrics, time.perf_counter()
         metrics.total_time = now - task.answer.begun_at
+        metrics.admission_time = metrics.admission_time or now - task.answer.made_at  # it never had memory
         if task.first_token_at and (later := metrics.completion_tokens - len(task.guides)) > 0:
             metrics.decode_time = now - task.first_token_at
             metrics.decode_speed = later / metrics.decode_time
@@ -293,14 +343,24 @@ class DecodeNode:
         """On the engine's thread."""
         task.answer.metrics.prompt_tokens_recomputed = sum(sequence.computed for sequence in task.sequences)
         self._close_sequences(task)
-        with self._lock:
-            claim, task.claim, task.withdraw = task.claim, None, None  # they know the task: memory would wait for a GC
+        with self._lock:  # they know the task: memory would wait for a GC
+            claim, task.claim, task.withdraw, task.renew = task.claim, None, None, None
         if claim:
             self.room.admission.release(claim)
         task.answer.forget()
-        self._tasks.discard(task)
-        self.on_end(task.answer, error)
-        task.answer.put(error)
+        self._forget(task)
+        self._tell(task, error)
+
+    def _tell(self, task: Task, error: BaseException | None) -> None:
+        """Once, whichever comes first."""
+        if not task.answer.ended:
+            self.on_end(task.answer, error)
+            task.answer.put(error)
+
+    def _forget(self, task: Task) -> None:
+        with self._lock:
+            self._tasks.discard(task)
+            self._written += task.answer.metrics.completion_tokens
 
     def _close_sequences(self, task: Task) -> None:
         for sequence in task.sequences:

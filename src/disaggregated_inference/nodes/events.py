@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from disaggregated_inference.errors import Cancelled
+from disaggregated_inference.errors import Cancelled, DisaggError
 from disaggregated_inference.nodes.answers import Answer, Item, Piece, Progress
 from disaggregated_inference.nodes.guards import describe
 
@@ -22,6 +22,15 @@ _PULSE_S = 0.35  # how often a stream with nothing to say says that it is there
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def error_response(error: DisaggError, retry_after_s: Callable[[DisaggError], int]) -> Response:
+    headers = {}
+    if error.status == 503:
+        headers["Retry-After"] = str(retry_after_s(error))
+    if error.status == 408:  # the rest may come yet, and would be taken for the next request
+        headers["Connection"] = "close"
+    return json_response(describe(error), error.status, headers)
 
 
 async def respond(request: Request, answer: Answer, stream: bool, stalled_s: Callable[[], float]) -> Response:
@@ -170,6 +179,6 @@ def _summary(answer: Answer) -> dict[str, Any]:
         "prompt_tokens": metrics.prompt_tokens,
         "completion_tokens": metrics.completion_tokens,
         "total_tokens": metrics.prompt_tokens + metrics.completion_tokens,
-        "cached_tokens": max(metrics.cached_tokens, metrics.prefill_cached_tokens),
+        "cached_tokens": metrics.spared_tokens,
     }
     return {"usage": usage, "metrics": msgspec.to_builtins(metrics)}

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.errors import DisaggError, NodeDraining
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class RequestId:
         except asyncio.CancelledError:  # the server stops and has waited long enough
             if started:
                 raise
-            stopping = {"error": {"code": "node_busy", "message": "this node is stopping"}}
+            stopping = describe(NodeDraining("this node is stopping; try elsewhere"))
             await JSONResponse(stopping, 503, {"Retry-After": "1"})(scope, receive, named)
         except Exception as error:
             log.exception("a request failed", extra={"request_id": name.decode(), "path": scope["path"]})
@@ -72,8 +72,13 @@ class Bearer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != "/health":
             scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._expected):
-                refusal = JSONResponse({"error": {"code": "unauthorized", "message": "a bearer token is needed"}}, 401)
-                await refusal(scope, receive, send)
-                return
+            if scheme.lower() != b"bearer" or not given.strip():
+                return await _refuse("a bearer token is needed", scope, receive, send)
+            if not hmac.compare_digest(given.strip(), self._expected):
+                return await _refuse("this is not the token of this node", scope, receive, send)
         await self._app(scope, receive, send)
+
+
+async def _refuse(reason: str, scope: Scope, receive: Receive, send: Send) -> None:
+    message = f"{reason}; set `token` in the config"
+    await JSONResponse({"error": {"code": "unauthorized", "message": message}}, 401)(scope, receive, send)

@@ -7,7 +7,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -20,13 +20,15 @@ from disaggregated_inference.errors import BadRequest, EngineUnavailable, ModelU
 from disaggregated_inference.models.tokenizer import ModelTokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 Result = TypeVar("Result")
 
 _MOST_BYTES = 256 << 10
 _MOST_COMPILED = 32
-_MOST_COMPILED_CHARS = 1 << 20
+_MOST_COMPILED_BYTES = 1 << 20
+_COMPILERS = 2
+_LONGEST_SPECIAL = 256  # characters, of the text that must come next; no token is longer
 
 # One space, or a new line and its indentation: what models were trained on, and never a page of blanks.
 _WHITESPACE = {"whitespace_pattern": r"\x20|\n\x20{0,32}"}
@@ -69,13 +71,24 @@ _FIELDS = {
 }
 
 
+class _Compilation:
+    """One grammar on its way, and everyone who waits for it."""
+
+    def __init__(self) -> None:
+        self.waiting: set[Future[LLMatcher]] = set()
+        self.work: Future[None] | None = None
+
+
 class Guides:
-    """Makes guides for one model. What was compiled lately is kept: the same schema usually comes again."""
+    """Makes guides for one model. What was compiled lately is kept: the same schema usually comes again. New grammars
+    are compiled on threads of their own, each once however many ask for it: a huge one takes seconds."""
 
     def __init__(self, tokenizer: ModelTokenizer, vocabulary: int, eos_tokens: tuple[int, ...]) -> None:
         self._tokenizer, self._vocabulary, self._eos = tokenizer, vocabulary, list(eos_tokens)
         self._lock, self._building = threading.Lock(), threading.Lock()
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._compiling: dict[bytes, _Compilation] = {}
+        self._compilers = ThreadPoolExecutor(_COMPILERS, "grammars")
 
     def warm(self) -> None:
         """Half a second in which nothing else runs: before the first request, not in it."""
@@ -83,32 +96,59 @@ class Guides:
             self._vocabulary_trie  # noqa: B018
 
     def start(self, format: Format) -> "Guide":
-        """A guide at an answer's beginning. From any thread; a new grammar takes milliseconds, a huge one seconds."""
+        """A guide at an answer's beginning. From any thread; it waits where the grammar is a new one."""
+        return Guide(self.prepare(format).result().deep_copy(), self._vocabulary, self._vocabulary_trie)
+
+    def prepare(self, format: Format) -> "Future[LLMatcher]":
+        """The grammar, once it is compiled. The future is this caller's alone: who sets an error in it waits no longer,
+        and what nobody waits for is not begun."""
         format.require_valid()
-        grammar = _grammar(format, self._llguidance.LLMatcher)
-        ready = self._recall(grammar) or self._compile(grammar)
-        return Guide(ready.deep_copy(), self._vocabulary)
-
-    def _recall(self, grammar: str) -> "LLMatcher | None":
+        name, mine = msgspec.json.encode(format), Future["LLMatcher"]()
         with self._lock:
-            if grammar in self._compiled:
-                self._compiled.move_to_end(grammar)
-            return self._compiled.get(grammar)
+            if name in self._compiled:
+                self._compiled.move_to_end(name)
+                mine.set_result(self._compiled[name])
+                return mine
+            known = name in self._compiling
+            compilation = self._compiling.setdefault(name, _Compilation())
+            compilation.waiting.add(mine)
+            if not known:
+                compilation.work = self._compilers.submit(self._compile, name, format, compilation)
+        mine.add_done_callback(lambda done: self._leave(name, compilation, done))
+        return mine
 
-    def _compile(self, grammar: str) -> "LLMatcher":
-        matcher = _on_deep_stack(lambda: self._first_state(grammar))
+    def _leave(self, name: bytes, compilation: _Compilation, done: "Future[LLMatcher]") -> None:
         with self._lock:
-            self._compiled[grammar] = matcher
-            while len(self._compiled) > _MOST_COMPILED or sum(map(len, self._compiled)) > _MOST_COMPILED_CHARS:
-                self._compiled.popitem(last=False)
-        return matcher
+            compilation.waiting.discard(done)
+            if not compilation.waiting and compilation.work and compilation.work.cancel():
+                del self._compiling[name]
+
+    def _compile(self, name: bytes, format: Format, compilation: _Compilation) -> None:
+        outcome: LLMatcher | BaseException
+        try:
+            outcome = _on_deep_stack(lambda: self._first_state(_grammar(format, self._llguidance.LLMatcher)))
+        except BaseException as error:
+            outcome = error
+        with self._lock:
+            del self._compiling[name]
+            if not isinstance(outcome, BaseException):
+                self._keep(name, outcome)
+            waiting = list(compilation.waiting)
+        for each in waiting:
+            with suppress(InvalidStateError):  # it has just given up
+                each.set_exception(outcome) if isinstance(outcome, BaseException) else each.set_result(outcome)
+
+    def _keep(self, name: bytes, matcher: "LLMatcher") -> None:
+        self._compiled[name] = matcher
+        while len(self._compiled) > _MOST_COMPILED or sum(map(len, self._compiled)) > _MOST_COMPILED_BYTES:
+            self._compiled.popitem(last=False)
 
     def _first_state(self, grammar: str) -> "LLMatcher":
         limits = self._llguidance.LLParserLimits(verbose_errors=False)
         matcher: LLMatcher = self._llguidance.LLMatcher(self._vocabulary_trie, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()  # some find out only now that nothing can match
         if matcher.is_error():
-            raise BadRequest(f"format: {matcher.get_error().removesuffix('<non-verbose/>').strip()}")
+            raise BadRequest(f"format: {_reason(matcher)}")
         return matcher
 
     @cached_property
@@ -135,32 +175,60 @@ class Guides:
 class Guide:
     """One answer's form. It belongs to one thread at a time."""
 
-    def __init__(self, matcher: "LLMatcher", vocabulary: int) -> None:
-        self._matcher, self._vocabulary = matcher, vocabulary
+    def __init__(self, matcher: "LLMatcher", vocabulary: int, trie: "LLTokenizer") -> None:
+        self._matcher, self._vocabulary, self._trie = matcher, vocabulary, trie
 
     def allow(self) -> NDArray[np.bool_]:
         """Which tokens may come next; ids that the tokenizer does not know may not."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise BadRequest(f"format: too complex to go on: {self._matcher.get_error()}")
-        return np.unpackbits(bits, count=self._vocabulary, bitorder="little").view(np.bool_)
+            raise BadRequest(f"format: {_reason(self._matcher)}")
+        allowed = np.unpackbits(bits, count=self._vocabulary, bitorder="little").view(np.bool_)
+        if np.count_nonzero(allowed) == 1:
+            self._require_ordinary(allowed)
+        return allowed
+
+    def _require_ordinary(self, allowed: NDArray[np.bool_]) -> None:
+        """Where the text that must come reads like a special token, llguidance allows that token alone, and then does
+        not take it. Such text is written in ordinary tokens."""
+        only = int(allowed.argmax())
+        if not self._trie.is_special_token(only) or self._matcher.is_accepting():
+            return
+        if self._matcher.validate_tokens([only]):
+            return
+        forced = self._matcher.compute_ff_bytes().decode(errors="ignore")[:_LONGEST_SPECIAL]
+        ordinary = self._trie.greedy_tokenize(forced)[:1]
+        if not ordinary or not self._matcher.validate_tokens(ordinary):
+            raise BadRequest(f"format: the token {only} would have to come next, and may only end the answer")
+        allowed[only], allowed[ordinary] = False, True
 
     def accept(self, token: int) -> None:
         """A token is part of the answer. One that the form does not permit changes nothing but raises."""
         self.replay([token])
 
     def replay(self, tokens: Iterable[int]) -> None:
-        """An answer that was begun elsewhere. Raises at the first token that does not fit; those before it count."""
+        """An answer that was begun elsewhere. Raises at the first token that does not fit; those before it count. After
+        a complete answer an end token fits, and changes nothing."""
         answer = list(tokens)
         known = all(0 <= token < self._vocabulary for token in answer)
         taken = self._matcher.try_consume_tokens(answer) if known else 0
-        if taken < len(answer):
+        if self._matcher.is_error():
+            raise BadRequest(f"format: {_reason(self._matcher)}")
+        if taken < len(answer) and not (known and self.finished and self.allow()[answer[taken:]].all()):
             raise BadRequest(f"format: token {answer[taken]}, number {taken} of {len(answer)}, does not fit the format")
 
     @property
     def finished(self) -> bool:
         """Whether the answer is complete and nothing but an end token could follow: it ends here, with "stop"."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
+
+
+def _reason(matcher: "LLMatcher") -> str:
+    """What llguidance says, in more words where it is short."""
+    said = matcher.get_error().removesuffix("<non-verbose/>").strip()
+    if said.startswith("NoExtension"):
+        return f"nothing can ever match it ({said})"
+    return said
 
 
 def _grammar(format: Format, compiler: Any) -> str:
@@ -170,8 +238,8 @@ def _grammar(format: Format, compiler: Any) -> str:
     elif format.type == "grammar":
         text = compiler.grammar_from_lark(format.grammar)
     elif format.type == "choice":
-        literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in format.choices)
-        text = compiler.grammar_from_lark(f"start: {literals}")
+        literals = " | ".join(map(json.dumps, format.choices))  # one terminal: rules would be counted, and are few
+        text = compiler.grammar_from_lark(f"start: CHOICE\nCHOICE: {literals}")
     else:
         text = _json_grammar(format, compiler)
     return text

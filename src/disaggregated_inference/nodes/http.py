@@ -5,7 +5,10 @@ import base64
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -16,11 +19,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from disaggregated_inference.errors import BadRequest, DisaggError, TicketNotFound
-from disaggregated_inference.nodes.answers import Answer
+from disaggregated_inference.errors import (
+    BadRequest,
+    Cancelled,
+    DeadlineExceeded,
+    DisaggError,
+    NodeRestarted,
+    TicketNotFound,
+)
+from disaggregated_inference.nodes.answers import Answer, Rules
 from disaggregated_inference.nodes.context import Context
-from disaggregated_inference.nodes.events import json_response, respond, unless_gone
-from disaggregated_inference.nodes.guards import Bearer, RequestId, describe, request_id
+from disaggregated_inference.nodes.events import error_response, json_response, respond, unless_gone
+from disaggregated_inference.nodes.guards import Bearer, RequestId, request_id
 from disaggregated_inference.nodes.metrics import NodeMetrics
 from disaggregated_inference.nodes.requests import (
     BODY_LIMIT_BYTES,
@@ -33,31 +43,43 @@ from disaggregated_inference.nodes.served import Served
 
 log = logging.getLogger(__name__)
 
+_ROLES = {"/prefill": "prefill", "/decode": "decode", "/generate": "decode"}  # of the paths that are counted
+
 
 def node_app(served: Served, token: str | None) -> Starlette:
     """The paths of the roles that this process has."""
-    routes = _shared_routes(served)
+    metrics = NodeMetrics(served)
+    routes = _shared_routes(served, metrics)
     routes += _prefill_routes(served) if served.prefill else []
     routes += _decode_routes(served) if served.decode else []
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, DisaggError)
-        about = {"request_id": request_id(request), "path": request.url.path, "code": error.code}
+        about = {"request_id": request_id(request), "path": request.scope["path"], "code": error.code}
         log.warning("refused: %s", error, extra=about)
-        headers = (
-            {"Retry-After": str(max(each.retry_after_s() for each in served.room.admissions))}
-            if error.status == 503
-            else {}
-        )
-        return json_response(describe(error), error.status, headers)
+        _count(metrics, request, error)
+        return error_response(error, served.retry_after_s)
 
     guards = [Middleware(RequestId), *([Middleware(Bearer, token=token)] if token else [])]
     handlers: dict[Any, Any] = {DisaggError: refused, 404: no_route, 405: no_route}
     return Starlette(routes=routes, middleware=guards, exception_handlers=handlers)
 
 
-def _shared_routes(served: Served) -> list[Route]:
-    room, metrics = served.room, NodeMetrics(served)
+def _require_epoch(request: Request, served: Served) -> None:
+    """Who knows this node by its epoch means that one: started again, it may hold another model."""
+    if request.headers.get("x-node-epoch", served.epoch) != served.epoch:
+        raise NodeRestarted("this node was started again since you heard of it; ask for its status")
+
+
+def _count(metrics: NodeMetrics, request: Request, error: DisaggError) -> None:
+    """What was refused before it was begun. Whatever was begun is counted where it ends, however it does."""
+    role = _ROLES.get(request.scope["path"])
+    if role and not getattr(request.state, "begun", False):
+        metrics.refused(role, error)
+
+
+def _shared_routes(served: Served, metrics: NodeMetrics) -> list[Route]:
+    room = served.room
 
     async def health(request: Request) -> Response:
         state = served.health()
@@ -86,11 +108,11 @@ def _shared_routes(served: Served) -> list[Route]:
 
     async def load(request: Request) -> Response:
         room.require_open()
-        await asyncio.to_thread(room.worker.call, room.load)
+        await asyncio.wrap_future(room.worker.post(room.load))  # no thread waits: others need them meanwhile
         return json_response(served.health())
 
     async def unload(request: Request) -> Response:
-        await asyncio.to_thread(room.worker.call, room.unload)
+        await asyncio.wrap_future(room.worker.post(room.unload))
         return json_response(served.health())
 
     return [
@@ -111,10 +133,12 @@ def _prefill_routes(served: Served) -> list[Route]:
 
     async def prefill(request: Request) -> Response:
         asked = await body_of(request, PrefillRequest)
+        _require_epoch(request, served)
         asked.require_sensible()
         tokens = await asyncio.to_thread(recalled, asked)
         reached_at = request.scope["server"][0]
         context, reading = node.begin(tokens, asked.ticket, reached_at, asked.queue_s, asked.timeout_s)
+        request.state.begun = True
         context = asked.addressed(context)
         answer: dict[str, Any] = {"context": context.encode(), "ticket": context.ticket, "prompt_tokens": len(tokens)}
         about = {"request_id": request_id(request), "ticket": context.ticket, "prompt_tokens": len(tokens)}
@@ -170,11 +194,30 @@ def _decode_routes(served: Served) -> list[Route]:
         return await answered(request, asked)
 
     async def answered(request: Request, asked: DecodeRequest) -> Response:
-        answer = await asyncio.to_thread(begin, asked, request_id(request))
+        _require_epoch(request, served)
+        rules = msgspec.structs.replace(asked.rules(), arrived_at=time.perf_counter())
+        await prepare(request, rules)
+        answer = await asyncio.to_thread(begin, asked, rules, request_id(request))
+        request.state.begun = True
         return await respond(request, answer, asked.stream, lambda: node.worker.stalled_s)
 
-    def begin(asked: DecodeRequest, name: str) -> Answer:
-        rules = asked.rules()
+    async def prepare(request: Request, rules: Rules) -> None:
+        """A new grammar may take seconds. They are the request's own: its time runs, its client may leave, and nobody
+        else waits."""
+        if rules.format is None:
+            return
+        node.room.require_open()
+        rules.require_valid(node.engine.spec.vocabulary)
+        ready = node.guides.prepare(rules.format)
+        over = DeadlineExceeded(f"the format was not read within {rules.timeout_s:g} s; ask for less, or for more time")
+        late = asyncio.get_running_loop().call_later(rules.timeout_s, _give_up, ready, over)
+        try:
+            gone = Cancelled("the client is gone")
+            await unless_gone(request, asyncio.wrap_future(ready), lambda: _give_up(ready, gone))
+        finally:
+            late.cancel()
+
+    def begin(asked: DecodeRequest, rules: Rules, name: str) -> Answer:
         if asked.context is not None:
             context = Context.decode(asked.context)
             return node.fetch_and_write(context, request_id=name, rules=rules, tokens=asked.tokens)
@@ -185,11 +228,16 @@ def _decode_routes(served: Served) -> list[Route]:
     return [Route("/decode", decode, methods=["POST"]), Route("/generate", generate, methods=["POST"])]
 
 
+def _give_up(waiting: "Future[Any]", error: DisaggError) -> None:
+    with suppress(InvalidStateError):  # it has just ended
+        waiting.set_exception(error)
+
+
 async def no_route(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     words = "no such path" if status == 404 else f"{request.method} is not for this path"
     code = "not_found" if status == 404 else "method_not_allowed"
-    return json_response({"error": {"code": code, "message": f"{words}: {request.url.path}"}}, status)
+    return json_response({"error": {"code": code, "message": f"{words}: {request.scope['path']}"}}, status)
 
 
 Ready = Callable[[int], None]

@@ -51,7 +51,14 @@ class Task:
     finished: bool = False
     exact: bool = True  # its rows are what this model computes: not rounded on the wire, not brought by a client
     withdraw: Callable[[], None] | None = None  # tells the prefill node that nobody wants its cache any more
+    renew: Callable[[], float] | None = None  # tells it that the cache is wanted; returns for how many seconds
+    renew_at: float = 0.0
     first_token_at: float = 0.0
+
+    @property
+    def in_line(self) -> bool:
+        """Whether it waits for memory."""
+        return self.claim is not None and self.claim.state == "waiting"
 
 
 class Intake:
@@ -90,7 +97,7 @@ class Intake:
         metrics.canary_time = self.proofs.require(context, hello, answer)
         answer.require_wanted()
         if task.prompt is None:
-            task.prompt = gather_tokens(hello, context.tokens, spec.vocabulary, paths)
+            task.prompt = gather_tokens(hello, context.tokens, spec.vocabulary, paths, answer.on_cancel)
             self.know_prompt(task)
             paths = self.paths.ordered(context.addresses)  # one that just failed goes last
         self.room.prefixes.recall(task.prompt)
@@ -201,13 +208,14 @@ class Intake:
         started, prompt, metrics = time.perf_counter(), task.prompt or [], task.answer.metrics
         sequence = task.sequences[0]
         at = metrics.cached_tokens = yield from self._reuse(task, len(prompt) - 1)
-        task.unread = len(prompt) - at
+        new = task.unread = len(prompt) - at
         task.answer.was_read(at)
         with self._keeping(task) as insertion:
             spent = 0.0
             while at < len(prompt):
                 task.answer.require_wanted()
-                part = prompt[at : at + self.worker.chunk_tokens(self._pace, self.chunk_tokens)]
+                pace = self._pace if self.worker.batch.members else self.reading.expect(new)
+                part = prompt[at : at + self.worker.chunk_tokens(pace, self.chunk_tokens)]
                 begun = time.perf_counter()
                 logits = self.engine.prefill(sequence, part, insertion.put if insertion else None)
                 row = logits.numpy()[0] if at + len(part) == len(prompt) else None
@@ -219,7 +227,7 @@ class Intake:
                 if task.unread:  # the first token waits for nobody
                     task.answer.was_read(at)
                     yield
-        self.reading.note(len(prompt), len(prompt) - metrics.cached_tokens, spent)
+        self.reading.note(new, new, spent)
         metrics.prefill_time = time.perf_counter() - started
         assert row is not None
         self._first(task, row)

@@ -1,5 +1,6 @@
 """Where a prefill node takes KV connections: one listener per address, one thread per connection."""
 
+import ipaddress
 import logging
 import resource
 import socket
@@ -113,13 +114,31 @@ def listen(address: Address) -> socket.socket:
     return sock
 
 
-def parse_address(text: str, port: int) -> Address:
-    """`host`, `host:port` or `[v6]:port`; `port` where none is given."""
+def parse_address(text: str, port: int, least_port: int = 1) -> Address:
+    """`host`, `host:port`, `v6` or `[v6]:port`; `port` where none is given. Port 0 is for who listens: any free one."""
+    host, number = _parted(text)
+    if ":" in host and not _is_v6(host):
+        raise BadRequest(f"{text!r} is no address: give HOST or HOST:PORT, or [ADDRESS]:PORT for IPv6")
+    if number is None:
+        return host, port
+    if not number.isdecimal() or not least_port <= int(number) <= 65535:
+        raise BadRequest(f"{text!r} is no address: give HOST or HOST:PORT")
+    return host, int(number)
+
+
+def _parted(text: str) -> tuple[str, str | None]:
+    """Host and port, as they are written; None where there is no port."""
     host, found, number = text.rpartition(":")
     if text.startswith("[") and text.endswith("]"):
-        return text[1:-1], port
+        return text[1:-1], None
     if not found or (":" in host and not host.startswith("[")):
-        return text, port
-    if not number.isdigit() or int(number) > 65535:
-        raise BadRequest(f"{text!r} is no address: give HOST or HOST:PORT")
-    return host.strip("[]"), int(number)
+        return text, None
+    return host.strip("[]"), number
+
+
+def _is_v6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return True

@@ -39,6 +39,10 @@ class NodeMetrics:
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
+    def refused(self, role: str, error: DisaggError) -> None:
+        """Before it was begun."""
+        self._ended.labels(role, error.code).inc()
+
     def answered(self, answer: Answer, error: BaseException | None) -> None:
         metrics = answer.metrics
         self._ended.labels("decode", _outcome(error) if error else metrics.finish_reason).inc()

@@ -1,9 +1,12 @@
 """What a node in front of an Ollama is asked, and how that is said in Ollama's words.
 
 Everything is said, also what is a default of ours: Ollama's own are others (temperature 0.8, a context of 4096 tokens).
-What it cannot do is refused with the reason; nothing is dropped in silence.
+What it cannot do is refused with the reason; nothing is dropped in silence, but for what a message has beside its
+words, thoughts, images and calls: a name, or a program's own marks.
 """
 
+import base64
+import hashlib
 import json
 import secrets
 from typing import Any
@@ -14,7 +17,6 @@ from disaggregated_inference.engines.ollama import Shown
 from disaggregated_inference.errors import BadRequest, MessagesRefused
 from disaggregated_inference.nodes.guidance import Format
 from disaggregated_inference.nodes.requests import DecodeRequest, PrefillRequest, Prompt
-from disaggregated_inference.nodes.sampling import Sampling
 
 _NO_IDS = "an Ollama takes and gives text: its tokens have no ids here"
 _SEEDS = 1 << 31  # what every version of it keeps whole
@@ -30,6 +32,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "min_tokens": (0, "min_tokens: an Ollama ends an answer where the model does"),
     "written": ((), f"written: {_NO_IDS}; give written_text"),
     "choice": (0, "choice: an Ollama writes one answer to a request"),
+    "images": (None, "images: a prompt has no place for them; give messages, and the images in one of them"),
 }
 _THINKING = ("enable_thinking", "thinking", "reasoning_effort")  # of a chat template's words, those about thinking
 _LEVELS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
@@ -41,6 +44,7 @@ class TextRequest(DecodeRequest, frozen=True, kw_only=True):
     template: dict[str, Any] = msgspec.field(
         default_factory=dict
     )  # a chat template's words; Ollama knows tools and thinking
+    images: Any = None  # where Ollama has them in its own words; here they are in messages
     written_text: str = ""  # of an answer that another node began: writing goes on after it
 
     @property
@@ -51,12 +55,11 @@ class TextRequest(DecodeRequest, frozen=True, kw_only=True):
     def require_possible(self) -> None:
         require_text(self)
         for name, (default, words) in _REFUSED.items():
-            if getattr(self, name) != default:
+            if getattr(self, name) not in (default, None):
                 raise BadRequest(words)
         if None not in (self.max_tokens, self.max_new_tokens) and self.max_tokens != self.max_new_tokens:
             raise BadRequest("max_tokens and max_new_tokens are the same thing: give one of them")
-        if self.limit < 1:
-            raise BadRequest("max_new_tokens must be at least 1")
+        self._require_some_tokens()
         if not 0 < self.timeout_s <= 86400:
             raise BadRequest("timeout_s is seconds, up to a day")
         if unknown := [name for name in self.template if name not in ("tools", *_THINKING)]:
@@ -64,11 +67,6 @@ class TextRequest(DecodeRequest, frozen=True, kw_only=True):
         if self.format:
             _format(self.format)
         self._sampling.require_valid(0)
-
-    @property
-    def _sampling(self) -> Sampling:
-        shared = {name: getattr(self, name) for name in Sampling.__struct_fields__ if name != "stop"}
-        return Sampling(stop=(self.stop,) if isinstance(self.stop, str) else self.stop, **shared)
 
     def options(self, shown: Shown) -> dict[str, Any]:
         """All but `num_ctx`, which is the node's."""
@@ -97,6 +95,8 @@ class TextRequest(DecodeRequest, frozen=True, kw_only=True):
         if self.format:
             body["format"] = _format(self.format)
         if path == "/api/chat":
+            if shown.lacks("vision") and any(message.get("images") for message in body["messages"]):
+                raise MessagesRefused("images: this model reads text alone; leave them out, or serve one with vision")
             if tools := self.template.get("tools"):
                 body["tools"] = tools
             if (thinks := _thinks(self.template, shown)) is not None:
@@ -125,10 +125,15 @@ def text_body(asked: Prompt, written: str = "") -> tuple[str, dict[str, Any]]:
 
 
 def text_of(body: dict[str, Any]) -> str:
-    """All that will be read, but for what a template puts around it."""
+    """All that will be read, but for what a template puts around it. An image is a few letters: another one is another
+    text, and it is never fewer tokens."""
     if "prompt" in body:
         return str(body["prompt"])
-    return "\n".join(f"{message['role']}: {message['content']}" for message in body["messages"])
+    return "\n".join(f"{message['role']}: {_seen(message)}{message['content']}" for message in body["messages"])
+
+
+def _seen(message: dict[str, Any]) -> str:
+    return "".join(hashlib.sha256(image.encode()).hexdigest()[:16] + " " for image in message.get("images", ()))
 
 
 def require_warmable(asked: PrefillRequest) -> None:
@@ -144,7 +149,9 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(role := message.get("role"), str):
         raise MessagesRefused("every message needs a role")
     found: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": _content(message)}
-    if thoughts := message.get("thinking") or message.get("reasoning_content"):
+    if images := message.get("images"):
+        found["images"] = _images(images)
+    if thoughts := message.get("thinking") or message.get("reasoning_content") or message.get("reasoning"):
         found["thinking"] = thoughts
     if calls := message.get("tool_calls"):
         found["tool_calls"] = [_call(call) for call in calls]
@@ -159,8 +166,21 @@ def _content(message: dict[str, Any]) -> str:
         return content or ""
     parts = content if isinstance(content, list) else [content]
     if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
-        raise MessagesRefused("a message's content is text, or a list of parts of the type text")
+        raise MessagesRefused(
+            "a message's content is text, or a list of parts of the type text; pictures are its images, in base64"
+        )
     return "".join(str(part.get("text", "")) for part in parts)
+
+
+def _images(images: Any) -> list[str]:
+    try:
+        if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+            raise ValueError("this is no list of strings")
+        for image in images:
+            base64.b64decode(image, validate=True)
+    except ValueError as error:
+        raise MessagesRefused(f"images: a list of pictures, each the base64 of a file, is needed: {error}") from error
+    return images
 
 
 def _call(call: Any) -> dict[str, Any]:

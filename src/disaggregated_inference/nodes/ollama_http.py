@@ -26,7 +26,7 @@ from disaggregated_inference.errors import (
     NotOffered,
     TicketNotFound,
 )
-from disaggregated_inference.nodes.events import json_response, unless_gone
+from disaggregated_inference.nodes.events import error_response, json_response, unless_gone
 from disaggregated_inference.nodes.guards import Bearer, RequestId, describe, request_id
 from disaggregated_inference.nodes.http import no_route
 from disaggregated_inference.nodes.metrics import SECONDS
@@ -62,7 +62,7 @@ def ollama_app(node: OllamaNode, token: str | None) -> Starlette:
         assert isinstance(error, DisaggError)
         about = {"request_id": request_id(request), "path": request.url.path, "code": error.code}
         log.warning("refused: %s", error, extra=about)
-        return json_response(describe(error), error.status, {"Retry-After": "1"} if error.status == 503 else {})
+        return error_response(error, lambda error: 1)
 
     guards = [Middleware(RequestId), *([Middleware(Bearer, token=token)] if token else [])]
     handlers: dict[Any, Any] = {DisaggError: refused, 404: no_route, 405: no_route}
@@ -119,11 +119,12 @@ def _shared_routes(node: OllamaNode, counts: "Counts") -> list[Route]:
 
 def _prefill_routes(node: OllamaNode, counts: "Counts") -> list[Route]:
     async def prefill(request: Request) -> Response:
-        asked = await body_of(request, PrefillRequest)
-        asked.require_sensible()
-        require_warmable(asked)
-        with node.working(), counts.failures("prefill"):
-            metrics = await _unless_gone(request, _timed(node.warm(asked), asked.timeout_s))
+        with counts.failures("prefill"):
+            asked = await body_of(request, PrefillRequest)
+            asked.require_sensible()
+            require_warmable(asked)
+            with node.working():
+                metrics = await _unless_gone(request, _timed(node.warm(asked), asked.timeout_s))
         counts.read(metrics)
         context = WarmContext(model=node.ollama.model, prompt_tokens=metrics.prompt_tokens)
         told = {name: value for name, value in msgspec.to_builtins(metrics).items() if name in _TOLD_OF_READING}
@@ -145,21 +146,24 @@ _TOLD_OF_READING = ("prompt_tokens", "prefill_time", "prefill_speed", "queue_tim
 
 def _decode_routes(node: OllamaNode, counts: "Counts") -> list[Route]:
     async def decode(request: Request) -> Response:
-        asked = await body_of(request, TextRequest)
-        if asked.context is not None:
-            WarmContext.require(asked.context)
-            if asked.prompt is None and asked.messages is None:
-                raise BadRequest("context: there is no cache behind it, an Ollama keeps its own; send the prompt too")
+        with counts.failures("decode"):
+            asked = await body_of(request, TextRequest)
+            if asked.context is not None:
+                WarmContext.require(asked.context)
+                if asked.prompt is None and asked.messages is None:
+                    raise BadRequest("context: no cache is behind it, an Ollama keeps its own; send the prompt too")
+            asked.require_possible()
         return await answered(request, asked)
 
     async def generate(request: Request) -> Response:
-        asked = await body_of(request, TextRequest)
-        if asked.context is not None:
-            raise BadRequest("/generate reads the prompt itself; a context is for /decode")
+        with counts.failures("decode"):
+            asked = await body_of(request, TextRequest)
+            if asked.context is not None:
+                raise BadRequest("/generate reads the prompt itself; a context is for /decode")
+            asked.require_possible()
         return await answered(request, asked)
 
     async def answered(request: Request, asked: TextRequest) -> Response:
-        asked.require_possible()
         answer = _Answer(node, asked, counts, request_id(request))
         if asked.stream:
             return await answer.streamed(request)
@@ -197,7 +201,7 @@ class _Answer:
         return StreamingResponse(self._events(first, pumping), media_type="text/event-stream")
 
     async def _pieces(self) -> AsyncGenerator[TextPiece, None]:
-        with self._node.working(), self._counts.failures("decode"):
+        with self._counts.failures("decode"), self._node.working():
             try:
                 async with asyncio.timeout(self._asked.timeout_s), aclosing(self._writing.pieces()) as pieces:
                     async for piece in pieces:

@@ -54,6 +54,7 @@ class PrefillNode:
     ) -> None:
         self.room, self.worker, self.engine = room, room.worker, room.engine
         self.reading = Rates()
+        self.canary_tokens = 0
         self.on_end: Callable[[PrefillMetrics | None, BaseException | None], None] = lambda metrics, error: None
         self.epoch = secrets.token_hex(8)
         self.chunk_tokens = chunk_tokens or self.engine.chunk_tokens
@@ -84,7 +85,7 @@ class PrefillNode:
         if not len(tokens):
             raise BadRequest("the prompt is empty")
         if len(tokens) > window:
-            raise ContextTooLong(len(tokens), window)
+            raise ContextTooLong(len(tokens), window, prompt_tokens=len(tokens))
         self.engine.require_vocabulary(tokens)
         if not 0 < timeout_s <= 86400 or not 0 <= wait_s <= 86400:
             raise BadRequest("timeout_s and queue_s are seconds, up to a day")
@@ -96,6 +97,7 @@ class PrefillNode:
         try:
             self._admit(attempt, wait_s)
         except DisaggError:
+            attempt.future.cancel()  # who refuses counts it
             self.book.cancel(ticket.id)
             raise
         if attempt.ended:  # cancelled before it was known here
@@ -112,11 +114,14 @@ class PrefillNode:
 
     def inline(self, ticket: str, limit_bytes: int) -> bytes:
         """The whole cache of a prompt that was read, as one tape. The ticket stays good."""
-        attempt = self._attempts.get(ticket)
-        if attempt is None:
-            raise TicketRefused("the ticket expired or was cancelled")
+        attempt = self._known(ticket)
         with attempt.outbox.reading():
             return tape.record(self.engine.fingerprint, self._welcome(attempt, "raw"), attempt.outbox, limit_bytes)
+
+    def _known(self, ticket: str) -> Attempt:
+        if (attempt := self._attempts.get(ticket)) is None:
+            raise TicketRefused("the ticket expired or was cancelled")
+        return attempt
 
     def _admit(self, attempt: Attempt, wait_s: float) -> None:
         """Read it once there is memory."""
@@ -169,17 +174,19 @@ class PrefillNode:
             spent = 0.0
             while attempt.sequence.length < count:
                 self._require_wanted(attempt)
-                size = self.worker.chunk_tokens(self.reading.expect(count), self.chunk_tokens)
+                size = self.worker.chunk_tokens(self.reading.expect(count - at), self.chunk_tokens)
                 part = attempt.tokens[attempt.sequence.length :][:size]
                 begun = time.perf_counter()
                 logits = self.engine.prefill(attempt.sequence, part, attempt.outbox.put)
                 spent += time.perf_counter() - begun
+                if not attempt.ticket:
+                    self.canary_tokens += len(part)
                 if attempt.unread:  # its logits wait for nobody
                     yield
             self._require_wanted(attempt)  # its rows may be someone else's already
             begun = time.perf_counter()
             attempt.outbox.put_logits(np.ascontiguousarray(logits.numpy()[0]))
-            self.reading.note(count, count - at, spent + time.perf_counter() - begun)
+            self.reading.note(count - at, count - at, spent + time.perf_counter() - begun)
             seconds = time.perf_counter() - started
             metrics = PrefillMetrics(count, seconds, count / seconds, started - asked, at)
             self._read_over(attempt, None, metrics)
@@ -292,7 +299,8 @@ class PrefillNode:
         def admit(hello: Hello) -> tuple[Welcome, Outbox]:
             if hello.epoch not in ("", self.epoch):
                 raise TicketRefused("this node has restarted since it gave out the ticket: its cache is gone")
-            attempt = self._canary(hello) if hello.canary else self._redeem(hello)
+            taken = self._canary if hello.canary else self._renew if hello.renew_only else self._redeem
+            attempt = taken(hello)
             if not hello.canary and hello.prompt_hash not in ("", prompt_hash(attempt.tokens)):
                 raise TicketRefused("the tokens that came with this ticket are not those of its prompt")
             served.append((hello, attempt))
@@ -316,10 +324,15 @@ class PrefillNode:
 
     def _redeem(self, hello: Hello) -> Attempt:
         self.book.redeem(hello.ticket, hello.secret, hello.fetch, hello.fingerprint)
-        attempt = self._attempts.get(hello.ticket)
-        if attempt is None:
-            raise TicketRefused("the ticket expired or was cancelled")
-        return attempt
+        return self._known(hello.ticket)
+
+    def _renew(self, hello: Hello) -> Attempt:
+        """The ticket stays unspent: who waits for memory may be refused in the end, and another come for the cache."""
+        self.book.check(hello.ticket, hello.secret, hello.fetch, hello.fingerprint)
+        self.book.renew(hello.ticket)
+        attempt = self._known(hello.ticket)
+        with attempt.outbox.reading():  # raises why there will be nothing to come for
+            return attempt
 
     def _canary(self, hello: Hello) -> Attempt:
         """The canary prompt, read for this connection alone."""
@@ -362,7 +375,8 @@ class PrefillNode:
         """Once: a prompt that was read and a ticket that is cancelled may come at the same moment."""
         with suppress(InvalidStateError):
             attempt.future.set_exception(error) if error else attempt.future.set_result(metrics)  # type: ignore[arg-type]
-            self.on_end(metrics, error)
+            if attempt.ticket:  # the canary is no request
+                self.on_end(metrics, error)
 
     @property
     def healthy(self) -> bool:

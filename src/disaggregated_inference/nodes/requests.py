@@ -1,13 +1,14 @@
 """What nodes are asked, and how a body becomes one of these. See docs/API.md."""
 
+import asyncio
 import base64
 import re
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from disaggregated_inference.errors import BadRequest, BodyTooLarge
+from disaggregated_inference.errors import BadRequest, BodyTooLarge, Cancelled, RequestTooSlow
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.nodes.answers import Rules
 from disaggregated_inference.nodes.context import MOST_ADDRESSES, Context
@@ -18,6 +19,8 @@ from disaggregated_inference.nodes.sampling import Sampling
 _TICKET = re.compile(r"[\w.:-]{1,200}", re.ASCII)
 BODY_LIMIT_BYTES = 16 << 20
 INLINE_LIMIT_BYTES = 64 << 20  # of KV in a request or response; base64 makes a third more of it
+BODY_S = 30.0  # a body must be whole within this, and a second more for every so many bytes that came
+_SLOWEST_BYTES_S = 16 << 10
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +86,8 @@ class DecodeRequest(Prompt, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    stop: str | tuple[str, ...] = ()
+    logit_bias: dict[int, float] | None = None
+    stop: str | tuple[str, ...] | None = None
     n: int = 1
     logprobs: int | None = None
     ignore_eos: bool = False
@@ -100,13 +103,11 @@ class DecodeRequest(Prompt, frozen=True, kw_only=True):
             raise BadRequest("give context or kv_cache, not both")
         if None not in (self.max_tokens, self.max_new_tokens) and self.max_tokens != self.max_new_tokens:
             raise BadRequest("max_tokens and max_new_tokens are the same thing: give one of them")
-        asked = self.max_new_tokens if self.max_tokens is None else self.max_tokens
-        shared = {name: getattr(self, name) for name in Sampling.__struct_fields__ if name != "stop"}
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        self._require_some_tokens()
         return Rules(
-            max_tokens=256 if asked is None else asked,
+            max_tokens=self.max_tokens or self.max_new_tokens or 256,
             n=self.n,
-            sampling=Sampling(stop=stop, **shared),
+            sampling=self._sampling,
             format=self.format,
             written=self.written,
             choice=self.choice,
@@ -114,6 +115,18 @@ class DecodeRequest(Prompt, frozen=True, kw_only=True):
             queue_s=self.queue_s,
             progress=self.progress and self.stream,
         )
+
+    def _require_some_tokens(self) -> None:
+        for name in ("max_tokens", "max_new_tokens"):
+            asked: int | None = getattr(self, name)
+            if asked is not None and asked < 1:
+                raise BadRequest(f"{name} must be at least 1, not {asked}")
+
+    @property
+    def _sampling(self) -> Sampling:
+        shared = {name: getattr(self, name) for name in Sampling.__struct_fields__}
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        return Sampling(**shared | {"stop": stop or (), "logit_bias": self.logit_bias or {}})
 
     def tape(self) -> bytes:
         try:
@@ -126,12 +139,24 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 async def body_of(request: Request, kind: type[Body], limit_bytes: int = BODY_LIMIT_BYTES) -> Body:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit_bytes:
-            raise BodyTooLarge(f"a request body of more than {limit_bytes} bytes")
+    try:
+        body = await _received(request, limit_bytes)
+    except ClientDisconnect:  # nobody gets this answer
+        raise Cancelled("the client is gone") from None
+    except TimeoutError:
+        raise RequestTooSlow("the request's body did not come in time: send it faster, or less of it") from None
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body cannot be read as this request: {error}") from error
+
+
+async def _received(request: Request, limit_bytes: int) -> bytearray:
+    body, until = bytearray(), asyncio.get_running_loop().time() + BODY_S
+    async with asyncio.timeout_at(until) as deadline:
+        async for part in request.stream():
+            body += part
+            if len(body) > limit_bytes:
+                raise BodyTooLarge(f"a request body of more than {limit_bytes} bytes")
+            deadline.reschedule(until + len(body) / _SLOWEST_BYTES_S)
+    return body

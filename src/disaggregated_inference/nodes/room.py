@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from disaggregated_inference.engines import Engine, Sequence
 from disaggregated_inference.engines.memory import available_bytes
-from disaggregated_inference.errors import NodeBusy, NodeDraining
+from disaggregated_inference.errors import BadRequest, NodeBusy, NodeDraining
 from disaggregated_inference.kv.disk import DiskTier
 from disaggregated_inference.kv.prefixes import PrefixStore
 from disaggregated_inference.nodes.admission import Admission
@@ -30,16 +30,16 @@ class Room:
         prefix_bytes: int | None = None,
         disk: DiskTier | None = None,
         most_waiting: int = 256,
-        idle_s: float = 0.0,
         both_roles: bool = False,
     ) -> None:
         self.worker, self.engine = worker, worker.engine
         kept = self.default_prefix_bytes(worker.engine) if prefix_bytes is None else prefix_bytes
-        self.prefixes = PrefixStore(self.engine.fingerprint, self.engine.dtype, kept, disk=disk)
         limit = kv_bytes or self.engine.kv_limit_bytes
         if not kv_bytes and not self.engine.own_memory:
             limit = max(limit - kept, 0)
         parts = 2 if both_roles else 1
+        self._require_useful(limit // parts)
+        self.prefixes = PrefixStore(self.engine.fingerprint, self.engine.dtype, kept, disk=disk)
         self.admission = Admission(limit // parts, self.engine.max_batch, most_waiting)
         # Where one engine has both roles, caches that wait to be fetched must leave room for those who fetch them.
         self.reading = Admission(limit // 2, self.engine.max_batch, most_waiting) if both_roles else self.admission
@@ -49,7 +49,7 @@ class Room:
         self._counted: dict[Sequence, int] = {}
         self._others: set[Sequence] = set()
         self._checked_at = 0.0
-        self._idle_s, self._used_at = idle_s, time.monotonic()
+        self._idle_s, self._used_at = 0.0, time.monotonic()
         self._ticks: list[Callable[[], None]] = [self.admission.sweep, self.reading.sweep, self._unload_if_idle]
         self._closing = threading.Event()
         worker.idle = self.check
@@ -59,6 +59,19 @@ class Room:
     def default_prefix_bytes(engine: Engine) -> int:
         """A share of the KV memory, and never much of what the machine has left."""
         return min(engine.kv_limit_bytes // _PREFIX_SHARE, available_bytes() // 4)
+
+    def _require_useful(self, limit_bytes: int) -> None:
+        """Before a node that can serve nobody says that it is healthy."""
+        least_bytes = self.engine.kv_cost(2)
+        if limit_bytes < least_bytes:
+            raise BadRequest(
+                f"{limit_bytes} bytes of KV memory are left for requests; a token of a prompt and one of an answer "
+                f"need {least_bytes}: give more --kv-memory, or less --prefix-memory"
+            )
+
+    def unload_when_idle(self, seconds: float) -> None:
+        """From now on, when nobody has used the model for so long; 0: never."""
+        self._idle_s, self._used_at = seconds, time.monotonic()
 
     def require_open(self) -> None:
         if self.draining:
@@ -123,7 +136,7 @@ class Room:
     def unload(self) -> None:
         """On the engine's thread: give the weights back, unless someone needs them."""
         if self._counted or self._others or self.held_slots or self.worker.waiting > 1:
-            raise NodeBusy("the model is in use; try again when its answers are written")
+            raise NodeBusy("the model is in use; try again when its answers are written and its caches fetched")
         if self.engine.loaded:
             self.engine.unload()
             log.info("the model was unloaded")

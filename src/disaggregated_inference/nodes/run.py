@@ -81,7 +81,8 @@ def run_node(asked: Settings) -> None:
     if asked.engine == "ollama":
         return _run_ollama(asked, port)
     reads, writes = asked.role != "decode", asked.role != "prefill"
-    addresses = [parse_address(text, asked.kv_port) for text in asked.kv_address or [asked.host]] if reads else []
+    hosts = asked.kv_address or [asked.host] if reads else []
+    addresses = [parse_address(text, asked.kv_port, least_port=0) for text in hosts]
     _require_token([asked.host, *(name for name, _ in addresses)], asked.token, asked.insecure)
     _require_free([(asked.host, port), *addresses])
     files, room = _load(asked)
@@ -124,6 +125,10 @@ def _serve(asked: Settings, port: int, served: Served) -> None:
 
     deadline = math.inf
 
+    def ready(port: int) -> None:
+        room.unload_when_idle(asked.idle_unload_s)
+        _ready(port, **about)
+
     def stopping() -> None:
         nonlocal deadline
         room.draining = True
@@ -131,7 +136,7 @@ def _serve(asked: Settings, port: int, served: Served) -> None:
 
     try:
         app = node_app(served, asked.token or None)
-        serve_app(app, asked.host, port, asked.drain_s, partial(_ready, **about), stopping)
+        serve_app(app, asked.host, port, asked.drain_s, ready, stopping)
     finally:
         for node in nodes:
             node.close(drain_s=max(0.0, min(deadline - time.monotonic(), asked.drain_s)))
@@ -159,7 +164,7 @@ def _load(asked: Settings) -> tuple[ModelFiles, Room]:
         raise BadRequest(f"--profile is a simulated machine's: it needs --engine simulated, not {engine}")
     kv_bytes, prefix_bytes = parse_size(asked.kv_memory), parse_size(asked.prefix_memory)
     disk_bytes = parse_size(asked.prefix_disk_size)
-    files = ModelStore().resolve(asked.model, kind=file_kind(engine))
+    files = ModelStore().resolve(_model_name(asked, engine), kind=file_kind(engine))
     options: dict[str, Any] = {"dtype": require_dtype(asked.dtype)} if asked.dtype else {}
     if asked.profile:
         options["profile"] = asked.profile
@@ -179,8 +184,18 @@ def _load(asked: Settings) -> tuple[ModelFiles, Room]:
     disk = DiskTier(Path(asked.prefix_disk).expanduser(), disk_bytes or 0) if asked.prefix_disk else None
     # Prompts take turns, so that a long one does not starve short ones; few of them where answers are written between.
     worker = EngineThread(load, in_turn=8 if asked.role == "prefill" else 2)
-    both = asked.role == "both"
-    return files, Room(worker, options.get("kv_bytes", 0), prefix_bytes, disk, asked.queue, asked.idle_unload_s, both)
+    try:
+        return files, Room(
+            worker, options.get("kv_bytes", 0), prefix_bytes, disk, asked.queue, both_roles=asked.role == "both"
+        )
+    except BadRequest:
+        worker.stop()
+        raise
+
+
+def _model_name(asked: Settings, engine: str) -> str:
+    """The default has weights, which the simulated engine has no use for."""
+    return "simulated:tiny" if engine == "simulated" and asked.model == Settings().model else asked.model
 
 
 def parse_size(text: str) -> int | None:

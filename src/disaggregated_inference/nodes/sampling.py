@@ -21,6 +21,9 @@ _MOST_STOPS = 16
 _COLDEST = 1e-5  # below it float32 has nothing left to tell two tokens apart
 _NUCLEUS = 256  # so many of the likeliest usually hold top_p of the mass
 _BLOCK = 256
+_GOLDEN = np.uint32(0x9E3779B9)
+_BELOW_ONE = np.float32(1 - 2.0**-24)
+_SLACK = 1.001  # for what is rounded
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,24 +143,35 @@ class Sampler:
             raise SequenceBroken("the engine's logits are not numbers; send the request again")
 
     def _draw(self, row: Row, peak: np.float32) -> int:
-        """One random number into the cumulative sum of the softmax, or of the part of it that was asked for."""
+        """A race: every token waits for a random time, the likelier the shorter, and the first one is it. (One random
+        number into the cumulative sum would do as well, but there the rounding of all tokens moves every border: in
+        another batch it fell on the other side of one far too often.)"""
         asked = self.sampling
         weights = row - peak
         weights /= np.float32(max(asked.temperature, _COLDEST))
         np.exp(weights, out=weights)  # the likeliest weighs 1
-        share = 1 - self._random()  # never 0, so never a token without weight
         if asked.top_k or asked.top_p < 1:
             kept = _nucleus(weights, asked.top_k, asked.top_p)
             kept = kept[weights[kept] >= asked.min_p]
-            return int(kept[_reach(weights[kept], share)])
-        if asked.min_p:
-            weights *= weights >= asked.min_p
-        return _reach(weights, share)
+        elif asked.min_p:
+            kept = np.flatnonzero(weights >= asked.min_p)
+        else:
+            return _first(weights, self._chances(np.arange(len(weights), dtype=np.uint32)))
+        return int(kept[_first(weights[kept], self._chances(kept.astype(np.uint32)))])
 
-    def _random(self) -> float:
-        key = np.array([self.seed, self._choice], np.uint64)
-        stream = np.random.Philox(key=key, counter=np.array([self.written, 0, 0, 0], np.uint64))
-        return float(np.random.Generator(stream).random())
+    def _chances(self, tokens: NDArray[np.uint32]) -> Row:
+        """A number between 0 and 1 for each: of the seed, the choice, the place in the answer and the token alone."""
+        stream = np.random.Philox(key=np.array([self.seed, self._choice], np.uint64), counter=[self.written, 0, 0, 0])
+        begin, end = stream.random_raw(2).astype(np.uint32)
+        bits = tokens * _GOLDEN
+        bits += begin
+        _mix(bits)
+        bits ^= end
+        _mix(bits)
+        chances = bits.astype(np.float32)
+        chances += np.float32(0.5)
+        chances *= np.float32(2.0**-32)
+        return np.minimum(chances, _BELOW_ONE, out=chances)
 
     def _described(self, row: Row, token: int, peak: np.float32) -> Chosen:
         wanted = self.sampling.logprobs
@@ -166,6 +180,22 @@ class Sampler:
         whole = float(peak) + float(np.log(np.exp(row - peak).sum(dtype=np.float64)))
         top: list[int] = _best(row, wanted, -np.inf).tolist() if wanted else []
         return Chosen(token, float(row[token]) - whole, tuple((t, float(row[t]) - whole) for t in top))
+
+
+def _first(weights: Row, chances: Row) -> int:
+    """Who waits least: -log(1 - chance) / weight. That is at least chance / weight, so most need no logarithm."""
+    best = int(weights.argmax())
+    bound = -np.log1p(-np.float64(chances[best])) / weights[best]
+    hopeful = np.flatnonzero(chances <= weights * np.float32(bound * _SLACK))
+    waits = -np.log1p(-chances[hopeful].astype(np.float64)) / weights[hopeful]
+    return int(hopeful[waits.argmin()])
+
+
+def _mix(bits: NDArray[np.uint32]) -> None:
+    """Every bit comes to depend on every bit: the last steps of MurmurHash3."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        bits ^= bits >> np.uint32(shift)
+        bits *= np.uint32(factor)
 
 
 def _best(row: Row, count: int, floor: float) -> NDArray[np.int64]:

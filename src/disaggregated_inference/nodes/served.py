@@ -59,10 +59,20 @@ class Served:
             "fingerprint": msgspec.to_builtins(self.room.engine.fingerprint),
         }
 
+    def retry_after_s(self, error: BaseException | None = None) -> int:
+        """When to come back: who was refused, or someone new who needs little."""
+        known: int | None = getattr(error, "retry_after_s", None)
+        return known or max(admission.retry_after_s() for admission in self.room.admissions)
+
+    @property
+    def _canary_tokens(self) -> int:
+        """Read for proofs, on either side of them: nobody's prompt."""
+        read = self.prefill.canary_tokens if self.prefill else 0
+        return read + (self.decode.proofs.tokens_computed if self.decode else 0)
+
     def status(self) -> dict[str, Any]:
         """What a router needs to decide."""
         engine, room = self.room.engine, self.room
-        counters, proofs = engine.counters, self.decode.proofs if self.decode else None
         about = self.health() | {
             "dtype": engine.dtype,
             "context_window": engine.spec.context_window,
@@ -73,7 +83,7 @@ class Served:
             "imports": self.decode is not None,
             "queue": {
                 "waiting": sum(admission.waiting for admission in room.admissions),
-                "retry_after_s": max(admission.retry_after_s() for admission in room.admissions),
+                "retry_after_s": self.retry_after_s(),
             },
             "slots": {"used": room.held_slots, "most": engine.max_batch},
             "kv": {
@@ -85,8 +95,8 @@ class Served:
             },
             "prefixes": msgspec.to_builtins(room.prefixes.seen()),
             "integrity_faults": room.faults,
-            "prompt_tokens_computed": counters.prompt_tokens - (proofs.tokens_computed if proofs else 0),
-            "tokens_written": counters.step_tokens,
+            "prompt_tokens_computed": engine.counters.prompt_tokens - self._canary_tokens,
+            "tokens_written": self.decode.tokens_written if self.decode else 0,
         }
         rates: dict[str, Any] = {}
         if self.prefill:

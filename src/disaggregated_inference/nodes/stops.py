@@ -11,12 +11,13 @@ class StopText:
         self._held = ""
         self.found: str | None = None
 
-    def push(self, text: str) -> str:
-        """What may be shown now. Nothing more, once a stop string was found."""
+    def push(self, text: str, counts: bool = True) -> str:
+        """What may be shown now. Nothing more, once a stop string was found. One that ends in a text which does not
+        count is text like any other; it may begin there."""
         if self.found is not None:
             return ""
-        self._held += text
-        at, self.found = self._first()
+        before, self._held = len(self._held), self._held + text
+        at, self.found = self._first(before) if counts else (0, None)
         if self.found is not None:
             return self._release(at)
         return self._release(len(self._held) - self._possible_start())
@@ -29,9 +30,10 @@ class StopText:
         text, self._held = self._held[:count], self._held[count:]
         return text
 
-    def _first(self) -> tuple[int, str | None]:
-        """The earliest stop string; of two that begin together the longer one."""
-        places = [(self._held.find(stop), -len(stop), stop) for stop in self._stops if stop in self._held]
+    def _first(self, before: int) -> tuple[int, str | None]:
+        """The earliest stop string that ends after so many characters; of two that begin together the longer one."""
+        found = [(self._held.find(stop, max(0, before + 1 - len(stop))), -len(stop), stop) for stop in self._stops]
+        places = [place for place in found if place[0] >= 0]
         return (min(places)[0], min(places)[2]) if places else (0, None)
 
     def _possible_start(self) -> int:

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 _STALL_S = 0.05  # how long answers that are being written may wait for a piece of someone's prompt, or so many steps
 _STALL_STEPS = 2
 _MOST_STALLS = 4  # times that, the more prompts wait: who writes has something to show, who waits has nothing
+_PIECE_S = 0.8  # nobody stalls, but a client may leave: within a second its memory is someone else's
 _LEAST_CHUNK = 16
 _LINGER_SHARE = 0.25
 _LEAST_LINGER_S = 0.005
@@ -101,7 +102,8 @@ class EngineThread:
         return self.post(function).result()
 
     def post(self, function: Callable[[], Result]) -> "Future[Result]":
-        """The same without waiting: also for the engine's thread itself."""
+        """The same without waiting: also for the engine's thread itself. Who cancels the future before its turn has
+        nothing done."""
         future: Future[Result] = Future()
         with self._changed:
             self._require_running()
@@ -193,14 +195,13 @@ class EngineThread:
                     return
 
     def chunk_tokens(self, rate: float | None, most: int) -> int:
-        """Tokens of a prompt at a time, of which this engine reads `rate` a second: few enough, while answers are being
-        written, that their streams do not stall."""
-        if not self.batch.members:
-            return most
+        """Tokens of a prompt at a time, of which this engine reads `rate` a second: few enough that whoever leaves is
+        gone soon and, while answers are being written, that their streams do not stall."""
+        writing = bool(self.batch.members)
         if not rate:
-            return min(most, _LEAST_CHUNK)
+            return min(most, _LEAST_CHUNK) if writing else most
         stall_s = max(_STALL_S, _STALL_STEPS * self.batch.step_s) * min(_MOST_STALLS, self._prompts)
-        return max(_LEAST_CHUNK, min(most, int(rate * stall_s)))
+        return max(_LEAST_CHUNK, min(most, int(rate * (stall_s if writing else _PIECE_S))))
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
@@ -236,7 +237,8 @@ class EngineThread:
             for line in (self._calls, self._urgent, self._works, self._line):
                 line.clear()
         for future in waiting:
-            future.set_exception(NodeBusy("this node's engine has stopped"))
+            if not future.cancelled():
+                future.set_exception(NodeBusy("this node's engine has stopped"))
 
     def _busy(self) -> bool:
         return bool(self._calls or self._urgent or self._works or self.batch.members)
@@ -264,6 +266,8 @@ class EngineThread:
 
 
 def _finish(function: Callable[[], Any], future: "Future[Any]") -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(function())
     except BaseException as error:

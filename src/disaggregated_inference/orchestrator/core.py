@@ -11,12 +11,12 @@ import aiohttp
 import msgspec
 
 from disaggregated_inference.cluster.config import ClusterConfig, load_config
-from disaggregated_inference.errors import ClusterError, DeadlineExceeded, DisaggError
+from disaggregated_inference.errors import ClusterError, ContextTooLong, DeadlineExceeded, DisaggError
 from disaggregated_inference.models.tokenizer import ModelTokenizer
-from disaggregated_inference.orchestrator.ask import Ask, asked, require_defaults
+from disaggregated_inference.orchestrator.ask import Ask, asked, options_in, require_defaults
 from disaggregated_inference.orchestrator.history import History
 from disaggregated_inference.orchestrator.inbox import Inbox
-from disaggregated_inference.orchestrator.legs import Delta, Event
+from disaggregated_inference.orchestrator.legs import Delta, Event, Refused
 from disaggregated_inference.orchestrator.life import Life
 from disaggregated_inference.orchestrator.line import Line
 from disaggregated_inference.orchestrator.nodes import Node
@@ -31,6 +31,7 @@ _FIRST_NEWS_S = 3.0
 _IDLE_S = 2.0  # connections are kept for less long than nodes keep theirs: a request never goes into a closing one
 _MAX_TOKENS = 2000
 _MORE_TIME = "ask for less, or give more time: timeout, or the config's prefill_timeout_s and decode_timeout_s"
+_NOTICED_EARLY_S = 0.1
 _PLACES = 64  # of a model whose nodes are not known yet
 _AHEAD = 2  # requests per slot: nodes have the next one there when a slot is free
 
@@ -58,6 +59,8 @@ class DisaggregatedInference:
         self._texts = Texts()
         self._watch: Watch | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
         self._under_way: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> "DisaggregatedInference":
@@ -68,14 +71,24 @@ class DisaggregatedInference:
         await self.aclose()
 
     async def start(self) -> Watch:
+        self._require_open()
         if self._watch is None:
+            self._loop = asyncio.get_running_loop()
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S)
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
             self._watch = Watch(self.config, self._session)
             self._watch.start()
         return self._watch
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClusterError("this DisaggregatedInference was closed; make a new one")
+        if self._loop not in (None, asyncio.get_running_loop()):
+            raise ClusterError("this DisaggregatedInference belongs to another event loop; make one for each")
+
     async def aclose(self) -> None:
+        """Nothing new from now on; what is under way ends. Again is harmless."""
+        self._closed = True
         if self._watch is None:
             return
         for task in list(self._under_way):
@@ -151,7 +164,7 @@ class DisaggregatedInference:
 
     async def _one_of_many(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
-            return await self.generate(**request)
+            return await self.generate(**options_in(request))
         except Exception as error:  # the others go on, whatever it was
             code = error.code if isinstance(error, DisaggError) else "internal_error"
             return {"response": None, "error": {"code": code, "message": str(error)}}
@@ -160,6 +173,7 @@ class DisaggregatedInference:
         """Asks every node now."""
         watch = await self.start()
         await watch.look()
+        self._require_open()  # or nobody could be reached because of that
         nodes = [node.shown() for node in watch.nodes.values()]
         return {"verdict": verdict(list(watch.nodes.values())), "nodes": {node["name"]: _brief(node) for node in nodes}}
 
@@ -205,14 +219,15 @@ class DisaggregatedInference:
         """From the queue to the last token. Whatever ends it is in the history."""
         error: BaseException | None = None
         timeout_s = ask.timeout or self._timeout_s(record.model)
+        deadline = time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                await self._serve(ask, record, put, time.monotonic() + timeout_s)
-        except TimeoutError:
-            error = DeadlineExceeded(f"not done within {timeout_s:g} s: {_MORE_TIME}")
-            raise error from None
+                await self._serve(ask, record, put, deadline)
         except BaseException as caught:
             error = caught
+            if isinstance(caught, TimeoutError) or _is_late(caught, deadline):
+                error = DeadlineExceeded(f"not done within {timeout_s:g} s: {_MORE_TIME}")
+                raise error from None
             raise
         finally:
             self._ended(record, error)
@@ -232,6 +247,9 @@ class DisaggregatedInference:
             ask = self._limited(ask, about_tokens(ask), nodes, record)
             return WholeLife(watch, ask, record.model, record, deadline)
         tokens = await self._read(ask, record, watch)
+        window, wanted = self._window(record.model, nodes), len(tokens) + (ask.max_tokens or 1)
+        if wanted > window:
+            raise ContextTooLong(wanted, window, prompt_tokens=len(tokens))
         return Life(watch, self._limited(ask, len(tokens), nodes, record), record.model, tokens, record, deadline)
 
     def _limited(self, ask: Ask, prompt_tokens: int, nodes: list[Node], record: Record) -> Ask:
@@ -279,6 +297,12 @@ class DisaggregatedInference:
             tell(ended)
 
 
+def _is_late(error: BaseException, deadline: float) -> bool:
+    """Whether a node noticed first that the request's time is over."""
+    late = isinstance(error, Refused) and error.status == DeadlineExceeded.status
+    return late and time.monotonic() > deadline - _NOTICED_EARLY_S
+
+
 def _outcome(error: BaseException | None) -> str:
     """What is the request's own fault, and would be so everywhere, is refused: nothing failed."""
     if error is None:
@@ -302,9 +326,14 @@ async def _finished(task: "asyncio.Task[None]") -> None:
 
 
 def _places(nodes: list[Node]) -> int:
-    """Requests of a model under way at once: as many as its decode nodes have slots, and some that wait there."""
-    slots = [node.status.slots.most for node in nodes if node.usable and node.status and node.role != "prefill"]
-    return _AHEAD * sum(slots) or _PLACES
+    """Requests of a model under way at once: as many as its decode nodes take, and some that wait there. A node where
+    requests wait for memory takes no more than it has now: the others wait here, where priorities count."""
+    takes = [
+        max(1, node.status.slots.used) if node.status.queue.waiting else node.status.slots.most
+        for node in nodes
+        if node.usable and node.status and node.role != "prefill"
+    ]
+    return _AHEAD * sum(takes) or _PLACES
 
 
 def _brief(node: dict[str, Any]) -> dict[str, Any]:
@@ -329,8 +358,8 @@ VERDICTS = (
 
 
 def _verdict(nodes: list[Node]) -> str:
-    readers = [node.usable for node in nodes if node.role != "decode"]
-    writers = [node.usable for node in nodes if node.role != "prefill"]
+    readers = [node.serves for node in nodes if node.role != "decode"]
+    writers = [node.serves for node in nodes if node.role != "prefill"]
     if all(readers + writers):
         return VERDICTS[0]
     if not any(readers + writers):

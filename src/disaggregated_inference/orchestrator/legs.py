@@ -6,7 +6,7 @@ whose answer does not begin is looked after by asking the node for its health me
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -14,11 +14,14 @@ import aiohttp
 import msgspec
 
 from disaggregated_inference.cluster.config import Server
-from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.errors import BadRequest, DisaggError
 from disaggregated_inference.orchestrator.pulse import Listening, Pulses, Silent
 
 _LOOK_AFTER_S = 0.5
-_PROBE_S = 1.0  # for a health that is asked for because something is odd: a busy machine may take a while
+_PROBE_S = 0.5  # for a health that is asked for because something is odd
+_MOST_PROBE_S = 4.0  # also for a node that nobody can replace: to give it up would be the end of the request
+_PATIENCE = 8  # times as long as it lately took to answer: a busy machine is slow to everybody, a frozen one silent
+_FORGOTTEN = 0.9  # what is left of a slow answer after the next one
 _BODY_S = 5.0  # for the rest of a small answer that has begun
 _DIAL_S = 1.0
 
@@ -69,6 +72,16 @@ class Refused(DisaggError):
     @property
     def code(self) -> str:
         return self._code
+
+
+class RequestRefused(Refused, BadRequest):
+    """For what it asks: who catches a `BadRequest` need not know whether it was refused here or by a node."""
+
+
+def refused(status: int, code: str, message: str) -> Refused:
+    """What is not there (404) or came too late (504) may have been asked for quite rightly."""
+    kind = RequestRefused if status in (400, 413, 422) else Refused
+    return kind(status, code, message)
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -123,34 +136,50 @@ class Legs:
     def __init__(self, server: Server, session: aiohttp.ClientSession, pulses: Pulses, stuck_s: float) -> None:
         self.server, self._session, self._pulses, self._stuck_s = server, session, pulses, stuck_s
         self._headers = {"Authorization": f"Bearer {server.token}"} if server.token else {}
+        self.epoch = ""  # in which its status was last seen: started again, it may hold another model
         self._probe: asyncio.Task[Health] | None = None
+        self.replaceable: Callable[[], bool] = lambda: False  # whether another node could do its work now
+        self._slowness_s = 0.0  # of its answers to small questions, lately
         self.heard_at = -math.inf  # when it last said anything on a stream
         self._telling: set[asyncio.Task[None]] = set()
 
     async def get(self, path: str, timeout_s: float) -> bytes:
         """A small question. Whatever goes wrong is a failed leg."""
         timeout = aiohttp.ClientTimeout(total=timeout_s, connect=min(_DIAL_S, timeout_s))
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
         try:
             async with self._session.get(self.server.url + path, headers=self._headers, timeout=timeout) as response:
                 body = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._gone(error) from error
+        self._slowness_s = max(loop.time() - asked_at, self._slowness_s * _FORGOTTEN)
         if response.status >= 400 and path != "/health":
             raise self._said(response.status, body)
         return body
 
-    async def health(self, timeout_s: float = _PROBE_S) -> Health:
+    async def health(self) -> Health:
         """One question at a time, whoever asks."""
         if self._probe is None or self._probe.done():
-            self._probe = asyncio.create_task(self._health(timeout_s))
+            self._probe = asyncio.create_task(self._health())
         return await asyncio.shield(self._probe)
 
-    async def _health(self, timeout_s: float) -> Health:
-        body = await self.get("/health", timeout_s)
+    async def _health(self) -> Health:
+        asked_at = asyncio.get_running_loop().time()
+        try:
+            body = await self.get("/health", self._patience_s())
+        except LegFailed as error:
+            if not error.silent or self._pulses.held_up_at < asked_at:
+                raise
+            body = await self.get("/health", self._patience_s())  # it was this process that did not listen
         try:
             return msgspec.json.decode(body, type=Health)
         except msgspec.DecodeError as error:
             raise LegFailed(self.server.name, "bad_answer", f"its health cannot be read: {error}") from error
+
+    def _patience_s(self) -> float:
+        usual_s = _PATIENCE * self._slowness_s if self.replaceable() else math.inf
+        return min(_MOST_PROBE_S, max(_PROBE_S, usual_s))
 
     async def prefill(self, body: dict[str, Any], request_id: str) -> str:
         """Begin; returns the context to fetch from."""
@@ -233,6 +262,8 @@ class Legs:
     @asynccontextmanager
     async def _post(self, path: str, body: dict[str, Any], request_id: str) -> AsyncIterator[aiohttp.ClientResponse]:
         headers = self._headers | {"X-Request-Id": request_id, "Content-Type": "application/json"}
+        if self.epoch:
+            headers["X-Node-Epoch"] = self.epoch
         timeout = aiohttp.ClientTimeout(total=None, connect=_DIAL_S)
         asking = asyncio.ensure_future(
             self._session.post(
@@ -277,6 +308,11 @@ class Legs:
             raise self._gone(error) from error
 
     def _gone(self, error: Exception) -> LegFailed:
+        if isinstance(error, Silent):  # somebody asked meanwhile, and has found the words
+            words = str(error).removeprefix(f"{self.server.name}: ")
+            failure = LegFailed(self.server.name, "unreachable", words, hard=True)
+            failure.silent = not error.refused
+            return failure
         cause = getattr(error, "os_error", None) or error  # aiohttp's own words name sockets and sessions
         reason = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
         words = "it does not answer" if isinstance(error, TimeoutError) else f"it cannot be reached: {reason}"
@@ -290,16 +326,17 @@ class Legs:
         try:
             failure = msgspec.convert(msgspec.json.decode(body)["error"], Failure)
         except (msgspec.DecodeError, msgspec.ValidationError, KeyError, TypeError):
-            failure = Failure("bad_answer", f"HTTP {status}: {body[:200]!r}")
+            code = "unauthorized" if status in (401, 403) else "bad_answer"
+            failure = Failure(code, f"it does not answer as a node: HTTP {status}")
         if failure.code in _BUSY:
             wait_s = float(retry_after) if retry_after and retry_after.isdigit() else 1.0
             return NodeIsBusy(self.server.name, failure.message, wait_s)
         if status in (400, 404, 413, 422, 504) and failure.code != "bad_answer":
-            return Refused(status, failure.code, failure.message)
+            return refused(status, failure.code, failure.message)
         return LegFailed(self.server.name, failure.code, failure.message)
 
     def _failure(self, failure: Failure) -> Exception:
         """An error in the middle of a stream."""
         if failure.code in ("deadline_exceeded", "bad_request", "context_too_long"):
-            return Refused(504 if failure.code == "deadline_exceeded" else 400, failure.code, failure.message)
+            return refused(504 if failure.code == "deadline_exceeded" else 400, failure.code, failure.message)
         return LegFailed(self.server.name, failure.code, failure.message)

@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from disaggregated_inference.cluster.config import Policies
-from disaggregated_inference.errors import ClusterError, DeadlineExceeded, NoDecodeNode
+from disaggregated_inference.errors import ClusterError, NoDecodeNode
 from disaggregated_inference.orchestrator.ask import Ask
 from disaggregated_inference.orchestrator.legs import Event, LegFailed, NodeIsBusy, Progress
-from disaggregated_inference.orchestrator.nodes import Node
+from disaggregated_inference.orchestrator.nodes import About, Node
 from disaggregated_inference.orchestrator.plan import plan
 from disaggregated_inference.orchestrator.record import Attempt, Course, Failover, Record
 from disaggregated_inference.orchestrator.view import Option, Plan, Question
@@ -48,6 +48,7 @@ class Life:
         self.record, self._deadline = record, deadline
         self.courses = record.courses = [Course() for _ in range(ask.n)]
         self._avoid: set[tuple[str, str]] = set()  # nodes that failed this request, in the epoch in which they did
+        self._about: About | None = None  # the model that it began with
         self._pinned: str | None = None  # the decode node that has a part of the cache already
         self._prefill_failures = 0
         self._decode_failures = 0
@@ -86,6 +87,8 @@ class Life:
                 assert attempt
                 if not self._learn(failure, attempt):
                     raise ClusterError(str(failure)) from failure
+                if failure.code == "node_restarted":  # and nobody had noticed: who is it now?
+                    await self._watch.look([failure.node])
                 if len(numbers) > 1 and any(self.courses[number].written for number in numbers):
                     await self._apart(numbers)
 
@@ -93,7 +96,7 @@ class Life:
         """The best way that the policies and this request's own past allow."""
         planned = plan(self._question(numbers), self._watch.view(self._model))
         for allowed in (self._keeps_both, self._keeps_policy):
-            if wanted := [option for option in planned.options if allowed(option)]:
+            if wanted := [option for option in planned.options if allowed(option) and self._may(option)]:
                 option = wanted[0] if self.record.failovers else self._looked_at_again(wanted)
                 return option, _reason(planned, option)
         if not self._policies.fallback:
@@ -108,8 +111,13 @@ class Life:
             prompt_tokens=len(prompt),
             max_tokens=self._left(numbers),
             held=self._watch.remembered.held(prompt, epochs),
-            avoid=frozenset(name for name, epoch in self._avoid if epochs.get(name) == epoch),
+            avoid=frozenset(name for name, epoch in self._avoid if epochs.get(name) == epoch) | self._strangers(),
         )
+
+    def _strangers(self) -> frozenset[str]:
+        """Nodes that hold another model than the one this request began with, whatever its name means by now."""
+        about, nodes = self._about, self._watch.of(self._model)
+        return frozenset(node.name for node in nodes if about and node.about and about.differences(node.about))
 
     def _looked_at_again(self, options: list[Option]) -> Option:
         """The best, but for one request in a while: a node that was slow once is asked again, or nobody would ever know
@@ -124,10 +132,14 @@ class Life:
 
     def _begun(self, option: Option, reason: str) -> Attempt:
         self.record.fallback = self._falls_back(option)
-        status = self._watch.nodes[option.decode].status
+        writer = self._watch.nodes[option.decode]
+        self._about, status = self._about or writer.about, writer.status
         attempt = self.record.begin(option, reason, status.backend if status else "")
         attempt.epochs = self._watch.epochs(self._model)
         return attempt
+
+    def _may(self, option: Option) -> bool:
+        return self._policies.fallback or not self._falls_back(option)
 
     def _falls_back(self, option: Option) -> bool:
         if option.prefill is not None or self._policies.local == "always":
@@ -198,7 +210,7 @@ class Life:
 
     def _left_s(self) -> float:
         if (left := self._deadline - time.monotonic()) <= 0:
-            raise DeadlineExceeded("the request's time was over before it was done")
+            raise TimeoutError
         return left
 
     def _body(self, numbers: tuple[int, ...], prompt: list[int]) -> dict[str, Any]:
@@ -276,7 +288,7 @@ class Life:
         blamed = nodes[option.prefill if of_prefill and option.prefill else option.decode]
         blamed.breaker.failed(str(failure), hard=failure.hard)
         if failure.code == "unreachable":
-            blamed.lost(str(failure))
+            blamed.lost(str(failure), quiet=failure.silent)
         self.record.failed(Failover(node=blamed.name, code=failure.code, message=str(failure)), attempt)
         log.warning("a leg failed: %s", failure, extra={"request_id": self._id, "code": failure.code})
         self._avoid.add((blamed.name, attempt.epochs[blamed.name]))
@@ -299,24 +311,32 @@ class Life:
         await asyncio.sleep(min(busy.retry_after_s, _LONGEST_WAIT_S, self._left_s()))
 
     async def _wait_for_anyone(self, error: NoDecodeNode) -> None:
-        """No decode node takes this request now. Those that are there and did not fail it (another request is trying
-        them out) are waited for, for a while; those that did get one second chance."""
-        writers = [node for node in self._watch.of(self._model) if node.role != "prefill"]
+        """No decode node takes this request now. Those that are there and did not fail it are waited for: as long as
+        another request tries them out, and a while longer; those that did get one second chance. So is one that went
+        quiet a moment ago."""
+        strangers = self._strangers()
+        writers = [n for n in self._watch.of(self._model) if n.role != "prefill" and n.name not in strangers]
         there = [node for node in writers if node.reachable and not node.mismatch and not node.trouble]
         untried = [node for node in there if (node.name, node.epoch) not in self._avoid]
-        now = time.monotonic()
-        if not there or not self._policies.retries:
+        if not self._policies.retries:
             raise error
         if untried:
-            self._waiting_since = self._waiting_since or now
-            if now - self._waiting_since > _PATIENCE_S:
-                raise error
-            return await asyncio.sleep(_LOOK_S)
-        if self._gave_second_chance:
+            return await self._wait_a_while(error, tried_out=any(node.open for node in untried))
+        if not there and any(node.may_come_back for node in writers):
+            return await asyncio.sleep(min(_LOOK_S, self._left_s()))
+        if not there or self._gave_second_chance:
             raise error
         self._gave_second_chance = True
         self._avoid.clear()
         await asyncio.sleep(min(_COME_BACK_S, self._left_s()))
+
+    async def _wait_a_while(self, error: NoDecodeNode, tried_out: bool) -> None:
+        """The while begins when nobody tries them out any more."""
+        now = time.monotonic()
+        self._waiting_since = now if tried_out else self._waiting_since or now
+        if now - self._waiting_since > _PATIENCE_S:
+            raise error
+        await asyncio.sleep(min(_LOOK_S, self._left_s()))
 
     async def _apart(self, numbers: tuple[int, ...]) -> None:
         """Several choices were under way together: each goes on by itself, all at once."""

@@ -15,12 +15,19 @@ from disaggregated_inference.orchestrator.pulse import Pulses
 from disaggregated_inference.orchestrator.view import NodeView, Rate, Role
 
 _LATE_S = 0.3
+_AWAY, _UNAUTHORIZED = "unreachable", "unauthorized"
+_NOT_ASKED = "not asked yet"
+_QUIET_S = 5.0  # after its last answer; then it is gone
 _MOST_READING = 32  # prompts of ours at a prefill node: it reads few at a time, and the others are better off here
 
 
 class _Slots(msgspec.Struct, frozen=True):
     used: int = 0
     most: int = 1
+
+
+class _Queue(msgspec.Struct, frozen=True):
+    waiting: int = 0  # for memory or a slot
 
 
 class _Memory(msgspec.Struct, frozen=True):
@@ -65,6 +72,7 @@ class Status(msgspec.Struct, frozen=True):
     imports: bool = True
     reason: str = ""  # why it is unhealthy, where it says so
     slots: _Slots = _Slots()
+    queue: _Queue = _Queue()
     kv: _Memory = _Memory()
     rates: _Rates = _Rates()
     paths: tuple[PathSeen, ...] = ()
@@ -111,8 +119,10 @@ class Node:
         self.status: Status | None = None  # None: never heard of
         self.about: About | None = None
         self.reachable = False
-        self.trouble = "not asked yet"  # why it is not usable; empty when it is
+        self._condition = _AWAY  # one word for people
+        self.trouble = _NOT_ASKED  # why it is not usable; empty when it is
         self.mismatch = ""  # why it must not be paired, or answer for its model
+        self._quiet = False  # it is away, and nobody said so
         self._misses = 0  # questions in a row that it did not answer in time
         self.open = 0  # our requests there
         self.unread_tokens = 0  # of our prompts, sent there since its status and not known to be read
@@ -137,16 +147,28 @@ class Node:
         return self.reachable and not self.trouble and not self.mismatch and self.breaker.ready
 
     @property
+    def serves(self) -> bool:
+        """Also where only one request at a time may go, to see: others wait for it."""
+        return self.reachable and not self.trouble and not self.mismatch and self.breaker.state != "open"
+
+    @property
+    def was_asked(self) -> bool:
+        """And answered, or is known to be away."""
+        return self.reachable or self.trouble != _NOT_ASKED
+
+    @property
     def state(self) -> str:
-        """One word for people."""
+        """One word for people, or two."""
         if not self.reachable or not self.status:
-            return "unreachable"
+            return self._condition
         if self.mismatch:
             return "mismatch"
-        return self.status.status if self.trouble or self.breaker.state == "closed" else f"circuit {self.breaker.state}"
+        return self._condition if self.trouble or self.breaker.state == "closed" else f"circuit {self.breaker.state}"
 
     @property
     def why(self) -> str:
+        if not self.reachable:
+            return self.trouble
         return self.mismatch or self.trouble or (self.breaker.reason if self.breaker.state != "closed" else "")
 
     async def poll(self) -> bool:
@@ -164,7 +186,8 @@ class Node:
             late = loop.time() > began_at + self._policies.health_timeout_s + _LATE_S  # it is we who were held up
             self._misses += 1
             if not error.silent or (self._misses > 1 and self.legs.heard_at < began_at and not late):
-                self.lost(str(error))
+                condition = _UNAUTHORIZED if error.code == _UNAUTHORIZED else _AWAY
+                self.lost(str(error), condition, quiet=error.silent)
             return False
         except Exception as error:  # an answer that is none; whatever is at that port, it is not a node
             self.lost(f"{self.name}: it does not answer as a node: {error}")
@@ -179,28 +202,34 @@ class Node:
         else:
             self.unread_tokens = max(0, self.unread_tokens - tokens)
 
-    def lost(self, reason: str) -> None:
-        self.reachable, self.trouble = False, reason
+    def lost(self, reason: str, condition: str = _AWAY, *, quiet: bool = False) -> None:
+        """`quiet`: nobody said that it is gone, it only does not answer."""
+        self.reachable, self.trouble, self._condition, self._quiet = False, reason, condition, quiet
+
+    @property
+    def may_come_back(self) -> bool:
+        """At any moment: it went quiet a moment ago, as a machine does that swaps."""
+        return self._quiet and not self.mismatch and time.monotonic() - self.heard_at < _QUIET_S
 
     def _heard(self, status: Status, renewed: bool) -> None:
         if self.status and renewed:  # it came back; at first sight all are as new
             self.breaker.renewed()
-        self._misses = 0
+        self._misses, self.legs.epoch = 0, status.epoch
         self.status, self.reachable, self.heard_at = status, True, time.monotonic()
         self.unread_tokens = self._read_tokens = 0  # the status counts them now
         self._open_then = self.open
-        self.trouble = self._trouble(status)
+        self._condition, self.trouble = self._standing(status)
 
-    def _trouble(self, status: Status) -> str:
+    def _standing(self, status: Status) -> tuple[str, str]:
+        """How it is, and why it is not usable: empty when it is."""
         if status.status not in ("healthy", "loading"):
-            return f"it is {status.status}" + (f": {status.reason}" if status.reason else "")
+            return status.status, f"it is {status.status}" + (f": {status.reason}" if status.reason else "")
         if status.stalled_s > self._policies.stuck_s:
-            return f"its engine has made no progress for {status.stalled_s:.0f} s"
-        if self.server.role == "decode" and status.role == "prefill":
-            return "it runs as a prefill node, and the config has it under decode_servers"
-        if self.server.role == "prefill" and status.role == "decode":
-            return "it runs as a decode node, and the config has it under prefill_servers"
-        return ""
+            return "stuck", f"its engine has made no progress for {status.stalled_s:.0f} s"
+        if {self.server.role, status.role} == {"prefill", "decode"}:
+            role, listed = status.role, self.server.role
+            return "wrong role", f"it runs as a {role} node, and the config has it under {listed}_servers"
+        return status.status, ""
 
     def view(self, group: str) -> NodeView:
         status = self.status or Status()

@@ -90,7 +90,10 @@ def _can_hand_over(prefill: NodeView, decode: NodeView) -> bool:
 def _nobody(question: Question, cluster: ClusterView) -> DisaggError:
     """Where only the context windows are in the way, saying so helps more than trying again."""
     windows = [node.context_window for node in cluster.nodes if node.can_decode and _there(node, question)]
-    return ContextTooLong(question.prompt_tokens + question.max_tokens, max(windows)) if windows else NoDecodeNode()
+    if not windows:
+        return NoDecodeNode()
+    wanted = question.prompt_tokens + question.max_tokens
+    return ContextTooLong(wanted, max(windows), prompt_tokens=question.prompt_tokens)
 
 
 def _local(question: Question, node: NodeView) -> _Way:
@@ -140,8 +143,8 @@ def _new_tokens(question: Question, node: NodeView) -> int:
 
 
 def _reading(node: NodeView, prompt_tokens: int) -> float:
-    """Tokens per second. By the length of the whole prompt, as nodes measure it: attention looks at all of it, also
-    where only a few tokens are new."""
+    """Tokens per second. By the length of the whole prompt: attention looks at all of it, also where only a few tokens
+    are new."""
     unknown = _DECODE_READS_TOKENS_PER_S if node.role == "decode" else _PREFILL_READS_TOKENS_PER_S
     rate = _nearest(node.reads, prompt_tokens)
     return (rate.tokens_per_s if rate else unknown) * (_BESIDE_ANSWERS if node.running else 1.0)

@@ -5,17 +5,22 @@ that is busy answers late, a frozen one does not.
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 
 import aiohttp
 
 _TICK_S = 0.1
-_LATE_S = 0.3  # a tick that comes so late shows that it is this process that was held up
-SILENCE_S = 0.7
+_LATE_S = 0.2  # a tick that comes so late shows that it is this process that was held up
+_SILENCE_S = 0.5
 
 
 class Silent(Exception):
-    """Nothing came, and the node does not answer either."""
+    """Nothing came, and the node does not answer either. `refused`: or somebody said that it is gone."""
+
+    def __init__(self, words: str, refused: bool = False) -> None:
+        super().__init__(words)
+        self.refused = refused
 
 
 class Listening:
@@ -39,7 +44,8 @@ class Listening:
             self.heard_at = asyncio.get_running_loop().time()
         except Exception as error:  # whatever it was, it was no answer
             if self.heard_at == since:
-                self.response.content.set_exception(Silent(str(error)))
+                refused = not getattr(error, "silent", False)
+                self.response.content.set_exception(Silent(str(error), refused))
 
 
 class Pulses:
@@ -47,6 +53,7 @@ class Pulses:
 
     def __init__(self) -> None:
         self.open: set[Listening] = set()
+        self.held_up_at = -math.inf
 
     async def watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -56,8 +63,10 @@ class Pulses:
             self.look(loop.time(), late=loop.time() > due + _LATE_S)
 
     def look(self, now: float, late: bool) -> None:
+        if late:
+            self.held_up_at = now
         for listening in self.open:
             if late:
                 listening.heard_at = now  # nobody was listening
-            elif now - listening.heard_at > SILENCE_S:
+            elif now - listening.heard_at > _SILENCE_S:
                 listening.suspect()

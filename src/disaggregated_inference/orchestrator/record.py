@@ -73,7 +73,17 @@ class Attempt:
     sent_at: float = 0.0  # on the monotonic clock
     first_token_at: float = 0.0
     last_at: float = 0.0
+    failed_at: float = 0.0  # when that was known
+    failed_node: str = ""
     metrics: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Tokens that its nodes held already, as they told at its end. One that came to none told nothing."""
+        found = {self.option.decode: self.metrics.get("cached_tokens") or 0}
+        if self.option.prefill:
+            found[self.option.prefill] = self.metrics.get("prefill_cached_tokens") or 0
+        return found
 
 
 class Record:
@@ -117,6 +127,7 @@ class Record:
     def failed(self, failover: Failover, attempt: Attempt) -> None:
         now, since = time.perf_counter(), attempt.last_at or attempt.began_at
         failover.at_s, failover.detected_s = now - self.came_at, now - since
+        attempt.failed_at, attempt.failed_node = now, failover.node
         self.failovers.append(failover)
         self._stalled.append((failover, since))
 
@@ -156,7 +167,7 @@ class Record:
             "predicted_first_token_time": last.option.first_token_s if last else None,
             "attempts": len(self.attempts),
             "failovers": msgspec.to_builtins(self.failovers),
-            "cached_tokens": max(told.get("cached_tokens", 0), told.get("prefill_cached_tokens", 0)),
+            "cached_tokens": self._cached_tokens(last),
             "seed": told.get("seed"),
             "waterfall": msgspec.to_builtins(sorted(self.phases, key=lambda phase: phase.start_s)),
         }
@@ -186,11 +197,20 @@ class Record:
         return self._read_tokens(attempt) / prefill_s if prefill_s else 0.0
 
     def _read_tokens(self, attempt: Attempt | None) -> int:
-        """Of the prompt, what its reader did not hold already."""
+        """Of the attempt's own prompt (after a failure, what was written is part of it), what its reader did not hold
+        already."""
         if attempt is None:
             return 0
-        held = attempt.metrics.get("prefill_cached_tokens" if attempt.option.prefill else "cached_tokens") or 0
-        return max(0, self.prompt_tokens - held)
+        prompt_tokens: int = attempt.metrics.get("prompt_tokens") or self.prompt_tokens
+        return max(0, prompt_tokens - attempt.held[attempt.option.prefill or attempt.option.decode])
+
+    def _cached_tokens(self, attempt: Attempt | None) -> int:
+        """Of the prompt, what the node that read it held before the request came, and did not compute: the least that
+        it had in any attempt. What a failed one left there was not held before, and how much was, nobody told."""
+        if attempt is None:
+            return 0
+        reader = attempt.option.prefill or attempt.option.decode
+        return min(self.prompt_tokens, *(other.held.get(reader, self.prompt_tokens) for other in self.attempts))
 
     def _method(self, attempt: Attempt | None) -> str | None:
         """True to fact: by whose reading the answer came. None where nobody was asked."""
@@ -243,12 +263,11 @@ def _cost(times: list[tuple[Server, float]], energy_wh: float | None, price_per_
 
 
 def _phases(attempt: Attempt, came_at: float, total_s: float) -> list[Phase]:
-    """An attempt's bars, from what the decode node told; of one that failed, its whole time."""
+    """An attempt's bars, from what the decode node told; of one that failed, its whole time, until that was known."""
     option, start_s = attempt.option, attempt.began_at - came_at
     if not attempt.metrics:
-        return [
-            Phase("failed", start_s, max(0.0, (attempt.last_at or attempt.began_at) - attempt.began_at), option.decode)
-        ]
+        end_s = attempt.failed_at - came_at if attempt.failed_at else total_s
+        return [Phase("failed", start_s, max(0.0, end_s - start_s), attempt.failed_node or option.decode)]
     told = {name: attempt.metrics.get(f"{name}_time") or 0.0 for name in _BARS}
     found = _row(start_s, option.decode, {"admission": told["admission"], "canary": told["canary"]})
     # Another machine reads while this one makes ready; one that does both makes ready first.

@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Iterable
+from functools import partial
 
 import aiohttp
 
@@ -16,6 +18,7 @@ from disaggregated_inference.orchestrator.view import ClusterView
 log = logging.getLogger(__name__)
 
 _JITTER = 0.2
+_MISSED_S = 60.0  # so long the nodes of a model may all be away, and still be that model
 _AGAIN_S = 0.25  # a node that is away is looked for more often than one that is there
 
 
@@ -29,10 +32,16 @@ class Watch:
         self.nodes: dict[str, Node] = {}
         for server in config.servers:
             model = config.resolve_model(server.model)
-            self.nodes[server.name] = Node(server, model, session, self._pulses, config.policies)
+            node = self.nodes[server.name] = Node(server, model, session, self._pulses, config.policies)
+            node.legs.replaceable = partial(self._replaceable, node)
         self._links = {(link.prefill, link.decode): link.gbps * 1e9 / 8 for link in config.links}
         self._heard = {name: asyncio.Event() for name in self.nodes}
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _replaceable(self, node: Node) -> bool:
+        """Who only reads is replaced by anyone, since those who write can read; who writes only by another who does."""
+        others = [other for other in self.of(node.model) if other is not node and other.usable]
+        return any(node.role == "prefill" or other.role != "prefill" for other in others)
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._keep_asking(node)) for node in self.nodes.values()]
@@ -76,16 +85,15 @@ class Watch:
             await asyncio.sleep(every_s * random.uniform(1 - _JITTER, 1 + _JITTER))
 
     async def _ask(self, node: Node) -> None:
-        before, reachable = node.usable, node.reachable
+        before = node.usable
         try:
             if await node.poll():
                 self.remembered.forget(node.name)
-                self._compare(node.model)
-            elif node.reachable != reachable:
-                self._compare(node.model)
+            self._compare(node.model)
         except Exception:  # the watch must go on
             log.exception("asking %s failed", node.name)
-        self._heard[node.name].set()
+        if node.was_asked:  # not, if it was only slow to answer
+            self._heard[node.name].set()
         if node.usable != before:
             about = {"node": node.name, "model": node.model}
             if node.usable:
@@ -94,10 +102,11 @@ class Watch:
                 log.warning("%s is not usable: %s", node.name, node.why, extra=about)
 
     def _compare(self, model: str) -> None:
-        """Who holds the same model, of those who are there. The largest group that can answer is the model; of equal
-        ones the one whose decode node comes first in the config. Whoever holds something else answers for nobody, and
-        says why."""
-        nodes = [node for node in self.of(model) if node.about and node.reachable]
+        """Who holds the same model. The largest group that can answer is the model; of equal ones the one that was, or
+        whose decode node comes first in the config. Whoever holds something else answers for nobody, and says why. A
+        node that is away counts with its group as long as that is not all away for long: or one that holds something
+        else would become the model by the death of the right one."""
+        nodes = [node for node in self.of(model) if node.about]
         groups: list[list[Node]] = []
         for node in sorted(nodes, key=lambda node: node.server.role == "prefill"):
             for group in groups:
@@ -106,12 +115,11 @@ class Watch:
                     break
             else:
                 groups.append([node])
-        if not groups:
-            return
-        right = max(groups, key=lambda group: (bool(_writers(group)), len(group)))
-        for node in nodes:
-            differs = [] if node in right else _differences(right[0], node)
-            node.mismatch = f"it holds another model than {right[0].name}: {'; '.join(differs)}" if differs else ""
+        if here := [group for group in groups if any(_is_or_was(node) for node in group)]:
+            right = max(here, key=lambda group: (bool(_writers(group)), len(group), not all(n.mismatch for n in group)))
+            for node in nodes:
+                differs = [] if node in right else _differences(right[0], node)
+                node.mismatch = f"it holds another model than {right[0].name}: {'; '.join(differs)}" if differs else ""
 
     def view(self, model: str) -> ClusterView:
         nodes = self.of(model)
@@ -137,6 +145,10 @@ class Watch:
 
     def epochs(self, model: str) -> dict[str, str]:
         return {node.name: node.epoch for node in self.of(model)}
+
+
+def _is_or_was(node: Node) -> bool:
+    return node.reachable or time.monotonic() - node.heard_at < _MISSED_S
 
 
 def _writers(nodes: list[Node]) -> list[Node]:

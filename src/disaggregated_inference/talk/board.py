@@ -18,6 +18,7 @@ Status = dict[str, Any]  # as the client tells it
 Node = dict[str, Any]  # one of its nodes
 
 _UP = "all up"
+_AWAY = ("unreachable", "unauthorized")
 _COLOURS = {"healthy": "green", "loading": "yellow", "draining": "yellow", "circuit half_open": "yellow"}
 _WORDS, _NUMBERS = ("node", "role", "engine", "state"), ("queue", "KV GiB", "read", "write")
 _LEGEND = "queue: waiting/running/slots; KV: held/limit; tok/s@prompt or batch size"
@@ -82,7 +83,7 @@ def _table(nodes: list[Node]) -> Table:
 
 def _cells(node: Node) -> tuple[Text | str, ...]:
     who = node["name"], node["role"], node["engine"] or "-", Text(node["state"], _colour(node))
-    if node["state"] == "unreachable":  # what it said when it was there is no longer so
+    if node["state"] in _AWAY:  # what it said when it was there is no longer so
         return *who, *("-" for _ in _NUMBERS)
     rates = node["rates"]
     reads, writes = rates["prefill"] or rates["local_prefill"], rates["decode"]
@@ -120,10 +121,13 @@ def _colour(node: Node) -> str:
 
 
 def _model(name: str, nodes: list[Node]) -> str:
-    """Who is there for it now."""
-    there = [node for node in nodes if node["model"] == name and node["usable"]]
-    parts = [
-        f"{role} on {', '.join(node['name'] for node in there if node['role'] in (role, 'both')) or 'none'}"
-        for role in ("prefill", "decode")
-    ]
+    """Who is there for it now, and who should be."""
+    its = [node for node in nodes if node["model"] == name]
+    parts = [_side(role, [node for node in its if node["role"] in (role, "both")]) for role in ("prefill", "decode")]
     return f"model {name}: {'; '.join(parts)}"
+
+
+def _side(role: str, nodes: list[Node]) -> str:
+    there = ", ".join(node["name"] for node in nodes if node["usable"])
+    missing = ", ".join(f"{node['name']} is {node['state']}" for node in nodes if not node["usable"])
+    return f"{role} on {there or 'none'}" + (f" ({missing})" if missing else "")

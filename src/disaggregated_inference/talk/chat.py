@@ -15,6 +15,7 @@ from disaggregated_inference.talk.once import streamed
 from disaggregated_inference.talk.rules import Rules, checked, messages_of
 from disaggregated_inference.talk.saved import Message, Saved, counted, read, write
 from disaggregated_inference.talk.screen import Screen, hush
+from disaggregated_inference.talk.wrong import as_data as wrong
 
 _COMMAND = re.compile(r"/([a-z]+)(?:[ \t]+(.*))?", re.DOTALL)  # /etc/passwd is none
 _HELP = """\
@@ -203,7 +204,7 @@ class Chat:
 
 
 def _as_data(text: str, reply: Reply) -> dict[str, Any]:
-    error = {"code": reply.error.code, "message": str(reply.error)} if reply.error else None
+    error = wrong(reply.error) if reply.error else None
     metrics = {name: value for name, value in (reply.metrics or {}).items() if name != "response"}
     return {"prompt": text, "response": reply.text, "stopped": reply.stopped, "error": error, "metrics": metrics}
 

@@ -2,7 +2,6 @@
 
 import json
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,7 +22,10 @@ _SAMPLES = {Format.JSON: "cluster.json", Format.TOML: "cluster-192.toml"}
 
 @config_app.command("check")
 def check_config(
-    path: Annotated[Path | None, typer.Argument(help="Default: DISAGG_CONFIG, ./cluster.json, ./cluster.toml.")] = None,
+    path: Annotated[str | None, typer.Argument(help="Default: DISAGG_CONFIG, ./cluster.json, ./cluster.toml.")] = None,
+    named: Annotated[
+        str | None, typer.Option("--config", "-c", metavar="PATH", help="The same, as other commands have it.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for warnings, too.")] = False,
 ) -> None:
@@ -31,15 +33,18 @@ def check_config(
     from disaggregated_inference.cluster.config import load_config
     from disaggregated_inference.errors import ConfigError
     from disaggregated_inference.orchestrator.ask import require_defaults
+    from disaggregated_inference.talk.wrong import as_data
 
+    if None not in (path, named):
+        raise typer.BadParameter("the file is named twice: leave --config out")
     try:
-        config = load_config(path)
+        config = load_config(named if path is None else path)
         for name in config.names:
             require_defaults(config, name)
     except ConfigError as error:
         if not as_json:
             raise
-        typer.echo(json.dumps({"ok": False, "error": str(error)}, indent=2))
+        typer.echo(json.dumps({"ok": False, "error": as_data(error)}, indent=2))
         raise typer.Exit(1) from None
     typer.echo(json.dumps(_as_data(config), indent=2) if as_json else _as_text(config))
     if strict and config.warnings:

@@ -87,6 +87,7 @@ def verify_models(
     mine: Place,
     theirs: Place,
     token: Annotated[str, typer.Option(envvar="DISAGG_TOKEN", help="That a node among them wants.")] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Whether two copies, here or on two machines, are one model between which a cache may move.
 
@@ -98,10 +99,14 @@ def verify_models(
 
     with steps() as progress:
         here, there = (fingerprint_at(place, ModelStore(), token, progress) for place in (mine, theirs))
-    if differences := here.differences(there):
-        typer.echo("not the same model:\n" + "\n".join(f"  {line}" for line in differences))
-        raise typer.Exit(1)
-    typer.echo(sameness(here.weights, there.weights))
+    differences = here.differences(there)
+    verdict = "not the same model" if differences else sameness(here.weights, there.weights)
+    if as_json:
+        told = {"same": not differences, "verdict": verdict, "differences": differences}
+        typer.echo(json.dumps(told, indent=2))
+    else:
+        typer.echo(verdict + (":" if differences else "") + "".join(f"\n  {line}" for line in differences))
+    raise typer.Exit(1 if differences else 0)
 
 
 def _lines(told: dict[str, Any]) -> list[tuple[str, ...]]:

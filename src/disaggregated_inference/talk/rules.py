@@ -28,8 +28,11 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 def format_in(path: Path) -> dict[str, Any]:
     try:
         schema = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        wanted = "name a file that has a JSON schema"
+        raise BadRequest(f"--json-schema: {path} cannot be read: {error.strerror}; {wanted}") from error
     except ValueError as error:  # no JSON, or no text at all
-        raise BadRequest(f"{path} is not JSON: {error}") from error
+        raise BadRequest(f"--json-schema: {path} is not JSON: {error}") from error
     return {"type": "json_schema", "schema": schema}
 
 

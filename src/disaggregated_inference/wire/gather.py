@@ -22,7 +22,7 @@ from disaggregated_inference.kv.dtype import Array
 from disaggregated_inference.wire.frames import Connection, Kind
 from disaggregated_inference.wire.messages import End, Hello, failure_of
 from disaggregated_inference.wire.paths import Path, spoken
-from disaggregated_inference.wire.receiver import Receipt, fetch, fetch_tokens
+from disaggregated_inference.wire.receiver import Receipt, fetch, fetch_tokens, renew
 
 _PATIENCE_S = 0.3
 
@@ -59,28 +59,86 @@ class _Stream:
     used: list[str] = field(default_factory=list)
 
 
-def gather_tokens(hello: Hello, count: int, vocabulary: int, paths: Sequence[Path]) -> list[int]:
-    """The prompt's ids over the first path that works; given up when every path has failed, and a moment has passed."""
-    since = time.monotonic()
+class _Question:
+    """Asked on one connection after the other. `stop` ends it from another thread, whatever it waits for."""
+
+    def __init__(self) -> None:
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self._error: BaseException | None = None
+        self._connection: Connection | None = None
+
+    def stop(self, error: BaseException) -> None:
+        with self._lock:
+            self._error, connection = self._error or error, self._connection
+        self._stopped.set()
+        if connection:
+            connection.cancel(b"" if isinstance(error, Cancelled) else failure_of(error))
+
+    def on(self, connection: Connection) -> Connection:
+        with self._lock:
+            self._connection = connection
+        if self._error:
+            connection.sock.close()
+        self.require_wanted()
+        return connection
+
+    def pause(self, seconds: float) -> None:
+        self._stopped.wait(seconds)
+        self.require_wanted()
+
+    def require_wanted(self) -> None:
+        if self._error:
+            raise self._error
+
+
+def gather_tokens(
+    hello: Hello,
+    count: int,
+    vocabulary: int,
+    paths: Sequence[Path],
+    on_cancel: Callable[[Callable[[DisaggError], None]], None] = lambda stop: None,
+) -> list[int]:
+    """The prompt's ids over the first path that works; given up when every path has failed, and a moment has passed.
+    `on_cancel` is given what ends it early, with an error, from another thread."""
+    question, since = _Question(), time.monotonic()
+    on_cancel(question.stop)
     for path in cycle(paths):
+        question.require_wanted()
         try:
-            return fetch_tokens(path.dial(), hello, count, vocabulary)
+            return fetch_tokens(question.on(path.dial()), hello, count, vocabulary)
         except (PeerGone, ChecksumMismatch) as error:
+            question.require_wanted()  # it broke because nobody wants it: the path is as good as before
             path.failed(error)
             if path is paths[-1] and time.monotonic() - since > _PATIENCE_S:
                 raise
-            time.sleep(_PATIENCE_S / 5 if path is paths[-1] else 0)
+            question.pause(_PATIENCE_S / 5 if path is paths[-1] else 0)
     raise AssertionError("there is always a path")
 
 
+def keep_waiting(hello: Hello, paths: Sequence[Path]) -> float:
+    """Renew the lease of a cache that someone will come for later, over the first path that works. Returns the lease in
+    seconds; raises why there is none any more, or that nobody answers."""
+    for path in paths:
+        try:
+            return renew(path.dial(), hello)
+        except PeerGone as error:
+            path.failed(error)
+    raise PeerGone("the prefill node does not answer")
+
+
 def withdraw(hello: Hello, paths: Sequence[Path]) -> None:
-    """Tell the sender that nobody will come for this cache, before anyone did."""
+    """Tell the sender that nobody will come for this cache, before anyone did. Over a path on which someone answers:
+    what a silent one takes is heard by nobody."""
     for path in paths:
         with suppress(DisaggError):
             connection = path.dial()
-            connection.send_message(Kind.HELLO, msgspec.json.encode(msgspec.structs.replace(hello, tokens_only=True)))
-            connection.send_message(Kind.CANCEL)
-            connection.part()
+            try:
+                asked = msgspec.structs.replace(hello, tokens_only=True)
+                connection.send_message(Kind.HELLO, msgspec.json.encode(asked))
+                connection.send_message(Kind.CANCEL)
+                connection.receive_header()
+            finally:
+                connection.part()
             return
 
 

@@ -24,6 +24,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""  # for the sender's log
     tokens_only: bool = False  # not the cache, but the prompt's token ids; other connections of the fetch follow
     canary: bool = False  # not the ticket's own cache, but that of the canary prompt; the ticket stays unspent
+    # Nothing now: someone waits for memory, and will come. The ticket stays unspent. Left out of every other HELLO.
+    renew_only: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -127,7 +127,7 @@ def _unexpected(connection: Connection, frame: Frame) -> DisaggError:
 
 
 def fetch_tokens(connection: Connection, hello: Hello, count: int, vocabulary: int) -> list[int]:
-    """The prompt itself, `count` ids of the vocabulary. Closes the connection."""
+    """The prompt itself, `count` ids of the vocabulary. Closes the connection: at once where the other side is gone."""
     try:
         welcome = _greet(connection, msgspec.structs.replace(hello, tokens_only=True))
         if welcome.prompt_tokens != count:
@@ -135,6 +135,21 @@ def fetch_tokens(connection: Connection, hello: Hello, count: int, vocabulary: i
         tokens = receive_tokens(connection, count, vocabulary)
         connection.send_message(Kind.DONE)
         return tokens
+    except PeerGone:
+        if not connection.cancelled:
+            connection.sock.close()
+        raise
+    finally:
+        connection.part()
+
+
+def renew(connection: Connection, hello: Hello) -> float:
+    """Say that someone will come, and take nothing. Returns how long the cache is held from now on. Closes the
+    connection."""
+    try:
+        welcome = _greet(connection, msgspec.structs.replace(hello, renew_only=True))
+        connection.send_message(Kind.DONE)
+        return welcome.lease_s
     finally:
         connection.part()
 

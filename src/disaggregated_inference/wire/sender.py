@@ -116,7 +116,7 @@ Admit = Callable[[Hello], tuple[Welcome, Outbox]]
 
 
 def serve(connection: Connection, admit: Admit, renew: Callable[[], None] = lambda: None) -> End | None:
-    """One connection, from HELLO to the receiver's DONE. Returns what END said; None where only tokens were asked for.
+    """One connection, from HELLO to the receiver's DONE. Returns what END said; None where the cache was not asked for.
 
     `admit` checks ticket, secret and fingerprint, and raises what it refuses; `renew` is called for every RENEW. Raises
     `Cancelled` when the receiver no longer wants the cache, `PeerGone` when it vanished (it may come back and resume).
@@ -132,7 +132,7 @@ def serve(connection: Connection, admit: Admit, renew: Callable[[], None] = lamb
         end = None
         if hello.tokens_only:
             send_tokens(connection, outbox.tokens)
-        else:
+        elif not hello.renew_only:
             end = _send_all(connection, hello, welcome, outbox, peer)
         peer.wait_until_done()
         return end
@@ -159,26 +159,32 @@ def _receive_hello(connection: Connection) -> Hello:
 
 
 def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Outbox, peer: "_Peer") -> End:
-    """Slices of this stream's layers from the receiver's held tokens on; the logits go with stream 0."""
-    at, want_logits = 0, hello.stream == 0
+    """Slices of this stream's layers from the receiver's held tokens on; the logits go with stream 0. Slices that it
+    does not want are no sign of life: it hears nothing of them."""
+    at, want_logits, said_at = 0, hello.stream == 0, time.monotonic()
     while True:
         item = outbox.next(at, want_logits, lambda: peer.error)
         if peer.error:
             raise peer.error
+        if isinstance(item, End):
+            connection.send_message(Kind.END, msgspec.json.encode(item))
+            return item
         if isinstance(item, KVSlice):
             at += 1
             if item.layer % hello.streams == hello.stream and item.stop > hello.held_tokens:
                 with outbox.reading():
                     send_slice(connection, _beyond(item, hello.held_tokens), welcome.codec)
-        elif isinstance(item, End):
-            connection.send_message(Kind.END, msgspec.json.encode(item))
-            return item
+            elif time.monotonic() - said_at < _PULSE_S:
+                continue
+            else:
+                connection.send_message(Kind.ALIVE)
         elif item is None:
             connection.send_message(Kind.ALIVE)
         else:
             want_logits = False
             data = bytes_of(item)
             connection.send(Frame(Kind.LOGITS, len(data)), data)
+        said_at = time.monotonic()
 
 
 def send_tokens(connection: Connection, tokens: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ class Baseline:
 
     def prefill_seconds(self, tokens: list[int]) -> float:
         started = time.perf_counter()
-        logits = self._context.peek(tokens, range(len(tokens)), [0] * len(tokens), wanted=1)
+        logits = self._context.evaluate(tokens, range(len(tokens)), [0] * len(tokens), wanted=1)
         logits.argmax()
         seconds = time.perf_counter() - started
         self._context.forget(0)
@@ -27,12 +27,12 @@ class Baseline:
     def decode_seconds(self, context: int, batch: int, steps: int) -> float:
         prompt = [(31 * at) % 400 + 10 for at in range(context)]
         for number in range(batch):
-            self._context.peek(prompt, range(context), [number] * context, wanted=0)
+            self._context.evaluate(prompt, range(context), [number] * context, wanted=0)
         tokens, numbers = [11] * batch, list(range(batch))
-        tokens = self._context.peek(tokens, [context] * batch, numbers, batch).argmax(axis=-1).tolist()
+        tokens = self._context.evaluate(tokens, [context] * batch, numbers, batch).argmax(axis=-1).tolist()
         started = time.perf_counter()
         for at in range(context + 1, context + 1 + steps):
-            tokens = self._context.peek(tokens, [at] * batch, numbers, batch).argmax(axis=-1).tolist()
+            tokens = self._context.evaluate(tokens, [at] * batch, numbers, batch).argmax(axis=-1).tolist()
         seconds = time.perf_counter() - started
         for number in numbers:
             self._context.forget(number)

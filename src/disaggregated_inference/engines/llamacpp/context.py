@@ -84,13 +84,8 @@ class Context:
     def evaluate(
         self, tokens: Items[int], positions: Items[int], sequences: Items[int], wanted: int
     ) -> NDArray[np.float32]:
-        """One token per row through the model; the logits of the last `wanted` rows."""
-        return self.peek(tokens, positions, sequences, wanted).copy()
-
-    def peek(
-        self, tokens: Items[int], positions: Items[int], sequences: Items[int], wanted: int
-    ) -> NDArray[np.float32]:
-        """The logits where llama.cpp has them: its next call overwrites them."""
+        """One token per row through the model; the logits of the last `wanted` rows, where llama.cpp has them: its next
+        call overwrites them."""
         batch = self._rows.fill(tokens, positions, sequences, wanted)
         code = self._call.llama_decode(self._context, batch)
         if code == _NO_ROOM:

@@ -3,7 +3,8 @@
 import gc
 import logging
 import os
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -43,16 +44,21 @@ class LlamaTokens:
 
 
 class LlamaLogits:
-    """On the host already: llama.cpp keeps them for one call only."""
+    """Where llama.cpp has them, and no copy: of a batch and a large vocabulary it would be megabytes for every step,
+    and most steps want the likeliest tokens alone. llama.cpp keeps them for one call; who still has them then gets
+    one."""
 
-    def __init__(self, array: NDArray[np.float32]) -> None:
-        self.array = array
+    def __init__(self, array: NDArray[np.float32], owner: Context) -> None:
+        self._array, self._owner = array, owner  # whose memory it is
+
+    def keep(self) -> None:
+        self._array = self._array.copy()
 
     def greedy(self) -> LlamaTokens:
-        return LlamaTokens(self.array.argmax(axis=-1))
+        return LlamaTokens(self._array.argmax(axis=-1))
 
     def numpy(self, rows: Items[int] | None = None) -> NDArray[np.float32]:
-        return self.array if rows is None else self.array[list(map(int, rows))]
+        return self._array.copy() if rows is None else self._array[list(map(int, rows))]
 
 
 @dataclass(eq=False, slots=True)
@@ -83,6 +89,7 @@ class LlamaEngine(Engine):
         super().__init__(spec, fingerprint, codec.dtype)
         self.model = model
         self._codec = codec
+        self._before: Callable[[], LlamaLogits | None] = lambda: None  # the last ones, if anybody still has them
         self._spare = model.size.sequences - 1
         self._numbers = list(range(self._spare))[::-1]
         self.max_batch = self._spare
@@ -117,17 +124,24 @@ class LlamaEngine(Engine):
         for part in chunks(tokens, self.model.size.batch_tokens):
             positions = range(at, at + len(part))
             at = positions.stop
-            logits = self.model.evaluate(part, positions, [sequence.state.number] * len(part), wanted=int(at == stop))
+            logits = self._evaluate(part, positions, [sequence.state.number] * len(part), wanted=int(at == stop))
         if emit:
             for piece in self._read(sequence, start, stop):
                 emit(piece)
-        return LlamaLogits(logits)
+        return logits
 
     def _step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits:
         self.counters.step_tokens += len(sequences)
         numbers = [sequence.state.number for sequence in sequences]
         positions = [sequence.length for sequence in sequences]
-        return LlamaLogits(self.model.evaluate(token_list(tokens), positions, numbers, wanted=len(numbers)))
+        return self._evaluate(token_list(tokens), positions, numbers, wanted=len(numbers))
+
+    def _evaluate(self, tokens: Items[int], positions: Items[int], sequences: Items[int], wanted: int) -> LlamaLogits:
+        if before := self._before():
+            before.keep()
+        logits = LlamaLogits(self.model.evaluate(tokens, positions, sequences, wanted), self.model)
+        self._before = weakref.ref(logits)
+        return logits
 
     def _read(self, sequence: Sequence, start: int, stop: int) -> Iterator[KVSlice]:
         self.model.share(sequence.state.number, self._spare, start, stop)

@@ -66,18 +66,26 @@ class Rows(NamedTuple):
         mask = None if min(lengths) == max(lengths) else inside[:, None, None].to(device)
         return cls(spans, rows.flatten().to(device), mask)
 
+    def of_all(self, layer: torch.Tensor) -> torch.Tensor:
+        """[sequences, kv_heads, rows, dim] of a layer's [rows, kv_heads, dim]; of one sequence without a copy."""
+        if self.gathered is None:
+            span = self.spans[0]
+            return layer.narrow(0, span.start, span.stop - span.start).transpose(0, 1).unsqueeze(0)
+        return layer.index_select(0, self.gathered).unflatten(0, (len(self.spans), -1)).transpose(1, 2)
+
 
 def attend_rows(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, rows: Rows, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """One [heads, dim] query for each sequence over its own rows; returns [sequences, 1, heads, dim]."""
-    if rows.gathered is None or sinks is not None:
+    size = query.shape[0]
+    if sinks is not None or (rows.gathered is None and size > 1):
         each = zip(query, rows.spans, strict=True)
         return torch.stack([attend(q[None], keys[at], values[at], scale, 0, sinks) for q, at in each])
-    k, v = (t.index_select(0, rows.gathered).unflatten(0, (len(query), -1)).transpose(1, 2) for t in (keys, values))
-    grouped = query.reshape(len(query), k.shape[1], -1, query.shape[2])
+    k, v = rows.of_all(keys), rows.of_all(values)
+    grouped = query.reshape(size, k.shape[1], -1, k.shape[3])  # heads that share their rows are as good as queries
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=rows.mask, scale=scale)
-    return out.reshape(len(query), 1, *query.shape[1:])
+    return out.reshape(size, 1, -1, k.shape[3])
 
 
 def _causal_mask(n: int, total: int, window: int, device: torch.device) -> torch.Tensor:

@@ -178,13 +178,13 @@ class DecodePass:
         self.arena, self.places, self.size = arena, places, size
         self.query_starts = torch.arange(size + 1, dtype=torch.int32, device=arena.device)
         self._known: dict[int, Rows] = {}
+        self._written = {window: places.rows(window)[0][:size].long() for window in places.windows}
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Pair:
         keys, values = self.arena.keys[layer], self.arena.values[layer]
-        write, _, _ = self.places.rows(self.arena.layout.layers[layer].window)
-        at = write[: self.size].long()
-        keys.index_copy_(0, at, key[:, :, 0])
-        values.index_copy_(0, at, value[:, :, 0])
+        at = self._written[self.arena.layout.layers[layer].window]
+        keys.index_copy_(0, at, key.squeeze(2))
+        values.index_copy_(0, at, value.squeeze(2))
         return keys, values
 
     def attend(
@@ -203,7 +203,8 @@ class DecodePass:
                 rows, key, value, begin[: self.size + 1], count[: self.size], self.query_starts, 1, scale, sinks
             )
             return out.unsqueeze(1)
-        return attend_rows(query[:, :, 0], key, value, scale, self._rows(self.arena.layout.layers[layer].window), sinks)
+        rows = self._rows(self.arena.layout.layers[layer].window)
+        return attend_rows(query.squeeze(2), key, value, scale, rows, sinks)
 
     def _rows(self, window: int) -> Rows:
         if window not in self._known:

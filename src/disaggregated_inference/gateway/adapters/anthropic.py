@@ -148,7 +148,8 @@ class Answer:
 
     def take(self, part: Part) -> list[Event]:
         if part.progress:
-            self._usage = _usage({"prompt_tokens": part.progress.total, "cached_tokens": part.progress.cache})
+            total = part.progress.total  # whoever reads computes the last token at least
+            self._usage = _usage({"prompt_tokens": total, "cached_tokens": min(part.progress.cache, total - 1)})
             return []
         return [*self._opening(), *self._taken(part)]
 

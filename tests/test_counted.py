@@ -1,0 +1,129 @@
+"""What a node says that it has done: requests alone, each token once, rates of what was really read."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.nodes.listen import parse_address
+from disaggregated_inference.nodes.rates import Rate
+from disaggregated_inference.nodes.room import Room
+from disaggregated_inference.nodes.worker import EngineThread
+from tests.conftest import LoadTiny, Pair
+from tests.handoff import prompt_of
+from tests.test_http import Node, wait_for
+from tests.test_serving import scraped
+
+LOTS = 64 << 20
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Node, Node]]:
+    """Without a model's name: the simulated engine has models of its own."""
+    both = Node("prefill", "--engine", "simulated"), Node("decode", "--engine", "simulated")
+    yield both
+    for node in both:
+        node.stop()
+
+
+def handed_over(pair: tuple[Node, Node], tokens: list[int], count: int) -> dict[str, Any]:
+    prefill, decode = pair
+    context = prefill.ask("/prefill", {"tokens": tokens})[1]["context"]
+    status, answer = decode.ask("/decode", {"context": context, "max_tokens": count, "ignore_eos": True})
+    assert status == 200, answer
+    found: dict[str, Any] = answer
+    return found
+
+
+def test_the_canary_is_nobodys_request(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    assert prefill.ready["model"] == "simulated:tiny"
+    assert handed_over(pair, prompt_of(100), 5)["usage"]["cached_tokens"] == 0
+    assert decode.ask("/generate", {"tokens": prompt_of(7), "max_tokens": 9, "n": 2, "ignore_eos": True})[0] == 200
+    told = prefill.ask("/status")[1], decode.ask("/status")[1]
+    assert [status["prompt_tokens_computed"] for status in told] == [100, 7]
+    assert [status["tokens_written"] for status in told] == [0, 5 + 2 * 9]
+    assert told[1]["canary_tokens"] == 48
+    metrics = scraped(prefill)
+    assert metrics["disagg_requests_total[read][prefill]"] == 1
+    assert metrics["disagg_prompt_tokens_total[computed]"] == 100
+
+
+def test_what_was_computed_was_not_cached(pair: tuple[Node, Node]) -> None:
+    """The decode node holds the prompt, the prefill node does not: it is computed again, and not moved."""
+    prefill, decode = pair
+    tokens = prompt_of(300, seed=4)
+    assert decode.ask("/generate", {"tokens": tokens, "max_tokens": 2, "ignore_eos": True})[0] == 200
+    first = handed_over(pair, tokens, 3)
+    assert (first["metrics"]["cached_tokens"], first["metrics"]["prefill_cached_tokens"]) == (300, 0)
+    assert first["usage"]["cached_tokens"] == 0
+    assert wait_for(lambda: prefill.ask("/status")[1]["prefixes"]["blocks"] >= 5)
+    assert handed_over(pair, tokens, 3)["usage"]["cached_tokens"] == 299
+    again = decode.ask("/generate", {"tokens": tokens, "max_tokens": 2, "ignore_eos": True})[1]
+    assert again["usage"]["cached_tokens"] == 299
+
+
+def test_rates_are_of_what_was_read(nodes: Callable[..., Pair]) -> None:
+    """A prompt of which only the last token is new says how fast one token is read, not how fast a thousand are."""
+    prefill, decode = nodes("torch", "torch", prefix_bytes=LOTS)
+
+    def sizes(rates: list[Rate]) -> list[tuple[int, int]]:
+        return [(rate.size, rate.samples) for rate in rates]
+
+    for _ in range(2):
+        list(decode.read_and_write(prompt_of(1000), 2))
+        prefill.begin(prompt_of(1000))[1].result(10)
+        prefill._keeper.submit(lambda: None).result(10)
+    assert sizes(decode.intake.reading.seen()) == sizes(prefill.reading.seen()) == [(1, 1), (512, 1)]
+
+
+def test_a_node_that_could_serve_nobody_does_not_start() -> None:
+    command = [sys.executable, "-m", "disaggregated_inference", "serve", "--engine", "simulated", "--port", "0"]
+    done = subprocess.run([*command, "--kv-memory", "1K"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "error: 384 bytes of KV memory are left for requests" in done.stderr
+    assert "more --kv-memory, or less --prefix-memory" in done.stderr
+
+
+def test_prefixes_must_leave_something(tiny_engine: LoadTiny) -> None:
+    worker = EngineThread(lambda: tiny_engine("torch", "llama"))
+    worker.engine.own_memory, before = False, worker.engine.own_memory
+    with pytest.raises(BadRequest, match=r"^0 bytes of KV memory are left"):
+        Room(worker, prefix_bytes=999 << 40)
+    worker.engine.own_memory = before
+    worker.stop()
+
+
+def test_a_model_is_not_idle_before_its_node_is_ready() -> None:
+    """Making ready takes longer than that; the time of nobody's use begins when someone could."""
+    node = Node("decode", "--engine", "simulated", "--idle-unload", "1.5")
+    assert node.ask("/health")[1]["loaded"]
+    assert wait_for(lambda: not node.ask("/health")[1]["loaded"])
+    assert node.ask("/generate", {"tokens": [5], "max_tokens": 2})[0] == 200
+    node.stop()
+
+
+def test_a_cache_that_waits_keeps_the_model(pair: tuple[Node, Node]) -> None:
+    prefill, _ = pair
+    ticket = prefill.ask("/prefill", {"tokens": prompt_of(20)})[1]["ticket"]
+    status, answer = prefill.ask("/unload", {})
+    assert (status, "and its caches fetched" in answer["error"]["message"]) == (503, True)
+    prefill.ask(f"/prefill/{ticket}", method="DELETE")
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:0", "a:b:c:999999", "a:b", "a:65536", "[a:b]:1", "[a:b]", "::g"])
+def test_addresses_that_are_none(text: str, pair: tuple[Node, Node]) -> None:
+    status, answer = pair[0].ask("/prefill", json.dumps({"tokens": [5], "kv_addresses": [text]}).encode())
+    assert (status, "is no address" in answer["error"]["message"]) == (400, True)
+
+
+def test_addresses() -> None:
+    found = [parse_address(text, 7) for text in ("a", "a:1", "::1", "[::1]", "[fe80::1%en0]:2")]
+    assert found == [("a", 7), ("a", 1), ("::1", 7), ("::1", 7), ("fe80::1%en0", 2)]
+    assert parse_address("a:0", 7, least_port=0) == ("a", 0)
+    with pytest.raises(BadRequest, match="no address"):
+        parse_address("a:0", 7)

@@ -1,0 +1,84 @@
+"""What holds for a request while it waits for memory: its deadline, its cache elsewhere, and the time that it took."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from disaggregated_inference.errors import DeadlineExceeded, KVMemoryFull, PeerFailed
+from disaggregated_inference.nodes.answers import Answer, Rules
+from disaggregated_inference.nodes.decode import DecodeNode
+from disaggregated_inference.nodes.prefill import PrefillNode
+from tests.conftest import Pair, until
+from tests.handoff import prompt_of
+from tests.test_crowd import nothing_left
+
+
+@contextmanager
+def no_memory(node: DecodeNode | PrefillNode) -> Iterator[None]:
+    admission = node.room.admission
+    claim = admission.ask(admission.limit_bytes, 1, lambda claim: None, lambda error: None, 0)
+    yield
+    admission.release(claim)
+
+
+def rules(queue_s: float, timeout_s: float = 60.0) -> Rules:
+    return Rules(max_tokens=4, queue_s=queue_s, timeout_s=timeout_s)
+
+
+def test_a_deadline_in_line_is_a_deadline(nodes: Callable[..., Pair]) -> None:
+    prefill, decode = pair = nodes()
+    context, reading = prefill.begin(prompt_of(50))
+    reading.result(5)
+    with no_memory(decode):
+        with pytest.raises(DeadlineExceeded, match=r"within 0.4 s, and still in line for KV memory"):
+            list(decode.read_and_write(prompt_of(5), rules=rules(30, timeout_s=0.4)))
+        with pytest.raises(KVMemoryFull):
+            list(decode.read_and_write(prompt_of(5), rules=rules(0.4)))
+        with pytest.raises(DeadlineExceeded):
+            list(decode.fetch_and_write(context, rules=rules(30, timeout_s=0.4)))
+        assert until(lambda: prefill.book.endings.cancelled == 1), "nobody will come for it"
+    with no_memory(prefill), pytest.raises(DeadlineExceeded):
+        prefill.begin(prompt_of(5), wait_s=30, timeout_s=0.4)[1].result(5)
+    assert until(lambda: nothing_left(pair))
+
+
+def test_who_is_refused_has_waited(nodes: Callable[..., Pair]) -> None:
+    _, decode = nodes()
+    ended: list[Answer] = []
+    decode.on_end = lambda answer, error: ended.append(answer)
+    with no_memory(decode), pytest.raises(KVMemoryFull):
+        list(decode.read_and_write(prompt_of(5), rules=rules(0.4)))
+    list(decode.read_and_write(prompt_of(5), rules=rules(0)))
+    assert [answer.metrics.admission_time > 0.3 for answer in ended] == [True, False]
+
+
+def test_a_lease_is_renewed_in_line(nodes: Callable[..., Pair]) -> None:
+    """For as long as it waits; and whoever gave up waiting has not spent the ticket."""
+    prefill, decode = nodes(lease_s=0.6)
+    context, reading = prefill.begin(prompt_of(50))
+    reading.result(5)
+    with no_memory(decode):
+        with pytest.raises(KVMemoryFull):
+            list(decode.fetch_and_write(context, rules=rules(1.5)))
+        answer = decode.fetch_and_write(context, rules=rules(30))
+        time.sleep(1.5)
+    assert len(list(answer)) == 4
+    assert until(lambda: prefill.book.endings.fetched == 1)
+    assert prefill.book.endings.expired == 0
+
+
+@pytest.mark.parametrize("gone", ["cancelled", "failed"])
+def test_nobody_waits_for_a_cache_that_is_gone(gone: str, nodes: Callable[..., Pair]) -> None:
+    prefill, decode = pair = nodes(lease_s=1.0)
+    with no_memory(prefill), no_memory(decode):
+        context, _ = prefill.begin(prompt_of(50), wait_s=30 if gone == "cancelled" else 0.2)
+        answer = decode.fetch_and_write(context, rules=rules(30))
+        if gone == "cancelled":
+            prefill.book.cancel(context.ticket)
+        started = time.monotonic()
+        with pytest.raises(PeerFailed, match="no such ticket" if gone == "cancelled" else "no KV memory within"):
+            list(answer)
+        assert time.monotonic() - started < 3
+    assert until(lambda: nothing_left(pair))

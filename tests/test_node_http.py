@@ -1,0 +1,301 @@
+"""What a node's HTTP does before an answer is begun: bodies that do not come, grammars that take long, refusals."""
+
+import http.client
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from disaggregated_inference.engines import Engine
+from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.models import ModelFiles
+from disaggregated_inference.nodes import requests
+from disaggregated_inference.nodes.answers import Answer, DecodeMetrics, Piece, Rules
+from disaggregated_inference.nodes.choice import Choice
+from disaggregated_inference.nodes.decode import DecodeNode
+from disaggregated_inference.nodes.guidance import Format, Guides
+from disaggregated_inference.nodes.http import node_app
+from disaggregated_inference.nodes.sampling import Sampling
+from disaggregated_inference.nodes.served import Served
+from tests.conftest import Pair
+from tests.recorded_ollama import Front, OnThread
+from tests.test_http import wait_for
+
+SLOW = {"type": "regex", "pattern": "a{3}"}
+
+
+@pytest.fixture
+def writer(nodes: Callable[..., Pair]) -> DecodeNode:
+    return nodes()[1]
+
+
+@pytest.fixture
+def served(writer: DecodeNode, tiny_folder: Callable[[str], Path]) -> Iterator[OnThread]:
+    app = OnThread(node_app(Served(ModelFiles("llama", tiny_folder("llama")), writer.room, None, writer), None))
+    yield app
+    app.end()
+
+
+def ended(served: OnThread) -> dict[str, float]:
+    """Requests by outcome, as Prometheus is told."""
+    with socket.create_connection(("127.0.0.1", served.port)) as sock:
+        sock.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        text = b"".join(iter(lambda: sock.recv(1 << 16), b"")).decode()
+    lines = [line for line in text.splitlines() if line.startswith("disagg_requests_total{")]
+    return {line.split('outcome="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
+
+
+def begun(served: OnThread, body: bytes, announced: int) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", served.port))
+    sock.sendall(f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {announced}\r\n\r\n".encode() + body)
+    return sock
+
+
+@pytest.fixture
+def any_node(request: pytest.FixtureRequest) -> Iterator[OnThread]:
+    if request.param == "ours":
+        yield request.getfixturevalue("served")
+    else:
+        front = Front("http://127.0.0.1:1")
+        yield front
+        front.end()
+
+
+@pytest.mark.parametrize("any_node", ["ours", "ollama"], indirect=True)
+def test_a_body_that_does_not_come(any_node: OnThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "BODY_S", 0.2)
+    with begun(any_node, b"{", 1000) as sock:
+        sock.settimeout(20)
+        head, _, body = b"".join(iter(lambda: sock.recv(1 << 16), b"")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert b"connection: close" in head.lower()
+    assert json.loads(body)["error"]["code"] == "request_too_slow"
+    assert ended(any_node) == {"request_too_slow": 1}
+
+
+def test_who_leaves_in_the_middle_of_a_body_is_no_fault(served: OnThread, caplog: pytest.LogCaptureFixture) -> None:
+    begun(served, b"{", 1000).close()
+    assert wait_for(lambda: "cancelled" in ended(served))
+    assert all(record.levelno < logging.ERROR for record in caplog.records)
+
+
+class SlowGrammars:
+    """Every grammar waits until the test says so."""
+
+    def __init__(self, guides: Guides, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.waiting, self._first_state = threading.Event(), threading.Event(), guides._first_state
+        monkeypatch.setattr(guides, "_first_state", self._slowly)
+
+    def _slowly(self, grammar: str) -> Any:
+        self.waiting.set()
+        assert self.go.wait(30)
+        return self._first_state(grammar)
+
+
+@pytest.fixture
+def slow(writer: DecodeNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowGrammars]:
+    grammars = SlowGrammars(writer.guides, monkeypatch)
+    yield grammars
+    grammars.go.set()
+
+
+def test_a_grammar_has_no_more_time_than_its_request(served: OnThread, slow: SlowGrammars) -> None:
+    status, answer = served.ask("/generate", {"tokens": [5], "format": SLOW, "timeout_s": 0.2})
+    assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+    assert ended(served) == {"deadline_exceeded": 1}
+
+
+def test_who_leaves_does_not_wait_for_a_grammar(served: OnThread, slow: SlowGrammars, writer: DecodeNode) -> None:
+    asked = json.dumps({"tokens": [5], "format": SLOW}).encode()
+    with begun(served, asked, len(asked)):
+        assert slow.waiting.wait(20)
+    assert wait_for(lambda: ended(served) == {"cancelled": 1})
+    assert not any(compilation.waiting for compilation in writer.guides._compiling.values())
+
+
+def test_nobody_else_waits_for_a_grammar(served: OnThread, slow: SlowGrammars) -> None:
+    answers: list[Any] = []
+
+    def ask(number: int) -> None:
+        form = {"type": "regex", "pattern": f"a{{{number // 2 + 3}}}"}
+        answers.append(served.ask("/generate", {"tokens": [5], "max_tokens": 20, "format": form, "timeout_s": 20}))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    assert slow.waiting.wait(20)
+    begun_at = time.perf_counter()
+    assert served.ask("/generate", {"tokens": [5], "max_tokens": 2, "timeout_s": 5})[0] == 200
+    waited = time.perf_counter() - begun_at
+    slow.go.set()
+    for thread in threads:
+        thread.join(30)
+    assert {status for status, _ in answers} == {200}
+    assert all(answer["metrics"]["total_time"] > waited for _, answer in answers), "it counts from the beginning"
+    assert all(answer["metrics"]["admission_time"] < answer["metrics"]["total_time"] for _, answer in answers)
+
+
+def test_refusals_are_counted_once(served: OnThread, writer: DecodeNode) -> None:
+    wrong: list[dict[str, Any]] = [
+        {"tokens": []},
+        {"tokens": [5], "n": 99},
+        {"tokens": [5], "format": {"type": "regex"}},
+    ]
+    for body in wrong:
+        assert served.ask("/generate", body)[0] == 400
+    assert served.ask("/generate", {"tokens": [5], "max_tokens": 9000})[0] == 400
+    assert served.ask("/generate", {"tokens": [5], "max_tokens": 3000, "timeout_s": 0.01})[0] == 504
+    assert served.ask("/nothing")[0] == 404
+    writer.room.draining = True
+    assert served.ask("/generate", {"tokens": [5]})[0] == 503
+    assert ended(served) == {"bad_request": 3, "context_too_long": 1, "deadline_exceeded": 1, "node_draining": 1}
+
+
+def test_null_is_as_if_it_were_not_there(served: OnThread) -> None:
+    asked = {"tokens": [5, 6], "max_tokens": 3}
+    nulls = asked | {"stop": None, "logit_bias": None, "seed": None, "logprobs": None, "format": None}
+    assert served.ask("/generate", nulls)[1]["tokens"] == served.ask("/generate", asked)[1]["tokens"]
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_new_tokens"])
+def test_a_refusal_names_the_field_that_was_sent(served: OnThread, name: str) -> None:
+    status, answer = served.ask("/generate", {"tokens": [5], name: 0})
+    assert (status, answer["error"]["message"]) == (400, f"{name} must be at least 1, not 0")
+
+
+def written(model: ModelFiles, tokens: list[int], rules: Rules) -> tuple[str, str | None]:
+    """What a choice shows of these tokens, and why it ended."""
+    answer = Answer(rules, DecodeMetrics(1))
+    guide = (
+        Guides(model.tokenizer, model.spec.vocabulary, model.spec.eos_tokens).start(rules.format)
+        if rules.format
+        else None
+    )
+    choice = Choice(answer, 0, [1], model.tokenizer, model.spec.eos_tokens, guide)
+    for token in tokens:
+        choice.take(token)
+        if choice.error:
+            raise choice.error
+        if choice.over:
+            break
+    answer.put(None)
+    pieces: list[Piece] = list(answer.pieces())
+    return "".join(piece.text for piece in pieces), choice.finish
+
+
+def test_a_stop_string_that_straddles_min_tokens(smollm2: ModelFiles) -> None:
+    text = "1. 1\n2. "
+    tokens = smollm2.tokenizer.encode(text)
+    for least in range(len(tokens) + 1):
+        rules = Rules(sampling=Sampling(stop=("1\n",), min_tokens=least), max_tokens=len(tokens))
+        ends = len(smollm2.tokenizer.encode("1. 1\n"))
+        assert written(smollm2, tokens, rules) == (("1. ", "stop") if least <= ends else (text, "length"))
+
+
+def test_the_last_character_may_be_the_one_for_no_character(smollm2: ModelFiles) -> None:
+    tokens = smollm2.tokenizer.encode("so \ufffd\ufffd")
+    assert written(smollm2, tokens, Rules(max_tokens=len(tokens))) == ("so \ufffd\ufffd", "length")
+    ended = [*tokens, smollm2.spec.eos_tokens[0]]
+    assert written(smollm2, ended, Rules()) == ("so \ufffd\ufffd", "stop")
+    half = smollm2.tokenizer.encode("so 你")[:-1]
+    assert written(smollm2, half, Rules(max_tokens=len(half))) == ("so ", "length")
+
+
+def test_an_end_token_ends_what_is_complete(smollm2: ModelFiles) -> None:
+    end, rules = smollm2.spec.eos_tokens[0], Rules(format=Format(type="regex", pattern="ab?"))
+    assert written(smollm2, [*smollm2.tokenizer.encode("a"), end], rules) == ("a", "stop")
+    with pytest.raises(BadRequest, match="does not fit"):
+        written(smollm2, [end], rules)
+
+
+@pytest.mark.parametrize("form", [{"type": "choice", "choices": ("yes",)}, {"type": "regex", "pattern": "yes?"}])
+def test_what_was_written_elsewhere_may_be_complete(smollm2: ModelFiles, form: dict[str, Any]) -> None:
+    """Nothing but the end is left to write, and nothing is told twice."""
+    end, yes = smollm2.spec.eos_tokens[0], smollm2.tokenizer.encode("yes")
+    rules = Rules(format=Format(**form), written=(*yes, end) if form["type"] == "regex" else tuple(yes))
+    answer = Answer(rules, DecodeMetrics(1))
+    guides = Guides(smollm2.tokenizer, smollm2.spec.vocabulary, smollm2.spec.eos_tokens)
+    assert rules.format
+    choice = Choice(answer, 0, [1], smollm2.tokenizer, smollm2.spec.eos_tokens, guides.start(rules.format))
+    choice.choose(np.zeros(smollm2.spec.vocabulary, np.float32))
+    assert (choice.error, choice.finish) == (None, "stop")
+    answer.put(None)
+    assert [(piece.text, piece.finish_reason) for piece in answer.pieces()] == [("", "stop")]
+
+
+def slow_load(writer: DecodeNode, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """From now on, loading takes until the event is set, or a few seconds."""
+    go, load = threading.Event(), writer.worker._load
+
+    def slowly() -> Engine:
+        go.wait(6)
+        return load()
+
+    monkeypatch.setattr(writer.worker, "_load", slowly)
+    return go
+
+
+def test_who_waits_for_a_load_takes_nobodys_thread(
+    served: OnThread, writer: DecodeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, answers = slow_load(writer, monkeypatch), list[int]()
+    assert served.ask("/unload", {})[0] == 200
+    threads = [threading.Thread(target=lambda: answers.append(served.ask("/load", {})[0])) for _ in range(40)]
+    for thread in threads:
+        thread.start()
+    assert wait_for(lambda: writer.worker.loading and len(writer.worker._calls) > 38)
+    begun_at = time.perf_counter()
+    assert served.ask("/model")[0] == 200
+    assert time.perf_counter() - begun_at < 2
+    go.set()
+    for thread in threads:
+        thread.join(30)
+    assert answers == [200] * 40
+
+
+def test_nobody_waits_for_a_load_to_be_told(
+    served: OnThread, writer: DecodeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That its time is over, in line or not. The memory may wait."""
+    go = slow_load(writer, monkeypatch)
+    assert served.ask("/unload", {})[0] == 200
+    begun_at = time.perf_counter()
+    status, answer = served.ask("/generate", {"tokens": [5], "timeout_s": 0.3})
+    assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+    asked = json.dumps({"tokens": [5]}).encode()
+    with begun(served, asked, len(asked)):
+        assert wait_for(lambda: writer.open_requests == 2)
+    admission = writer.room.admission
+    rest = admission.ask(admission.limit_bytes - admission.held_bytes, 1, lambda claim: None, lambda error: None, 0)
+    status, answer = served.ask("/generate", {"tokens": [5], "queue_s": 0.3})
+    assert (status, answer["error"]["code"]) == (503, "kv_memory_full")
+    told = {"deadline_exceeded": 1, "cancelled": 1, "kv_memory_full": 1}
+    assert wait_for(lambda: ended(served) == told, 1)
+    assert time.perf_counter() - begun_at < 4
+    assert writer.worker.loading
+    go.set()
+    admission.release(rest)
+    assert wait_for(lambda: writer.open_requests == writer.room.held_slots == writer.room.sequences == 0)
+    assert served.ask("/generate", {"tokens": [5], "max_tokens": 2})[0] == 200
+    assert {code: count for code, count in ended(served).items() if code in told} == told, "each is counted once"
+
+
+def test_a_node_that_was_started_again_is_another_one(served: OnThread, writer: DecodeNode) -> None:
+    """Whoever knows it by its epoch means that one: it may hold another model now."""
+
+    def asked(epoch: str) -> int:
+        body = json.dumps({"tokens": [5, 6], "max_tokens": 1})
+        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
+        connection.request("POST", "/generate", body, {"X-Node-Epoch": epoch} if epoch else {})
+        status = connection.getresponse().status
+        connection.close()
+        return status
+
+    assert [asked(epoch) for epoch in ("", writer.epoch, "another")] == [200, 200, 409]
