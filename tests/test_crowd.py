@@ -76,7 +76,8 @@ def mixed(count: int, seed: int = 0) -> list[Asked]:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both nodes and all clients are threads of one process here: nobody is gone because they wait for each other."""
-    monkeypatch.setattr(paths, "SILENCE_S", 30.0)
+    for name in ("SILENCE_S", "PATIENCE_S"):
+        monkeypatch.setattr(paths, name, 30.0)
 
 
 def in_a_crowd(pair: Pair, requests: list[Asked], concurrency: int, seed: int = 0) -> list[list[int]]:

@@ -27,7 +27,7 @@ from disaggregated_inference.nodes.answers import Answer, Rules
 from disaggregated_inference.nodes.context import Context
 from disaggregated_inference.nodes.decode import DecodeNode
 from disaggregated_inference.nodes.prefill import PrefillNode
-from disaggregated_inference.wire import Hello
+from disaggregated_inference.wire import Hello, sender
 from disaggregated_inference.wire.frames import Connection, Kind
 from tests.conftest import LoadTiny, Pair, until
 from tests.handoff import alone, prompt_of
@@ -120,6 +120,41 @@ def test_one_of_two_paths_dies(fault: str, pair: Pair, right: list[int]) -> None
     assert seen[line.address[1]].failures > 0
     assert seen[direct[1]].failures == 0
     assert (seen[direct[1]].goodput_bytes_s or 0) > 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_frozen_sender_is_known_in_a_second(share: float, pair: Pair, record_property: Any) -> None:
+    """Its port is open, as a frozen process's is, and nobody answers there: also where a part had come already."""
+    prefill, decode = pair
+    with Line(prefill.kv_addresses[0], "silent", int(KV_BYTES * share), heals=True) as line:
+        answer = begin(prefill, decode, line.address)
+        assert line.struck.wait(5)
+        since = time.monotonic()
+        with pytest.raises(PeerGone):
+            list(answer)
+        noticed_s = time.monotonic() - since
+    record_property("report", f"a sender frozen at {share:.0%} was noticed after {noticed_s:.2f} s")
+    assert noticed_s < 1.5, "0.9 s, and what a busy machine takes"
+
+
+def test_a_quiet_sender_that_answers_is_waited_for(pair: Pair, right: list[int], monkeypatch: Any) -> None:
+    """It says nothing for longer than it may, and is there when it is asked: nothing is sent twice."""
+    prefill, decode = pair
+    monkeypatch.setattr(sender, "_PULSE_S", 10.0)
+    quick = prefill.engine.prefill
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.8)
+        return quick(*args)
+
+    monkeypatch.setattr(prefill.engine, "prefill", slow)
+    before = decode.paths.seen()[0].connections
+    answer = begin(prefill, decode)
+    assert list(answer) == right
+    monkeypatch.setattr(prefill.engine, "prefill", quick)
+    asked = decode.paths.seen()[0].connections - before - 1
+    assert asked > 0, "it was asked whether it is there"
+    assert (answer.metrics.kv_bytes, decode.paths.seen()[0].failures) == (KV_BYTES, 0)
 
 
 def test_an_unreachable_path_is_passed_over(pair: Pair, right: list[int]) -> None:

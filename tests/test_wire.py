@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -284,6 +285,26 @@ def test_slices_that_nobody_wants_are_no_silence(
         receipt = one.fetch(near, lambda piece: None, **unwanted)
         putting.result(10)
     assert receipt.end.prompt_tokens == 308, "it was not given up"
+
+
+def test_a_device_that_is_behind_is_no_silence(transfer: Callable[..., Transfer], threads: ThreadPoolExecutor) -> None:
+    """A GPU's slices are handed out before they are computed; with other prompts before them that takes a while."""
+    one = transfer()
+    outbox, one.outbox = one.outbox, Outbox()
+    one.read()
+    computed, one.outbox = one.outbox, outbox
+    there_at = time.monotonic() + 1.5
+    for piece in computed.slices():
+        late = replace(piece, ready=lambda: time.monotonic() > there_at)
+        one.outbox.put(late)
+    one.outbox.put_logits(np.zeros(512, np.float32))
+    one.outbox.finish(End(prompt_tokens=300))
+    with tcp_pair() as (near, far):
+        near.settimeout(0.5)
+        start(one, threads, far)
+        receipt = one.fetch(near)
+    assert time.monotonic() > there_at
+    assert receipt.payload_bytes == one.writer.spec.kv_bytes(300, "float32")
 
 
 def test_logits_overtake_waiting_slices(transfer: Callable[..., Transfer], threads: ThreadPoolExecutor) -> None:

@@ -55,7 +55,7 @@ class KVLayout(msgspec.Struct, frozen=True):
         return rows * self.row_bytes(dtype)
 
 
-def _ready() -> None:
+def _there() -> None:
     """The bytes are there already."""
 
 
@@ -64,7 +64,8 @@ class KVSlice:
     """K and V of one layer for positions [start, stop).
 
     `wait` returns once the bytes are in `keys` and `values`: an engine on a GPU hands a slice out while its copy to
-    host memory is still under way, and whoever needs the bytes waits for them, not the engine.
+    host memory is still under way, and whoever needs the bytes waits for them, not the engine. `ready` says whether
+    they are there, for those who have something to say meanwhile.
     """
 
     layer: int
@@ -72,7 +73,8 @@ class KVSlice:
     dtype: KVDType
     keys: Array
     values: Array
-    wait: Callable[[], None] = _ready
+    wait: Callable[[], None] = _there
+    ready: Callable[[], bool] = lambda: True
 
     @property
     def tokens(self) -> int:

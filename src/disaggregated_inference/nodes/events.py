@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_PULSE_S = 0.35  # how often a stream with nothing to say says that it is there
+PULSE_S = 0.25  # how often a stream with nothing to say says that it is there
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -87,7 +87,7 @@ class _Items:
     async def some(self) -> list[Item]:
         """All that are there: a slow client gets several at once. None where nothing came for a moment."""
         try:
-            items = [self._queue.get_nowait() if self._queue.qsize() else await asyncio.wait_for(self.get(), _PULSE_S)]
+            items = [self._queue.get_nowait() if self._queue.qsize() else await asyncio.wait_for(self.get(), PULSE_S)]
         except TimeoutError:
             return []
         while not self._queue.empty():

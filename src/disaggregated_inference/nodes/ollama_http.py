@@ -26,7 +26,7 @@ from disaggregated_inference.errors import (
     NotOffered,
     TicketNotFound,
 )
-from disaggregated_inference.nodes.events import error_response, json_response, unless_gone
+from disaggregated_inference.nodes.events import PULSE_S, error_response, json_response, unless_gone
 from disaggregated_inference.nodes.guards import Bearer, RequestId, describe, request_id
 from disaggregated_inference.nodes.http import no_route
 from disaggregated_inference.nodes.metrics import SECONDS
@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_PULSE_S = 0.35  # as of every other node's streams
 _PATIENCE_S = 1.0  # what is refused within it has a status of its own; a model that is being loaded takes longer
 _NO_CACHE = "Ollama holds what was read and cannot hand it over: this context is good for nothing but its counts"
 
@@ -243,7 +242,7 @@ class _Answer:
                 if some and not isinstance(some[-1], TextPiece):
                     yield self._last(some[-1])
                     return
-                some = await self._some(_PULSE_S)
+                some = await self._some(PULSE_S)
         finally:
             pumping.cancel()
             await asyncio.wait({pumping})

@@ -17,8 +17,8 @@ from disaggregated_inference.cluster.config import Server
 from disaggregated_inference.errors import BadRequest, DisaggError
 from disaggregated_inference.orchestrator.pulse import Listening, Pulses, Silent
 
-_LOOK_AFTER_S = 0.5
-_PROBE_S = 0.5  # for a health that is asked for because something is odd
+_LOOK_AFTER_S = 0.4
+_PROBE_S = 0.45  # for a health that is asked for because something is odd
 _MOST_PROBE_S = 4.0  # also for a node that nobody can replace: to give it up would be the end of the request
 _PATIENCE = 8  # times as long as it lately took to answer: a busy machine is slow to everybody, a frozen one silent
 _FORGOTTEN = 0.9  # what is left of a slow answer after the next one

@@ -1,6 +1,6 @@
 """Streams that have gone quiet: one look at all of them, a few times a second.
 
-A node says something on every stream about three times a second. One that does not is asked for its health: a machine
+A node says something on every stream four times a second. One that does not is asked for its health: a machine
 that is busy answers late, a frozen one does not.
 """
 
@@ -12,7 +12,7 @@ import aiohttp
 
 _TICK_S = 0.1
 _LATE_S = 0.2  # a tick that comes so late shows that it is this process that was held up
-_SILENCE_S = 0.5
+_SILENCE_S = 0.4
 
 
 class Silent(Exception):

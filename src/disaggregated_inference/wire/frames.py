@@ -23,7 +23,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple
@@ -40,6 +40,7 @@ HEADER = struct.Struct("<4sBBHIIQQI")
 _CHECKED = HEADER.size - 4
 CHECKSUM = struct.Struct("<Q")
 CONTROL_LIMIT_BYTES = 64 << 10
+_MOST_SILENCES = 3  # in a row: a connection that brings nothing for longer is broken, whoever may be there
 _BLOCK_BYTES = 512 << 10
 
 Buffer = memoryview | bytes | bytearray
@@ -115,6 +116,8 @@ class Connection:
         self._sending = threading.Lock()  # frames of two threads must not mix
         self.cancelled = False
         self.deadline: float | None = None  # on the monotonic clock, for all that is received until then
+        self.still_there: Callable[[], bool] = lambda: False  # asked where nothing comes: whether to go on waiting
+        self.greeted_s = 0.0  # how long the other side took to answer the greeting
 
     def send(self, frame: Frame, *payload: Buffer) -> None:
         """The header goes out with the first block and the checksum with the last: nothing small travels alone."""
@@ -187,12 +190,16 @@ class Connection:
             self.sock.shutdown(socket.SHUT_RD)
 
     def _fill(self, target: memoryview) -> None:
+        silences = 0
         while target:
             if self.deadline and time.monotonic() > self.deadline:
                 raise PeerGone("the other side took too long to say what it wants")
             try:
-                count = self.sock.recv_into(target)
+                count, silences = self.sock.recv_into(target), 0
             except OSError as error:
+                silences += 1
+                if isinstance(error, TimeoutError) and silences < _MOST_SILENCES and self.still_there():
+                    continue
                 raise _gone("receiving", error) from error
             if not count:
                 raise PeerGone("the other side closed the connection in the middle of a frame")

@@ -19,6 +19,7 @@ import msgspec
 from disaggregated_inference.errors import Cancelled, ChecksumMismatch, DisaggError, PeerGone, ProtocolError
 from disaggregated_inference.kv import KVLayout, KVSlice
 from disaggregated_inference.kv.dtype import Array
+from disaggregated_inference.wire import paths as ways
 from disaggregated_inference.wire.frames import Connection, Kind
 from disaggregated_inference.wire.messages import End, Hello, failure_of
 from disaggregated_inference.wire.paths import Path, spoken
@@ -56,6 +57,7 @@ class _Stream:
     receipt: Receipt | None = None
     received_bytes: int = 0
     resumed: int = 0
+    mute: bool = False  # its connection said nothing, and its node no more when it was asked
     used: list[str] = field(default_factory=list)
 
 
@@ -218,8 +220,7 @@ class Gather:
         """Connection after connection, until the stream's END. Given up when every path has failed, and a moment has
         passed, since something last came."""
         failures, since = 0, time.monotonic()
-        while True:
-            path = self._paths[(failures + stream.resumed) % len(self._paths)]
+        for path in cycle(self._paths):
             before = self._held(stream)
             try:
                 return self._connect(stream, path)
@@ -228,8 +229,8 @@ class Gather:
                     raise
                 path.failed(error)
                 self._leave_path(path)
-                if self._held(stream) > before:
-                    stream.resumed += 1
+                stream.resumed += self._held(stream) > before
+                if self._held(stream) > before and not stream.mute:
                     failures, since = 0, time.monotonic()
                 else:
                     failures += 1
@@ -249,7 +250,11 @@ class Gather:
                 connection.sock.shutdown(socket.SHUT_RD)
 
     def _connect(self, stream: _Stream, path: Path) -> None:
-        connection = path.dial()
+        connection = path.dial(ways.answer_s() if stream.mute else None)
+        connection.sock.settimeout(ways.SILENCE_S)
+        if not stream.mute:
+            connection.still_there = lambda: self._answers(stream, path, ways.answer_s(connection.greeted_s))
+        stream.mute = False
         with self._changed:
             if self._error:
                 connection.sock.close()
@@ -276,6 +281,16 @@ class Gather:
             self._choose,
             receiving=receiving,
         )
+
+    def _answers(self, stream: _Stream, path: Path, patience_s: float) -> bool:
+        """The node behind a silent connection, asked on another."""
+        try:
+            renew(path.dial(patience_s), self._hello)
+        except PeerGone:
+            stream.mute = True
+        except DisaggError:
+            pass  # it says no; on the connection that waits it will say so too
+        return not stream.mute
 
     def _held(self, stream: _Stream) -> int:
         with self._changed:

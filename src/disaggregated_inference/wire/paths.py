@@ -13,11 +13,19 @@ from disaggregated_inference.wire.frames import Connection
 
 Address = tuple[str, int]
 
-_DIAL_S = 1.0
-SILENCE_S = 1.2  # a sender with nothing to say says so three times as often
+PATIENCE_S = 0.9
+SILENCE_S = 0.5  # of a sender, until it is asked; with nothing to say it says so more than twice as often
+_ANSWER_S = 0.4  # to that question: a frozen node is known in less than a second
+_MOST_ANSWER_S = 2.0
+_PATIENCE = 8  # times as long as it took before: a busy machine is slow to everybody, a frozen one mute
 _AVOID_S = 10.0
 _RECENT_S = 2.0
 _MOST_PATHS = 256
+
+
+def answer_s(greeted_s: float = 0.0) -> float:
+    """For a node that took so long to answer a greeting, when it is asked whether it is still there."""
+    return min(_MOST_ANSWER_S, max(_ANSWER_S, _PATIENCE * greeted_s))
 
 
 def spoken(address: Address) -> str:
@@ -50,12 +58,14 @@ class Path:
         self._failed_at: float | None = None
         self._last_error: str | None = None
 
-    def dial(self) -> Connection:
+    def dial(self, patience_s: float | None = None) -> Connection:
+        """A connection on which nothing may take longer than that."""
+        patience_s = patience_s or PATIENCE_S
         try:
-            sock = socket.create_connection(self.address, timeout=_DIAL_S)
+            sock = socket.create_connection(self.address, timeout=patience_s)
         except (OSError, UnicodeError) as error:
             raise PeerGone(f"{spoken(self.address)} does not answer: {error}") from error
-        sock.settimeout(SILENCE_S)
+        sock.settimeout(patience_s)
         with self._lock:
             self._connections += 1
         return Connection(sock)

@@ -99,8 +99,10 @@ class Fetch:
 
 
 def _greet(connection: Connection, hello: Hello) -> Welcome:
+    asked_at = time.perf_counter()
     connection.send_message(Kind.HELLO, msgspec.json.encode(hello))
     frame = connection.receive_header()
+    connection.greeted_s = time.perf_counter() - asked_at
     if frame.kind is not Kind.WELCOME:
         raise _unexpected(connection, frame)
     return parse(connection.receive_message(frame), Welcome)
@@ -150,6 +152,9 @@ def renew(connection: Connection, hello: Hello) -> float:
         welcome = _greet(connection, msgspec.structs.replace(hello, renew_only=True))
         connection.send_message(Kind.DONE)
         return welcome.lease_s
+    except PeerGone:
+        connection.sock.close()
+        raise
     finally:
         connection.part()
 

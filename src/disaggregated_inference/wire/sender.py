@@ -18,7 +18,8 @@ from disaggregated_inference.wire.messages import End, Failure, Hello, Welcome, 
 
 _MOST_STREAMS = 64
 _HELLO_S = 3.0
-_PULSE_S = 0.35  # how often a sender that waits for its engine says that it is there
+_PULSE_S = 0.2  # how often a sender that waits for its engine says that it is there
+_LOOK_S = 0.0002  # how often it looks whether a slice's bytes have come from a device
 
 
 class Outbox:
@@ -173,6 +174,7 @@ def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Ou
             at += 1
             if item.layer % hello.streams == hello.stream and item.stop > hello.held_tokens:
                 with outbox.reading():
+                    _await(connection, item, peer, said_at)
                     send_slice(connection, _beyond(item, hello.held_tokens), welcome.codec)
             elif time.monotonic() - said_at < _PULSE_S:
                 continue
@@ -185,6 +187,17 @@ def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Ou
             data = bytes_of(item)
             connection.send(Frame(Kind.LOGITS, len(data)), data)
         said_at = time.monotonic()
+
+
+def _await(connection: Connection, piece: KVSlice, peer: "_Peer", said_at: float) -> None:
+    """A device that is busy with other prompts may take seconds to come to this one's rows."""
+    while not piece.ready():
+        if peer.error:
+            raise peer.error
+        if time.monotonic() - said_at >= _PULSE_S:
+            connection.send_message(Kind.ALIVE)
+            said_at = time.monotonic()
+        time.sleep(_LOOK_S)
 
 
 def send_tokens(connection: Connection, tokens: Sequence[int]) -> None:

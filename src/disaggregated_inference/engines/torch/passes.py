@@ -139,7 +139,7 @@ class HostCopies:
             keys.record_stream(self.stream)
             values.record_stream(self.stream)
         arrays = self._arrays[2 * layer : 2 * layer + 2]
-        return KVSlice(layer, start, self.dtype, arrays[0], arrays[1], copied.synchronize)
+        return KVSlice(layer, start, self.dtype, arrays[0], arrays[1], copied.synchronize, copied.query)
 
 
 class ChunkPass:
