@@ -287,6 +287,17 @@ def test_slices_that_nobody_wants_are_no_silence(
     assert receipt.end.prompt_tokens == 308, "it was not given up"
 
 
+def test_a_connection_that_stays_mute_is_broken_whoever_answers_elsewhere() -> None:
+    asked: list[bool] = []
+    with tcp_pair() as (near, _):
+        near.settimeout(0.05)
+        connection = Connection(near)
+        connection.still_there = lambda: asked.append(True) or True  # type: ignore[func-returns-value]
+        with pytest.raises(PeerGone, match="silent"):
+            connection.receive_header()
+    assert len(asked) == 2
+
+
 def test_a_device_that_is_behind_is_no_silence(transfer: Callable[..., Transfer], threads: ThreadPoolExecutor) -> None:
     """A GPU's slices are handed out before they are computed; with other prompts before them that takes a while."""
     one = transfer()
