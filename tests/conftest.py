@@ -53,7 +53,7 @@ LoadTiny = Callable[[str, str], Engine]
 Pair = tuple[PrefillNode, DecodeNode]
 
 
-def until(condition: Callable[[], bool], seconds: float = 2.0) -> bool:
+def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)

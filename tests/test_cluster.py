@@ -272,7 +272,7 @@ def test_a_client_in_a_child_process_says_so(four: Four) -> None:
             except Exception as error:
                 print(type(error).__name__, error, flush=True)
             client.close()
-            print(time.monotonic() - started < 1, flush=True)
+            print(time.monotonic() - started < 5, flush=True)
             os._exit(0)
         os.waitpid(child, 0)
         print(client.generate(model="llama", prompt="x", max_tokens=2)[1]["completion_tokens"] > 0)

@@ -215,8 +215,8 @@ def test_cancelled_in_every_phase(nodes: Callable[..., Pair]) -> None:
             time.sleep(delay)
             started = time.monotonic()
             ends(answer)
-            assert until(lambda: nothing_left(pair), 1.5), f"{phase.__name__} left something behind"
-            assert time.monotonic() - started < 2
+            assert until(lambda: nothing_left(pair), 2.5), f"{phase.__name__} left something behind"
+            assert time.monotonic() - started < 3
     # In the queue: all the memory is promised to someone else.
     claim = decode.room.admission.ask(decode.room.admission.limit_bytes, 1, lambda claim: None, lambda error: None, 0)
     queued = decode.read_and_write(prompt_of(5), 10)
@@ -241,26 +241,26 @@ def test_who_leaves_a_slow_reader_need_not_wait_for_a_whole_chunk(nodes: Callabl
     left_at = time.monotonic()
     answer.cancel()
     assert until(lambda: nothing_left(pair))
-    assert time.monotonic() - left_at < 1.5  # asked on the engine's thread: a chunk of 1,024 would take four seconds
+    assert time.monotonic() - left_at < 3  # asked on the engine's thread: a chunk of 1,024 would take four seconds
     context, _ = prefill.begin(prompt_of(2000))
     time.sleep(0.3)
     left_at = time.monotonic()
     prefill.book.cancel(context.ticket)
     assert until(lambda: nothing_left(pair))
-    assert time.monotonic() - left_at < 1.5
+    assert time.monotonic() - left_at < 3
 
 
 def test_cancelled_while_a_peer_is_being_proven(nodes: Callable[..., Pair]) -> None:
     """The first contact, with a prefill node that is busy: the client need not wait for the canary to leave."""
     prefill, decode = nodes()
-    slow(prefill, "_prefill", 2.0)
+    slow(prefill, "_prefill", 4.0)
     context, _ = prefill.begin(prompt_of(100))
     answer = decode.fetch_and_write(context, 4)
     others = [decode.fetch_and_write(prefill.begin(prompt_of(100))[0], 4) for _ in range(2)]
     time.sleep(0.4)
     for each in (answer, *others):
         each.cancel()
-    assert until(lambda: decode.open_requests == 0, 1.0)
+    assert until(lambda: decode.open_requests == 0, 2.0)
     assert until(lambda: nothing_left((prefill, decode)), 10)
 
 
@@ -274,7 +274,7 @@ def test_every_wait_has_an_end(nodes: Callable[..., Pair]) -> None:
     started = time.monotonic()
     with pytest.raises(KVMemoryFull):
         list(decode.read_and_write(prompt_of(5), rules=Rules(max_tokens=10, queue_s=0.3)))
-    assert 0.2 < time.monotonic() - started < 1.5
+    assert 0.2 < time.monotonic() - started < 3
     with pytest.raises(NodeBusy):
         decode.read_and_write(prompt_of(5), rules=Rules(max_tokens=10, queue_s=0))
     decode.room.admission.release(claim)

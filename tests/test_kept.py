@@ -96,7 +96,7 @@ def test_a_forged_context_poisons_nothing(nodes: Callable[..., Pair], tiny_engin
 
 
 def test_an_engine_that_cannot_open_holds_nothing(nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> None:
-    pair = nodes(lease_s=0.3)
+    pair = nodes(lease_s=1.0)
     prefill, decode = pair
     for node in pair:
         original = node.room.open

@@ -66,7 +66,7 @@ def test_a_held_context_is_fetched_once(when: str, nodes: Callable[..., Pair], t
 
 
 def test_a_lease_ends(nodes: Callable[..., Pair]) -> None:
-    prefill, decode = nodes(lease_s=0.3)
+    prefill, decode = nodes(lease_s=1.0)
     context, reading = prefill.begin(prompt_of(100))
     reading.result(10)
     assert prefill.engine.arena.used_rows == 100  # type: ignore[attr-defined]

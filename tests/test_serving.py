@@ -326,6 +326,6 @@ def test_a_client_that_leaves_the_queue(folder: Path) -> None:
         assert leaving.wait(5)
         started = time.monotonic()
         assert wait_for(lambda: node.ask("/status")[1]["queue"]["waiting"] == 0)
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < 2  # a second, and what a busy machine takes
         holding.result()
     assert node.stop() == 0
