@@ -20,6 +20,7 @@ from disaggregated_inference.nodes.decode import DecodeNode
 from disaggregated_inference.nodes.prefill import PrefillNode
 from disaggregated_inference.nodes.room import Room
 from disaggregated_inference.nodes.worker import EngineThread
+from disaggregated_inference.wire import paths
 
 # Some virtual machines announce AMX and then trap on it; torch's bfloat16 on the CPU would take the process down.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
@@ -120,8 +121,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture
-def nodes(tiny_folder: Callable[[str], Path]) -> Iterator[Callable[..., Pair]]:
-    """A prefill node and a decode node in this process, each with its engine on its own thread, over real sockets."""
+def nodes(tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pair]]:
+    """A prefill node and a decode node in this process, each with its engine on its own thread, over real sockets.
+    Threads of one process wait for each other: nobody is gone who takes a second or two to say that he is there."""
+    for name in ("_ANSWER_S", "_MOST_ANSWER_S", "PATIENCE_S"):
+        monkeypatch.setattr(paths, name, 3.0)
     made: list[Pair] = []
 
     def make(

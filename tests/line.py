@@ -5,13 +5,13 @@ import threading
 from contextlib import suppress
 from typing import Literal
 
-Fault = Literal["none", "cut", "silent", "flip"]
+Fault = Literal["none", "cut", "silent", "mute", "flip"]
 
 
 class Line:
     """Forwards connections to `target`. The fault strikes once, `at` bytes into what flows back to the dialler (counted
-    over all connections); `struck` says that it did. A cut line stays cut unless it `heals`; `pause_s` after
-    every 16 KB makes it slow."""
+    over all connections); `struck` says that it did. A cut line stays cut unless it `heals`; of a mute one only the
+    connection that was struck carries nothing any more; `pause_s` after every 16 KB makes it slow."""
 
     def __init__(
         self, target: tuple[str, int], fault: Fault = "none", at: int = 0, heals: bool = False, pause_s: float = 0.0
@@ -86,6 +86,8 @@ class Line:
         index = self.at - before
         if self.fault == "flip":
             return data[:index] + bytes([data[index] ^ 0x10]) + data[index + 1 :]
+        if self.fault == "mute":
+            self._wait_forever()
         if not self.heals:
             self._refuse()
         if self.fault == "silent":

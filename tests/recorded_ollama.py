@@ -18,7 +18,7 @@ import uvicorn
 from aiohttp import web
 from starlette.applications import Starlette
 
-from disaggregated_inference.engines.ollama import Ollama
+from disaggregated_inference.engines.ollama import COUNTS_ALL, HONOURS_TRUNCATE, Ollama, version_of
 from disaggregated_inference.nodes.ollama import OllamaNode
 from disaggregated_inference.nodes.ollama_http import ollama_app
 from tests.conftest import until
@@ -53,6 +53,7 @@ class RecordedOllama:
         self.asked: list[dict[str, Any]] = []  # bodies of /api/generate and /api/chat, with their path
         self.fault, self.fault_after = "", 0  # what goes wrong, and after how many tokens of an answer
         self.on_fault = lambda: None  # told when it did
+        self.reason: str | None = ""  # why an answer ends, in place of the true one
         self.hold = threading.Event()  # cleared: answers wait after `held_after` tokens
         self.hold.set()
         self.held_after = 0
@@ -62,6 +63,8 @@ class RecordedOllama:
         self.loading.set()
         self.foreign: tuple[int, str] | None = None  # what answers in its place: it is no Ollama at all
         self.says: list[dict[str, Any]] = []  # messages of a chat's answer, in place of numbers
+        self.dropped = 0  # messages of chats that did not fit
+        self.load_ns = 28608308
         self._seen: set[str] = set()
         self._ready, self._stop = threading.Event(), asyncio.Event()
         self._loop = asyncio.new_event_loop()
@@ -136,13 +139,22 @@ class RecordedOllama:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        texts = [
-            " ".join([f"<{message['role']}>", *message.get("images", ()), message["content"]])
-            for message in body["messages"]
-        ]
-        begun = body["messages"][-1]["role"] == "assistant"
+        messages = list(body["messages"])
+        old = version_of(self.version) < HONOURS_TRUNCATE
+        while old and len(messages) > 1 and self._size(body, messages) > body["options"]["num_ctx"]:
+            messages.pop(next(place for place, message in enumerate(messages) if message["role"] != "system"))
+        self.dropped += len(body["messages"]) - len(messages)
+        return await self._answer(request, body, self._rendered(body, messages))
+
+    def _size(self, body: dict[str, Any], messages: list[dict[str, Any]]) -> int:
+        return _tokens(self._rendered(body, messages))
+
+    def _rendered(self, body: dict[str, Any], messages: list[dict[str, Any]]) -> str:
+        """Tools, thoughts and calls are in the prompt, as words."""
+        texts = [json.dumps(tool) for tool in body.get("tools", ())] + [_rendered(message) for message in messages]
+        begun = messages[-1]["role"] == "assistant"
         more = [] if begun and self.continues else ["<end>", "<assistant>"] if begun else ["<assistant>"]
-        return await self._answer(request, body, " ".join([*texts, *more]))
+        return " ".join([*texts, *more])
 
     async def _load(self, body: dict[str, Any]) -> web.Response:
         if missing := self._missing(body, "/api/generate"):
@@ -171,7 +183,7 @@ class RecordedOllama:
         return response
 
     def _refusal(self, body: dict[str, Any], prompt: str) -> web.Response | None:
-        if body.get("tools") and "tools" not in _SHOWN["capabilities"]:
+        if body.get("tools") and "tools" not in self.shown["capabilities"]:
             words = f"registry.ollama.ai/library/{body['model']}:latest does not support tools"
             return web.json_response({"error": words}, status=400)
         if self.fault == "runner":
@@ -185,7 +197,8 @@ class RecordedOllama:
             return web.json_response({"error": "invalid JSON schema in format"}, status=500)
         if self.fault == "proxy":
             return web.Response(text="<html>502 Bad Gateway</html>", status=502, content_type="text/html")
-        if self.version >= "0.12.6" and body.get("truncate") is False and _tokens(prompt) > body["options"]["num_ctx"]:
+        honours = version_of(self.version) >= HONOURS_TRUNCATE and body.get("truncate") is False
+        if honours and _tokens(prompt) > body["options"]["num_ctx"]:
             words = "the request exceeds the available context size, try increasing it"
             return web.json_response({"error": words}, status=400)
         return None
@@ -224,18 +237,26 @@ class RecordedOllama:
         held takes as long as a step of writing."""
         told: dict[str, Any] = {"done_reason": "stop" if self.says else "length"}
         held = prompt in self._seen
-        told |= {"total_duration": 755494674, "load_duration": 28608308}
+        told |= {"total_duration": 755494674, "load_duration": self.load_ns}
         told |= {"prompt_eval_duration": 71976452 if held else 474583514}
         told |= {"eval_count": written, "eval_duration": 1580718 + 60762676 * (written - 1)}
-        known = self.version < "0.4" and held
+        known = version_of(self.version) < COUNTS_ALL and held
         self._seen.add(prompt)
         if not known:
             told["prompt_eval_count"] = min(_tokens(prompt), body["options"]["num_ctx"])
-        return {"done_reason": self.fault} if self.fault in ("load", "unload") else told
+        if self.fault in ("load", "unload"):
+            return {"done_reason": self.fault}
+        return told if self.reason == "" else told | {"done_reason": self.reason}
 
     async def _wait(self, event: threading.Event) -> None:
         while not event.is_set():  # noqa: ASYNC110  it is set on another thread
             await asyncio.sleep(0.01)
+
+
+def _rendered(message: dict[str, Any]) -> str:
+    calls = [json.dumps(call) for call in message.get("tool_calls", ())]
+    thoughts = [message["thinking"]] if message.get("thinking") else []
+    return " ".join([f"<{message['role']}>", *message.get("images", ()), *thoughts, message["content"], *calls])
 
 
 def _tokens(prompt: str) -> int:

@@ -37,6 +37,7 @@ def test_models_lists_and_inspects(smollm2: ModelFiles) -> None:
     assert told["engines"] == ["torch", "mlx", "llamacpp"]
     assert "23.04 MB at 1,000 tokens" in disagg("models", "inspect", "smollm2", "--context", "1000").stdout
     assert "smollm2:135m" in disagg("models").stdout
+    assert json.loads(disagg("models", "list", "--json").stdout) == listed
 
 
 def test_models_import(tmp_path: Path, smollm2: ModelFiles, smollm2_gguf: Path) -> None:
@@ -49,6 +50,8 @@ def test_models_import(tmp_path: Path, smollm2: ModelFiles, smollm2_gguf: Path) 
     assert copied.stat().st_size == smollm2_gguf.stat().st_size
     again = disagg("models", "import", str(smollm2_gguf), "--name", "as/gguf", "--copy", home=tmp_path)
     assert "exists already" in again.stderr
+    assert f"deleted {copied.parent}" in disagg("models", "remove", "disaggregated:as/gguf", home=tmp_path).stdout
+    assert "mine is forgotten\n" in disagg("models", "remove", "mine", home=tmp_path).stdout
 
 
 def test_two_copies_are_one_model_or_not(tmp_path: Path, smollm2: ModelFiles, smollm2_gguf: Path) -> None:
@@ -57,6 +60,10 @@ def test_two_copies_are_one_model_or_not(tmp_path: Path, smollm2: ModelFiles, sm
     run = disagg("models", "verify", "smollm2", str(there))
     assert (run.returncode, "stored differently" in run.stdout) == (0, True)
     assert run.stdout.count("\n") == 1
+    run = disagg("models", "verify", "simulated:tiny", "127.0.0.1:9", "--full")
+    assert (run.returncode, "http://127.0.0.1:9 does not answer" in run.stderr) == (1, True)
+    run = disagg("models", "verify", "smollm2", str(smollm2.path), "--full")
+    assert run.stdout == "the same model: every byte of its tensors is equal\n"
     run = disagg("models", "verify", "smollm2", "simulated:tiny")
     assert (run.returncode, "layout: 30 layers, 3 x 64 here" in run.stdout) == (1, True)
     assert run.stdout.startswith("not the same model:\n  ")

@@ -77,7 +77,7 @@ def test_rates_are_of_what_was_read(nodes: Callable[..., Pair]) -> None:
     for _ in range(2):
         list(decode.read_and_write(prompt_of(1000), 2))
         prefill.begin(prompt_of(1000))[1].result(10)
-        prefill._keeper.submit(lambda: None).result(10)
+        prefill._keeper._threads.submit(lambda: None).result(10)
     assert sizes(decode.intake.reading.seen()) == sizes(prefill.reading.seen()) == [(1, 1), (512, 1)]
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from disaggregated_inference.errors import (
     ContextTooLong,
     DeadlineExceeded,
     DisaggError,
+    KVMemoryFull,
     PeerFailed,
     PeerGone,
     PeerRefused,
@@ -123,9 +125,12 @@ def test_one_of_two_paths_dies(fault: str, pair: Pair, right: list[int]) -> None
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_a_frozen_sender_is_known_in_a_second(share: float, pair: Pair, record_property: Any) -> None:
+def test_a_frozen_sender_is_known_in_a_second(
+    share: float, pair: Pair, record_property: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its port is open, as a frozen process's is, and nobody answers there: also where a part had come already."""
     prefill, decode = pair
+    monkeypatch.undo()
     with Line(prefill.kv_addresses[0], "silent", int(KV_BYTES * share), heals=True) as line:
         answer = begin(prefill, decode, line.address)
         assert line.struck.wait(5)
@@ -375,6 +380,12 @@ def test_a_stranger_who_drips(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> No
     assert until(lambda: "kv-send" not in {thread.name for thread in threading.enumerate()}, 3)
 
 
+def room_for_one(open_: Any, capacity: int, counted: bool = True) -> Any:
+    if not counted:
+        raise KVMemoryFull("no room for a canary")
+    return open_(capacity)
+
+
 class TestCanary:
     def test_a_peer_that_computes_something_else_is_refused(self, nodes: Callable[..., Pair], right: list[int]) -> None:
         """Same files, same fingerprint, and two KV heads that changed places on their way out."""
@@ -397,7 +408,7 @@ class TestCanary:
         prefill.engine._prefill = honest  # type: ignore[method-assign]
         with pytest.raises(PeerRefused):
             ask(prefill, decode)
-        prefill.epoch = "after a restart"
+        prefill.epoch, prefill._canary_read = "after a restart", None
         assert ask(prefill, decode) == right
 
     def test_once_for_many_at_the_same_time(self, nodes: Callable[..., Pair], right: list[int]) -> None:
@@ -415,6 +426,30 @@ class TestCanary:
             assert line.struck.is_set()
         assert decode.proofs.tokens_computed == 0
         assert ask(prefill, decode) == right
+
+    def test_a_request_that_takes_all_memory(self, nodes: Callable[..., Pair], right: list[int]) -> None:
+        """Neither node has room for a canary beside it: one reads it before, the other has read it at its start."""
+        everything = KV_BYTES // 300 * (300 + ANSWER + 1)  # and a row of padding
+        prefill, decode = nodes("torch", "torch", writer_options={"kv_bytes": everything})
+        prefill.read_canary()
+        assert (prefill.canary_tokens, prefill.room.sequences, prefill.engine.kv_held_bytes) == (48, 0, 0)
+        assert decode.engine.kv_limit_bytes == KV_BYTES // 300 * (300 + ANSWER)
+        prefill.room.open = partial(room_for_one, prefill.room.open)  # type: ignore[method-assign]
+        assert ask(prefill, decode) == right
+        assert prefill.canary_tokens == 48
+
+    def test_a_canary_that_finds_no_room_waits(self, nodes: Callable[..., Pair]) -> None:
+        """And takes none meanwhile: there is room for one of its two, and then for none."""
+        prefill, decode = nodes("torch", "torch", writer_options={"kv_bytes": KV_BYTES})
+        context, _ = prefill.begin(PROMPT[:20])
+        free = decode.engine.arena.full_rows - 1  # type: ignore[attr-defined]
+        taken = decode.worker.call(lambda: decode.room.open(free - 30, counted=False))
+        answer = decode.fetch_and_write(context, 4)
+        time.sleep(0.3)
+        assert len(decode.room._others) == 1, "what the test took"
+        decode.worker.call(lambda: decode.room.close(taken))
+        assert len(list(answer)) == 4
+        assert until(lambda: nothing_held(prefill, decode) and not decode.room._others)
 
     def test_one_request_s_trouble_is_not_another_s(self, nodes: Callable[..., Pair], right: list[int]) -> None:
         """The first has an address where nobody answers; the second waits for its canary, then makes its own."""

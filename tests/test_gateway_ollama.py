@@ -19,7 +19,7 @@ from disaggregated_inference.gateway.adapters import ollama as adapter
 from disaggregated_inference.gateway.adapters.ollama_asked import ChatAsked, GenerateAsked, Message, Options, read
 from disaggregated_inference.gateway.adapters.ollama_told import Telling
 from disaggregated_inference.gateway.parsers.base import CallArguments, CallBegun, Text, Thought
-from disaggregated_inference.gateway.turn import Part
+from disaggregated_inference.gateway.turn import Part, Turn, asked
 from disaggregated_inference.models import ModelStore
 from disaggregated_inference.models.tokenizer import ModelTokenizer
 from tests.cluster import Process, config_of
@@ -388,7 +388,7 @@ def plain() -> ModelTokenizer:
     return ModelStore().resolve(MODEL).tokenizer
 
 
-def test_messages_have_the_shape_that_templates_know() -> None:
+def test_messages_have_the_shape_that_templates_know(plain: ModelTokenizer) -> None:
     call = {"function": {"name": "f", "arguments": {"x": 1}}}
     said = Message(role="assistant", thinking="Hm.", tool_calls=[call]).plain()
     assert said["content"] == ""
@@ -396,8 +396,10 @@ def test_messages_have_the_shape_that_templates_know() -> None:
     assert said["tool_calls"] == [{"type": "function"} | call]
     told = Message(role="tool", content="2", tool_name="f", tool_call_id="call_1").plain()
     assert told == {"role": "tool", "content": "2", "name": "f", "tool_call_id": "call_1"}
+    seen = Message(role="user", content="x", images=["aGk="]).plain()
+    assert seen == {"role": "user", "content": "x", "images": ["aGk="]}
     with pytest.raises(BadRequest, match="text alone"):
-        Message(role="user", content="x", images=["aGk="]).plain()
+        asked(Turn(messages=[seen]), plain)
 
 
 def test_thinking_goes_to_the_template(plain: ModelTokenizer) -> None:

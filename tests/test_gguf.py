@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, GGUFWriter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -157,9 +159,86 @@ def parts(tiny_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> list
 
 
 def test_how_much_every_kind_takes() -> None:
-    for number, encoding in ENCODINGS.items():
-        kind = GGMLQuantizationType(number)
-        assert (encoding.name, encoding.block, encoding.block_bytes) == (kind.name, *GGML_QUANT_SIZES[kind])
+    ours = {number: (each.name, each.block, each.block_bytes) for number, each in ENCODINGS.items()}
+    assert ours == {int(kind): (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
+
+
+@pytest.mark.parametrize("number", [number for number, each in ENCODINGS.items() if each.decode and each.block > 1])
+def test_numbers_are_read_as_the_reference_reads_them(number: int) -> None:
+    encoding = ENCODINGS[number]
+    raw = np.random.default_rng(number).integers(0, 256, (8, 4 * encoding.block_bytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(raw, GGMLQuantizationType(number))
+        ours = encoding.decode(raw.ravel()).reshape(expected.shape)
+    assert np.array_equal(ours, expected, equal_nan=True)
+
+
+def _changed(source: Path, target: Path, meta: dict[str, Any] | None = None, without: tuple[str, ...] = ()) -> Path:
+    """A copy with other metadata, or without some tensors."""
+    file, writer = GGUFFile(source), GGUFWriter(target, "llama")
+    for key, value in (file.metadata | (meta or {})).items():
+        kind = GGUFValueType.UINT32 if value == 4_000_000_000 else GGUFValueType.get_type(value)
+        writer.kv_data[0][key] = gguf.gguf_writer.GGUFValue(value, kind)
+    for name in file.tensors.keys() - set(without):
+        writer.add_tensor(name, np.ascontiguousarray(file.load(name)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+ODD = [
+    ("general.architecture", ["llama"]), ("llama.attention.head_count", [4, 4]), ("llama.attention.head_count", 0),
+    ("llama.attention.head_count_kv", 0), ("llama.block_count", 4_000_000_000), ("llama.block_count", -1),
+    ("llama.context_length", "many"), ("llama.embedding_length", 0), ("llama.rope.freq_base", "x"),
+    ("llama.rope.scaling.factor", 0.0), ("llama.attention.layer_norm_rms_epsilon", "x"),
+    ("tokenizer.chat_template", 5), ("tokenizer.ggml.pre", ["x"]), ("tokenizer.ggml.merges", 5),
+    ("tokenizer.ggml.merges", [1, 2]), ("tokenizer.ggml.tokens", 5), ("tokenizer.ggml.tokens", [1, 2]),
+    ("tokenizer.ggml.token_type", ["a"]), ("tokenizer.ggml.eos_token_id", "end"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), ODD)
+def test_metadata_of_the_wrong_kind_names_the_field(
+    key: str, value: object, tiny_folder: Folder, tmp_path: Path
+) -> None:
+    path = _changed(twin_of(tiny_folder("twin_llama")), tmp_path / "odd.gguf", {key: value})
+    with pytest.raises(ModelDamaged, match=rf"odd\.gguf: its {key} is .*, and should be "):
+        ModelStore(tmp_path).add("odd", path)
+
+
+def test_what_only_looks_odd(tiny_folder: Folder, tmp_path: Path) -> None:
+    source = twin_of(tiny_folder("twin_llama"))
+    plain = _changed(source, tmp_path / "none.gguf", {"llama.rope.scaling.type": "none"}, ("rope_freqs.weight",))
+    assert ModelFiles("x", plain).spec.rope.scale == 1.0
+    beyond = _changed(source, tmp_path / "far.gguf", {"tokenizer.ggml.eos_token_id": 9_999_999})
+    assert ModelFiles("x", beyond).spec.eos_tokens == ()
+    experts = _changed(source, tmp_path / "mixtral.gguf", {"llama.expert_count": 8})
+    with pytest.raises(ModelUnsupported, match="with experts"):
+        ModelFiles("x", experts).spec  # noqa: B018
+
+
+def test_what_is_missing_is_named(tiny_folder: Folder, tmp_path: Path) -> None:
+    source, store = twin_of(tiny_folder("twin_llama")), ModelStore(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source.with_name(name), tmp_path)
+    lost = ("blk.2.attn_q.weight", "output_norm.weight")
+    with pytest.raises(ModelDamaged, match=r"output_norm\.weight, blk\.2\.attn_q\.weight missing"):
+        store.add("x", _changed(source, tmp_path / "lost.gguf", without=lost))
+    with pytest.raises(ModelDamaged, match="says it has 3 layers, and has tensors of layer 3"):
+        store.add("x", _changed(source, tmp_path / "more.gguf", {"llama.block_count": 3}))
+    assert store.names == {}
+
+
+def test_an_unknown_kind_of_tensor_is_refused(tiny_folder: Folder, tmp_path: Path) -> None:
+    content = bytearray(twin_of(tiny_folder("twin_llama")).read_bytes())
+    name = b"output_norm.weight"
+    kind_at = content.index(name) + len(name) + 4 + 8  # after one dimension
+    content[kind_at] = 99
+    (tmp_path / "odd.gguf").write_bytes(content)
+    with pytest.raises(ModelUnsupported, match=r"output_norm\.weight is stored as ggml type 99"):
+        GGUFFile(tmp_path / "odd.gguf")
 
 
 def test_other_weights_behind_the_same_norms_are_another_model(tiny_folder: Folder, tmp_path: Path) -> None:
@@ -245,6 +324,13 @@ class TestParts:
         added = store.add("big", parts[0].parent, copy=True)
         assert sorted(path.name for path in added.path.parent.glob("*.gguf")) == [part.name for part in parts]
         assert store.resolve("big", kind="gguf").fingerprint == ModelFiles("x", parts[0]).fingerprint
+
+    def test_a_part_that_is_another(self, parts: list[Path], tmp_path: Path) -> None:
+        for part in parts:
+            shutil.copy(part, tmp_path)
+        shutil.copy(parts[0], tmp_path / parts[1].name)
+        with pytest.raises(ModelDamaged, match=rf"{parts[1].name}: by its name part 1 .*split\.no.* part 0 of"):
+            GGUFFile(tmp_path / parts[0].name)
 
     def test_a_part_that_is_not_there(self, parts: list[Path], tmp_path: Path) -> None:
         for part in parts[:-1]:

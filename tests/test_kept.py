@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from disaggregated_inference.errors import DisaggError, PeerFailed
@@ -37,7 +38,7 @@ def test_a_prompt_cancelled_in_its_last_chunk_is_not_kept(nodes: Callable[..., P
 
     prefill.engine._prefill = cancelling  # type: ignore[method-assign, assignment]
     ticket.append("doomed")
-    prefill._keeper.submit(time.sleep, 0.2)  # a keeper that is behind
+    prefill._keeper._threads.submit(time.sleep, 0.2)  # a keeper that is behind
     _, reading = prefill.begin(cancelled, "doomed")
     with pytest.raises(DisaggError):
         reading.result(5)
@@ -48,6 +49,21 @@ def test_a_prompt_cancelled_in_its_last_chunk_is_not_kept(nodes: Callable[..., P
     assert list(answer) == alone(tiny_engine("torch", "llama"), again, 8)
     assert answer.metrics.prefill_cached_tokens < 100
     assert until(lambda: nothing_left(pair))
+
+
+def test_a_kept_beginning_is_handed_out_from_where_it_was_placed(nodes: Callable[..., Pair]) -> None:
+    """Not as copies beside it, which nobody has promised memory for."""
+    prefill, decode = nodes("torch", "torch", prefix_bytes=LOTS)
+    prompt = prompt_of(400)
+    expected = list(decode.fetch_and_write(prefill.begin(prompt)[0], 4))
+    assert until(lambda: prefill.room.prefixes.seen().blocks > 0)
+    context, reading = prefill.begin(prompt)
+    assert reading.result(5).cached_tokens > 300
+    arena: Any = prefill.engine.arena  # type: ignore[attr-defined]
+    for piece in prefill._known(context.ticket).outbox.slices():
+        assert np.shares_memory(piece.keys, arena.keys[piece.layer].numpy())
+        assert np.shares_memory(piece.values, arena.values[piece.layer].numpy())
+    assert list(decode.fetch_and_write(context, 4)) == expected
 
 
 def test_a_prompt_fetched_before_its_reader_looks_up_was_read(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from disaggregated_inference.errors import (
     MessagesRefused,
     ModelDamaged,
     ModelError,
+    ModelExists,
     ModelNotFound,
     ModelUnsupported,
 )
@@ -62,6 +64,109 @@ def test_a_copy_is_listed_once(store: ModelStore, tiny_folder: Folder) -> None:
     assert [(row.name, row.note) for row in rows] == [("org/mine", "imported, safetensors")]
     store.remove("org/mine")
     assert not [row for row in store.list() if row.path == copy.path]
+
+
+class TestRemoving:
+    """Only what `import --copy` made is ours to delete."""
+
+    def test_what_lies_in_the_store_and_was_only_named_stays(
+        self, store: ModelStore, tiny_folder: Folder, smollm2_gguf: Path
+    ) -> None:
+        precious = store.root / "Precious-7B"
+        shutil.copytree(tiny_folder("llama"), precious)
+        (store.root / "mine.gguf").symlink_to(smollm2_gguf)
+        kept = store.add("kept", tiny_folder("llama"), copy=True)
+        store.add("folder", precious)
+        store.add("file", store.root / "mine.gguf")
+        assert store.remove("folder") == store.remove("file") == []
+        assert kept.path.is_dir()
+        assert precious.is_dir()
+        assert (store.root / "mine.gguf").exists()
+        assert store.remove("kept") == [kept.path]
+        assert not kept.path.exists()
+
+    def test_nothing_but_a_folder_right_below_the_root(self, store: ModelStore, tiny_folder: Folder) -> None:
+        """Whatever somebody wrote into models.json."""
+        store.root.mkdir(parents=True)
+        (store.root / "one.gguf").write_bytes(b"GGUF")
+        outside = shutil.copytree(tiny_folder("llama"), store.home / "outside")
+        odd = {"gguf": str(store.root / "one.gguf"), "safetensors": str(outside), "copied": ["gguf", "safetensors"]}
+        (store.home / "models.json").write_text(json.dumps({"odd": odd}))
+        assert store.remove("odd") == []
+        assert (store.root / "one.gguf").exists()
+        assert outside.is_dir()
+
+    def test_a_copy_is_never_forgotten(self, store: ModelStore, tiny_folder: Folder) -> None:
+        copy = store.add("x", tiny_folder("llama"), copy=True)
+        with pytest.raises(ModelExists, match=r"x has a copy in .*models/x: `disagg models remove x` first"):
+            store.add("x", tiny_folder("qwen3"))
+        store.add("x", copy.path)  # itself
+        store.add("again", copy.path)
+        with pytest.raises(ModelExists, match="remove again first"):
+            store.remove("x")
+        assert store.remove("again") == []
+        assert store.remove("x") == [copy.path]
+        store.add("x", tiny_folder("qwen3"))
+
+    def test_many_import_at_once(self, store: ModelStore, tiny_folder: Folder) -> None:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda number: store.add(f"n{number}", tiny_folder("llama")), range(16)))
+        assert sorted(store.names) == sorted(f"n{number}" for number in range(16))
+        assert {path.name for path in store.home.iterdir()} == {"models.json", "models.lock"}
+
+
+def test_names_as_programs_write_them(store: ModelStore, tiny_folder: Folder) -> None:
+    assert store.add("disaggregated:foo", tiny_folder("llama")).name == "foo"
+    assert list(store.names) == ["foo"]
+    assert store.resolve("disaggregated:foo").path == store.resolve("foo").path
+    store.remove("disaggregated:foo")
+    assert store.names == {}
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"x": "/tmp"}', '{"x": {"gguf": 5}}', '{"x": {"copied": ["gguf"]}}'])
+def test_names_of_the_wrong_shape(store: ModelStore, content: str) -> None:
+    store.home.mkdir(exist_ok=True)
+    (store.home / "models.json").write_text(content)
+    with pytest.raises(ModelDamaged, match=r"models\.json"):
+        store.list()
+    with pytest.raises(ModelDamaged, match=r"models\.json"):
+        store.remove("x")
+
+
+@pytest.mark.parametrize(
+    ("said", "engines"),
+    [
+        ({}, ("torch", "mlx")),
+        ({"quantization": {"group_size": 64, "bits": 4}}, ("mlx",)),
+        ({"quantization": {"bits": 4}, "quantization_config": {"bits": 4}}, ("mlx",)),
+        ({"quantization_config": {"quant_method": "awq"}}, ("torch", "mlx")),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, ("torch", "mlx")),
+        ({"quantization_config": {"quant_method": "fp8"}}, ("torch",)),
+    ],
+)
+def test_which_engines_load_it(
+    said: dict[str, Any], engines: tuple[str, ...], tiny_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(tiny_folder("llama"), tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text()) | said
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert ModelFiles("x", folder).engines == engines
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # transformers says that it needs accelerate
+    without = [name for name in engines if name != "torch" or "fp" not in str(said)]
+    assert list(ModelFiles("x", folder).engines) == without
+
+
+def test_an_engine_says_what_it_cannot_load(tiny_folder: Folder, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_folder("llama"), tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    for said, engine, says in (
+        ({"quantization": {"bits": 4}}, "torch", "torch cannot load .*, which is quantized as mlx; mlx can"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "mlx", "mlx cannot load .*, which is quantized as fp8"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | said))
+        with pytest.raises(ModelUnsupported, match=says):
+            load_engine(engine, ModelFiles("x", folder))
 
 
 def test_a_folder_in_the_store_or_right_here(
@@ -218,6 +323,31 @@ class TestDamage:
         save_file(weights, copy / "model.safetensors")
         with pytest.raises(ModelDamaged, match="up_proj"):
             load_engine(engine, ModelFiles("x", copy))
+
+    def test_what_is_not_all_there_is_not_imported(self, copy: Path, store: ModelStore) -> None:
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(copy / "model.safetensors")
+        (copy / "model.safetensors").unlink()
+        names = sorted(weights)
+        parts = {f"model-0000{at + 1}-of-00002.safetensors": names[at::2] for at in range(2)}
+        for file, those in parts.items():
+            save_file({name: weights[name] for name in those}, copy / file)
+        index = {"weight_map": {name: file for file, those in parts.items() for name in those}}
+        (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+        store.add("whole", copy)
+        second = copy / "model-00002-of-00002.safetensors"
+        save_file({name: weights[name] for name in names[1::2] if "k_proj" not in name}, second)
+        with pytest.raises(ModelDamaged, match=r"index\.json: .*k_proj.* missing"):
+            store.add("x", copy)
+        second.unlink()
+        for _ in ("with and", "without an index"):
+            with pytest.raises(ModelDamaged, match=r"model-00002-of-00002\.safetensors missing; fetch"):
+                store.add("x", copy)
+            (copy / "model.safetensors.index.json").unlink(missing_ok=True)
+        (copy / "model-00001-of-00002.safetensors").rename(copy / "model.safetensors")
+        with pytest.raises(ModelDamaged, match=r"layers\.[0-9.a-z_]+.* missing"):
+            store.add("x", copy)
 
     @pytest.mark.parametrize("engine", ["torch", "mlx"])
     @pytest.mark.parametrize("keep", [4, 100, 5000, 200_000])

@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from disaggregated_inference.engines.ollama import Ollama, Shown, base_url, full_name, version_of
+from disaggregated_inference.engines.ollama import Ollama, Shown, base_url, full_name, keep_alive_of, version_of
 from disaggregated_inference.errors import BadRequest, EngineUnavailable
 from disaggregated_inference.nodes.context import Context
 from tests.conftest import until
@@ -112,6 +113,62 @@ def test_old_versions_leave_out_what_they_held(front: Front, ollama: RecordedOll
     ollama.version = front.node.version = "0.3.9"
     counts = [front.ask("/generate", {"prompt": "a b c d", "max_tokens": 1})[1]["usage"] for _ in range(2)]
     assert [count["prompt_tokens"] for count in counts] == [4, 4]
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": f"f{number}", "description": "word " * 20, "parameters": {}}}
+    for number in range(5)
+]
+USER = {"role": "user", "content": "What is the weather?"}
+
+
+@pytest.mark.parametrize("version", ["0.3.9", "0.9.3", "0.13.0"])
+def test_counts_are_of_the_prompt_with_its_tools_and_thoughts(
+    front: Front, ollama: RecordedOllama, version: str
+) -> None:
+    ollama.version = front.node.version = version
+
+    def counted(path: str, **more: Any) -> int:
+        status, answer = front.ask(path, {"messages": [USER]} | more)
+        assert status == 200, answer
+        return int((answer.get("usage") or answer)["prompt_tokens"])
+
+    thought = [USER, {"role": "assistant", "content": "", "thinking": "It may rain. "}, USER]
+    for _ in range(2):
+        assert counted("/generate", template={"tools": TOOLS}) == counted("/prefill", tools=TOOLS) > 100
+        assert counted("/generate") == counted("/prefill") == 6
+        assert counted("/prefill", messages=thought) == 15
+        assert counted("/generate", messages=[USER, {"role": "assistant", "content": ""}, USER]) == 12
+
+
+def test_tools_are_warmed_too(front: Front, ollama: RecordedOllama) -> None:
+    for given in ({"tools": TOOLS}, {"template": {"tools": TOOLS, "enable_thinking": True}}):
+        assert front.ask("/prefill", {"messages": [USER]} | given)[0] == 200
+        answer = front.ask("/generate", {"messages": [USER], "max_tokens": 1} | given)[1]
+        warm, asked = ollama.asked[-2:]
+        assert warm == asked
+        assert warm["tools"] == TOOLS
+        assert answer["metrics"]["prefill_time"] == pytest.approx(0.071976452), "it was held"
+        assert answer["metrics"]["prefill_speed"] is None
+    assert asked["think"] is True
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"images": ["aGVsbG8="]}, "the images in one of them"),
+        ({"template": {"verbosity": "low"}}, "not told of verbosity"),
+        ({"template": {"tools": TOOLS}, "tools": TOOLS}, "given twice"),
+        ({"messages": None, "prompt": "x", "tools": TOOLS}, "tools: a prompt is taken as it is"),
+        ({"messages": None, "prompt": "x", "template": {"tools": TOOLS}}, "template: a prompt is taken as it is"),
+    ],
+    ids=["images", "word", "twice", "tools", "template"],
+)
+def test_what_cannot_be_passed_on_is_refused(down: Front, more: dict[str, Any], says: str) -> None:
+    for path in ("/prefill", "/generate"):
+        status, answer = down.ask(path, {"messages": [USER]} | more)
+        assert (status, answer["error"]["code"]) == (400, "bad_request")
+        assert says in answer["error"]["message"]
 
 
 def test_everything_is_said_in_its_words(front: Front, ollama: RecordedOllama) -> None:
@@ -315,6 +372,45 @@ def test_its_failures_are_typed(front: Front, ollama: RecordedOllama, fault: str
     assert front.ask("/generate", {"prompt": "x", "max_tokens": 1})[0] == 200
 
 
+def test_odd_ends_are_called_what_they_are(front: Front, ollama: RecordedOllama) -> None:
+    ollama.reason = None
+    assert front.ask("/generate", {"prompt": "x", "max_tokens": 1})[1]["finish_reason"] == "stop"
+    ollama.reason = "content_filter"
+    answer = front.ask("/generate", {"prompt": "x", "max_tokens": 1})[1]["error"]
+    assert (answer["code"], "wrote nothing" in answer["message"]) == ("engine_failed", False)
+    assert "'content_filter'" in answer["message"]
+
+
+def test_refusals_are_by_whoever_refuses() -> None:
+    client = Ollama("http://box:1", "m")
+    assert "ollama pull m" in str(client.refusal(404, b'{"error": "model \\"m\\" not found, try pulling it first"}'))
+    assert "is no Ollama" in str(client.refusal(404, b"<p>The requested URL was not found on this server, model m</p>"))
+    assert "pull" not in str(client.refusal(404, b'{"error": "blob not found"}'))
+    assert str(client.refusal(500, b'{"error": null}')) == "Ollama failed: no reason given (HTTP 500)"
+
+
+def test_a_model_that_was_removed_is_missed_before_anyone_asks(front: Front, ollama: RecordedOllama) -> None:
+    assert front.ask("/health")[0] == 200
+    ollama.models, ollama.loaded = [], None
+    assert until(lambda: front.ask("/health")[0] == 503, 3)
+    assert "ollama pull smollm2" in front.ask("/health")[1]["reason"]
+    assert not ollama.asked
+    ollama.models = ["smollm2"]
+    assert until(lambda: front.ask("/health")[0] == 200, LONG_S)
+
+
+def test_an_ollama_that_is_silent_was_asked() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        node = Front(f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        try:
+            health = node.ask("/health")[1]
+            assert health["status"] == "unhealthy"
+            assert "has not answered yet" in health["reason"]
+            assert health["stalled_s"] > 0
+        finally:
+            node.end()
+
+
 def test_a_missing_model_names_the_command(front: Front, ollama: RecordedOllama) -> None:
     ollama.models = []
     for path in ("/generate", "/prefill"):
@@ -413,6 +509,37 @@ def test_a_prompt_is_never_cut(ollama: RecordedOllama) -> None:
         node.end()
 
 
+_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"text": "line " * 300})}}
+_LAST = [{"role": "tool", "content": "done", "tool_call_id": "1"}, USER]
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [
+        {"messages": [USER, {"role": "assistant", "content": "ok " * 30}, USER], "tools": TOOLS * 2},
+        {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]}, *_LAST]},
+        {"messages": [USER, {"role": "assistant", "content": "ok", "thinking": "perhaps " * 300}, USER]},
+        {"messages": [USER | {"images": ["aGVsbG8="]}, USER]},
+    ],
+    ids=["tools", "calls", "thoughts", "images"],
+)
+def test_what_is_beside_the_words_is_not_cut_either(ollama: RecordedOllama, chat: dict[str, Any]) -> None:
+    """By words it all would fit; an old version drops the first message of it without a trace."""
+    ollama.shown = ollama.shown | {"capabilities": ["completion", "tools", "thinking", "vision"]}
+    node = Front(ollama.url, most_window=420)
+    try:
+        for path in ("/generate", "/prefill"):
+            status, answer = node.ask(path, chat | {"max_tokens": 8})
+            assert (status, answer["error"]["code"]) == (400, "context_too_long")
+            assert "would cut the prompt in silence" in answer["error"]["message"]
+        assert not ollama.asked
+        ollama.version = node.node.version = "0.13.0"
+        status, answer = node.ask("/generate", chat | {"max_tokens": 8})
+        assert (status, ollama.dropped) == (200, 0), answer
+    finally:
+        node.end()
+
+
 def test_an_answer_is_gone_on_with_where_that_is_possible(front: Front, ollama: RecordedOllama) -> None:
     raw = front.ask("/generate", {"prompt": "count: ", "written_text": "1 2", "max_tokens": 2})
     assert raw[1]["generated_text"] == " 3 4"
@@ -444,7 +571,7 @@ def test_addresses_names_and_versions() -> None:
     assert base_url("0.0.0.0:99") == "http://127.0.0.1:99"
     assert base_url("https://box") == "https://box:11434"
     assert base_url("[::1]:5") == "http://[::1]:5"
-    for wrong in ("ftp://x", "http://", "x:y", "http://x/path"):
+    for wrong in ("ftp://x", "http://", "x:y", "http://x/path", "x y", "http://x y:5", "a,b"):
         with pytest.raises(BadRequest, match="is no address"):
             base_url(wrong)
     assert full_name("a") == "a:latest"
@@ -454,8 +581,32 @@ def test_addresses_names_and_versions() -> None:
     for path in ("model.gguf", "./models/smollm2", "~/x/y.GGUF", __file__):
         with pytest.raises(BadRequest, match=r"ollama create NAME -f Modelfile.*--engine llamacpp"):
             Ollama("", path)
+    assert Ollama("", "disaggregated:smollm2").model == "smollm2"
     assert Ollama("", "hf.co/someone/some-GGUF:some-Q4_K_M.gguf").model
     assert Shown(parameters='stop "a b"\nnum_ctx 4\nstop x').stops == ["a b", "x"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sent"),
+    [("30m", "30m"), ("1h30m", "1h30m"), ("500ms", "500ms"), ("-1m", "-1m"), ("90", 90), ("-1", -1), ("1.5", 1.5)],
+)
+def test_how_long_it_keeps_a_model(text: str, sent: float | str) -> None:
+    assert keep_alive_of(text) == sent
+
+
+@pytest.mark.parametrize("text", ["--5", "²", "5 minutes", "1d", "m", "-", "1h30", "nan", "inf", "9999999h", "1e3"])
+def test_what_is_no_time_to_keep_it_ends_the_start(text: str) -> None:
+    with pytest.raises(BadRequest, match="is no duration: give"):
+        keep_alive_of(text)
+
+
+def test_it_ends_in_one_line(ollama: RecordedOllama) -> None:
+    command = [sys.executable, "-m", "disaggregated_inference", "serve", "--engine", "ollama", "--model", "smollm2"]
+    for wrong, says in (("--keep-alive=5 minutes", "is no duration"), ("--ollama-host=x y", "is no address")):
+        ended = subprocess.run([*command, "--port", "0", wrong], capture_output=True, text=True, timeout=LONG_S)
+        assert ended.returncode == 1
+        assert says in ended.stderr
+        assert len(ended.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from disaggregated_inference.errors import BadRequest, ClusterError, DisaggError
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.nodes.http import node_app
 from disaggregated_inference.nodes.served import Served
-from disaggregated_inference.orchestrator.whole import SEAM
+from disaggregated_inference.orchestrator.ask import Ask
+from disaggregated_inference.orchestrator.whole import SEAM, about_tokens
 from tests.conftest import Pair, until
 from tests.gateway import served
 from tests.recorded_ollama import LONG_S, Front, OnThread, RecordedOllama
@@ -25,8 +26,10 @@ ROLES = {"p": "prefill", "a": "decode", "b": "decode"}
 class Farm:
     """Three Ollamas with a node each: one to read prompts, as people configure it, and two to write."""
 
-    def __init__(self) -> None:
+    def __init__(self, *capabilities: str) -> None:
         self.ollamas = {name: RecordedOllama() for name in ROLES}
+        for ollama in self.ollamas.values() if capabilities else ():
+            ollama.shown = ollama.shown | {"capabilities": list(capabilities)}
         self.nodes = {name: Front(self.ollamas[name].url, role=role) for name, role in ROLES.items()}
         self.config: dict[str, Any] = {
             "prefill_servers": [self._entry("p")],
@@ -195,6 +198,68 @@ def test_every_api_of_the_gateway_serves_it(farm: Farm) -> None:
         assert status == 422
         assert b"keeps its tokenizer to itself" in body
         _tools(farm, url)
+
+
+@pytest.mark.parametrize("capabilities", [("completion",), ("completion", "vision", "insert", "tools")])
+def test_the_gateway_tells_what_the_model_can(capabilities: tuple[str, ...]) -> None:
+    farm = Farm(*capabilities)
+    try:
+        with served(farm.config) as url:
+            shown = json.loads(_ask(url, "/api/show", {"model": "smollm2"})[1])
+            assert shown["capabilities"] == [name for name in capabilities if name != "insert"]
+            assert shown["template"] == ""
+            status, body = _ask(url, "/api/chat", {"model": "smollm2", "think": True} | CHAT)
+            assert (status, b"does not support thinking" in body) == (400, True)
+            _pictures(farm, url, "vision" in capabilities)
+    finally:
+        farm.end()
+
+
+def _pictures(farm: Farm, url: str, sees: bool) -> None:
+    picture = "aGVsbG8="
+    in_url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}}
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": picture}}
+    text = {"type": "text", "text": "What?"}
+    for path, ask in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [text, in_url]}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [block, text]}], "max_tokens": 2}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "What?", "images": [picture]}]}),
+        ("/api/generate", {"prompt": "What?", "images": [picture]}),
+    ):
+        for ollama in farm.ollamas.values():
+            ollama.asked.clear()
+        status, body = _ask(url, path, {"model": "smollm2", "stream": False} | ask)
+        sent = [body["messages"] for ollama in farm.ollamas.values() for body in ollama.asked]
+        assert sent == ([[{"role": "user", "content": "What?", "images": [picture]}]] if sees else [])
+        assert (status, b"reads text alone" in body) == ((200, False) if sees else (400, True))
+
+
+def test_a_guess_counts_all_that_may_be_read() -> None:
+    plain = {"role": "user", "content": "x"}
+    call = {"function": {"name": "f", "arguments": {"x": "word " * 300}}}
+    few = about_tokens(Ask(messages=[plain]))
+    for more in ({"thinking": "word " * 300}, {"tool_calls": [call]}, {"images": ["aGk="]}):
+        assert about_tokens(Ask(messages=[plain | more])) >= few + 500
+    assert about_tokens(Ask(messages=[plain], template={"tools": [call]})) >= few + 500
+
+
+def test_tools_and_loading_are_told_through_the_gateway(farm: Farm) -> None:
+    """An answer whose length nobody gave leaves room for its tools, too; what it took to load is not lost."""
+    for ollama in farm.ollamas.values():
+        ollama.load_ns = 30_000_000_000
+    tool = {"type": "function", "function": {"name": "f", "description": "word " * 4400, "parameters": {}}}
+    ask = {"model": "smollm2", "stream": False, "messages": CHAT["messages"], "tools": [tool]}
+    with served(farm.config) as url:
+        status, body = _ask(url, "/api/chat", ask)
+        assert status == 200, body
+        sent = [body for ollama in farm.ollamas.values() for body in ollama.asked]
+        assert 1 < sent[-1]["options"]["num_predict"] < 900
+        assert json.loads(body)["load_duration"] >= 30_000_000_000
+        assert json.loads(body)["prompt_eval_count"] > 4400
+        tool["function"]["description"] *= 2  # type: ignore[index]
+        status, body = _ask(url, "/api/chat", ask)
+        assert (status, b"do not fit" in body) == (400, True)
+        assert sum(ollama.dropped for ollama in farm.ollamas.values()) == 0
 
 
 def _tools(farm: Farm, url: str) -> None:

@@ -388,6 +388,61 @@ def test_a_node_whose_engine_is_stuck_is_left(record_property: Any) -> None:
             node.end()
 
 
+def test_a_stream_that_is_dead_while_its_node_lives(record_property: Any) -> None:
+    """A tunnel forgot the connection: nobody says no, the node answers everything else, and not one token comes."""
+    s1, s2 = simulated("s1", "custom:prefill=5000,decode=60"), simulated("s2", "custom:prefill=5000,decode=10")
+    ask: dict[str, Any] = {"model": "simulated:tiny", "prompt": "hello", "max_tokens": 60, "temperature": 0}
+    with Line(("127.0.0.1", s1.port)) as line:
+        try:
+            for node in (s1, s2):
+                node.ready()
+            with DisaggregatedClient(config_of(s1, local="always")) as client:
+                _, expected = client.generate(**ask)
+            config = config_of(s1, s2, local="always", poll_s=60)
+            config["decode_servers"][0]["port"] = line.address[1]
+            tokens: list[int] = []
+            with DisaggregatedClient(config) as client:
+                assert client.health()["verdict"] == "all up"
+                for delta in client.stream(**ask):
+                    tokens += [] if delta.token is None else [delta.token]
+                    if len(tokens) == 20:
+                        line.at, line.fault = line.passed + 300, "mute"
+                    metrics = delta.metrics or {}
+            assert line.struck.is_set()
+            assert tokens == expected["tokens"]
+            assert [(failover["node"], failover["code"]) for failover in metrics["failovers"]] == [
+                ("s1", "stream_ended")
+            ]
+            stalls(metrics, record_property, "stream dead, node alive")
+        finally:
+            for node in (s1, s2):
+                node.end()
+
+
+def test_many_choices_survive_as_many_nodes_as_one_does() -> None:
+    """A node's death is one failure, however many choices were written there."""
+    nodes = [simulated(name, "custom:prefill=5000,decode=60") for name in ("s1", "s2", "s3")]
+    ask: dict[str, Any] = {"model": "simulated:tiny", "prompt": "hello", "max_tokens": 80, "temperature": 1, "seed": 5}
+    ask |= {"n": 8}
+    try:
+        for node in nodes:
+            node.ready()
+        with DisaggregatedClient(config_of(*nodes, local="always")) as client:
+            _, expected = client.generate(**ask)
+            came, kills = 0, [8 * 10, 8 * 30]
+            for delta in client.stream(**ask):
+                came += delta.token is not None
+                if kills and came >= kills[0]:
+                    kills.pop(0)
+                    next(node for node in nodes if node.alive and node.status()["running"]).kill()
+                metrics = delta.metrics or {}
+        assert [choice["tokens"] for choice in metrics["choices"]] == [c["tokens"] for c in expected["choices"]]
+        assert len({failover["node"] for failover in metrics["failovers"]}) == 2
+    finally:
+        for node in nodes:
+            node.end()
+
+
 def test_a_node_that_never_answers_delays_nobody() -> None:
     well = simulated("well", "instant").ready()
     with socket.create_server(("127.0.0.1", 0)) as hole:

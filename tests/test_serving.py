@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import threading
 import time
@@ -143,6 +144,44 @@ def test_load_and_unload_by_request(folder: Path, tiny_engine: LoadTiny) -> None
     assert [future.result()[1]["tokens"] for future in asked] == [expected] * 8
     assert node.ask("/unload", {})[0] == 200
     assert node.ask("/load", {})[1]["loaded"] is True
+    assert node.stop() == 0
+
+
+def test_who_has_no_memory_to_be_read_has_no_context(folder: Path) -> None:
+    """Or it would hold a decode node's memory, and wait for someone who waits for that."""
+    node = Node("prefill", "--model", str(folder), *TINY, "--engine", "torch", "--kv-memory", "1M", *NO_PREFIXES)
+    ask = {"tokens": prompt_of(700), "wait": False}
+    first = node.ask("/prefill", ask)[1]["ticket"]
+    status, answer = node.ask("/prefill", ask | {"queue_s": 0.3})
+    assert (status, answer["error"]["code"]) == (503, "kv_memory_full")
+    assert node.ask("/status")[1]["tickets"] == 1, "who was refused left nothing"
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(node.ask, "/prefill", ask | {"queue_s": 30})
+        assert wait_for(lambda: node.ask("/status")[1]["queue"]["waiting"] == 1)
+        time.sleep(0.3)
+        assert not second.done()
+        node.ask(f"/prefill/{first}", method="DELETE")
+        status, answer = second.result(10)
+    assert (status, node.ask("/status")[1]["tickets"]) == (200, 1)
+    node.ask(f"/prefill/{answer['ticket']}", method="DELETE")
+    assert node.stop() == 0
+
+
+def test_a_model_that_comes_back_is_the_same_model(folder: Path, tmp_path: Path) -> None:
+    """Its prefixes, its proofs and its name are of the weights that it was started with."""
+    own = Path(shutil.copytree(folder, tmp_path / "own"))
+    node = Node("decode", "--model", str(own), *TINY, "--engine", "torch")
+    ask = {"tokens": prompt_of(40), "max_tokens": 8}
+    before = node.ask("/generate", ask)[1]["tokens"]
+    assert node.ask("/unload", {})[0] == 200
+    (weights,) = own.glob("*.safetensors")
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[: -len(kept) // 2] + bytes(byte ^ 1 for byte in kept[-len(kept) // 2 :]))
+    status, answer = node.ask("/generate", ask)
+    assert (status, answer["error"]["code"]) == (503, "engine_unavailable")
+    assert "changed since this node started" in answer["error"]["message"]
+    weights.write_bytes(kept)
+    assert node.ask("/generate", ask)[1]["tokens"] == before
     assert node.stop() == 0
 
 

@@ -152,7 +152,7 @@ def _filled(engine: Engine, length: int, capacity: int) -> Sequence:
 def _transfer_rows(engine: Engine, bare: Any, report: Report, length: int, rounds: int) -> None:
     """Slices out of the engine and into it against a copy of the same bytes: all three find room for them first."""
     source = _filled(engine, length, length)
-    slices = [_copy(piece) for piece in engine.export(source)]
+    slices = [piece.copy() for piece in engine.export(source)]
     size = sum(piece.size_bytes for piece in slices)
 
     def place() -> None:
@@ -190,11 +190,6 @@ def _seconds(action: Callable[[], None]) -> float:
     started = time.perf_counter()
     action()
     return time.perf_counter() - started
-
-
-def _copy(piece: KVSlice) -> KVSlice:
-    piece.wait()
-    return KVSlice(piece.layer, piece.start, piece.dtype, piece.keys.copy(), piece.values.copy())
 
 
 def _bench_named(name: str, model_name: str, device: str, threads: int, quick: bool, progress: Progress) -> Report:

@@ -63,11 +63,17 @@ def _require_right_kind(name: str, model: ModelFiles) -> None:
         )
     if name != "simulated" and model.simulated:
         raise ModelUnsupported(f"{model.name} has no weights: it is for the simulated engine alone, not for {name}")
-    if name not in model.engines:
+    if READS.get(name, model.kind) != model.kind:
         kinds = {"gguf": "a GGUF file", "safetensors": "a folder of safetensors"}
         raise ModelUnsupported(
             f"{model.path} is {kinds[model.kind]} and {name} reads {kinds[READS[name]]}:"
             f" give it one, or load this with {' or '.join(model.engines)}"
+        )
+    if name not in model.engines:
+        others = f"; {' or '.join(model.engines)} can" if model.engines else ""
+        hint = ": pip install accelerate" if name == "torch" and model.quantization != "mlx" else ""
+        raise ModelUnsupported(
+            f"{name} cannot load {model.path} here, which is quantized as {model.quantization}{hint}{others}"
         )
 
 

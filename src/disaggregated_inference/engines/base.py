@@ -22,7 +22,14 @@ from typing import Any, Protocol
 from numpy import float32
 from numpy.typing import NDArray
 
-from disaggregated_inference.errors import ContextTooLong, KVMemoryFull, SequenceBroken, SliceRefused, TokensRefused
+from disaggregated_inference.errors import (
+    ContextTooLong,
+    EngineUnavailable,
+    KVMemoryFull,
+    SequenceBroken,
+    SliceRefused,
+    TokensRefused,
+)
 from disaggregated_inference.kv import Fingerprint, KVDType, KVSlice
 from disaggregated_inference.models import ModelSpec
 
@@ -120,6 +127,11 @@ class Engine(ABC):
         """What the slices of a prompt take of the same memory, beside the sequence, until nobody needs them."""
         return 0
 
+    def held_as(self, sequence: Sequence, piece: KVSlice) -> KVSlice:
+        """The same rows, which were placed, in the sequence's own memory where others can read it: so that they are
+        not there twice."""
+        return piece
+
     @property
     def kv_held_bytes(self) -> int:
         """What the open sequences take now, measured; nothing open, nothing held."""
@@ -196,7 +208,10 @@ class Engine(ABC):
         self._free()
 
     def become(self, fresh: "Engine") -> None:
-        """Take over an engine that was just loaded, for everyone who holds this one. Counters go on."""
+        """Take over an engine that was just loaded, for everyone who holds this one. Counters go on; prefixes, proofs
+        and whoever knows this node too, so it must be the same model."""
+        if fresh.fingerprint != self.fingerprint:
+            raise EngineUnavailable("the model's files have changed since this node started: start it again")
         fresh.counters = self.counters
         self.__dict__ = fresh.__dict__
 

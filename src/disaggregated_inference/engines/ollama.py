@@ -6,6 +6,7 @@ there is no `load`: a node in front of it (`nodes/ollama.py`) sends text and get
 """
 
 import errno
+import ipaddress
 import os
 import re
 from collections.abc import AsyncGenerator
@@ -39,10 +40,15 @@ HONOURS_TRUNCATE = (0, 12, 6)  # from here on `truncate: false` is an error for 
 
 COUNTS_ALL = (0, 4, 0)  # before it, tokens that it held already were not counted, and a count of nothing was left out
 
+_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_UNIT, _NUMBER = "(?:ns|us|µs|μs|ms|s|m|h)", r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
+_LONGEST_S = 9.2e9  # what Go's nanoseconds hold
+
 # Its words where a prompt is too long, and where a request is wrong although the status says that the server is.
 _TOO_LONG = re.compile(
     r"context (length|size)|exceeds the available context|prompt is (longer|too long)", re.IGNORECASE
 )
+_NO_MODEL = re.compile(r"\bmodel\b.* not found", re.IGNORECASE)
 _OUR_FAULT = re.compile(r"invalid (format|JSON schema|option)|must be of type|does not support|grammar", re.IGNORECASE)
 
 
@@ -97,26 +103,26 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 class Said(msgspec.Struct, frozen=True):
-    content: str = ""
-    thinking: str = ""
+    content: str | None = ""
+    thinking: str | None = ""
     tool_calls: list[dict[str, Any]] | None = None
 
 
 class Line(msgspec.Struct, frozen=True):
     """One line of `/api/generate` or `/api/chat`. Counts of nothing are left out: None is 0 or not said."""
 
-    response: str = ""
-    thinking: str = ""
+    response: str | None = ""
+    thinking: str | None = ""
     message: Said = Said()
     done: bool = False
-    done_reason: str = ""
+    done_reason: str | None = ""
     total_duration: int = 0  # nanoseconds
     load_duration: int = 0
     prompt_eval_count: int | None = None  # those it held already included; left out by old versions that held all
     prompt_eval_duration: int = 0
     eval_count: int = 0
     eval_duration: int = 0
-    error: str = ""
+    error: Any = None
     status: int = 0
 
 
@@ -127,6 +133,7 @@ class Ollama:
     """One model of one server. `window` is for its refusals: whoever sends `num_ctx` sets it."""
 
     def __init__(self, host: str, model: str) -> None:
+        model = model.removeprefix("disaggregated:")  # as clients may name it
         _require_name(model)
         self.url, self.model, self.window = base_url(host), model, 0
         self._session: aiohttp.ClientSession | None = None
@@ -239,7 +246,9 @@ class Ollama:
     def refusal(self, status: int, body: bytes) -> DisaggError:
         """By whose fault it is: the request's, the model's or the server's."""
         words = _words(body)
-        if status == 404 and "not found" in words and "page not found" not in words:
+        if status == 404 and not body.lstrip().startswith(b"{"):  # a page of whatever is in between
+            return self._no_ollama("it answers with HTTP 404")
+        if status == 404 and _NO_MODEL.search(words):
             return self.missing()
         if _TOO_LONG.search(words):
             return ContextTooLong(self.window + 1, self.window, "at least ")
@@ -267,10 +276,28 @@ def base_url(host: str) -> str:
         name, port = parts.hostname, parts.port
     except ValueError:
         name, port = None, None
-    if not name or parts.scheme not in ("http", "https") or parts.path.strip("/"):
+    if not name or parts.scheme not in ("http", "https") or parts.path.strip("/") or not _is_host(name):
         raise BadRequest(f"{host!r} is no address of an Ollama: give one such as http://localhost:{PORT}")
     name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(name, name)
     return f"{parts.scheme}://{f'[{name}]' if ':' in name else name}:{port or PORT}"
+
+
+def _is_host(name: str) -> bool:
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(name))
+    return bool(re.fullmatch(r"[\w.-]+", name))
+
+
+def keep_alive_of(text: str) -> float | str:
+    """As Ollama has it: a number of seconds, or a duration as Go writes it; less than none is for ever."""
+    if re.fullmatch(rf"[-+]?{_NUMBER}", text) and abs(float(text)) <= _LONGEST_S:
+        return int(text) if text.lstrip("+-").isdigit() else float(text)
+    parts = re.findall(rf"({_NUMBER})({_UNIT})", text)
+    if re.fullmatch(rf"[-+]?({_NUMBER}{_UNIT})+", text) and sum(float(n) * _UNITS_S[u] for n, u in parts) <= _LONGEST_S:
+        return text
+    raise BadRequest(
+        f"--keep-alive {text!r} is no duration: give one such as 30m, 1h30m, 90 (seconds) or -1 (for ever)"
+    )
 
 
 def full_name(model: str) -> str:
@@ -310,7 +337,7 @@ def _words(body: bytes) -> str:
         told = msgspec.json.decode(body)["error"]
         if isinstance(told, dict):  # as others say it, a gateway in between for one
             told = told.get("message") or told.get("code") or "no reason given"
-        return str(told).replace("registry.ollama.ai/library/", "")
+        return str(told or "no reason given").replace("registry.ollama.ai/library/", "")
     return body[:200].decode(errors="replace").strip() or "no reason given"
 
 

@@ -77,6 +77,7 @@ def asked(turn: Turn, tokenizer: ModelTokenizer) -> dict[str, Any]:
     tools = turn.tools if turn.tool_choice != "none" else []
     template = turn.template | ({"tools": tools} if tools else {})
     options = dict(turn.options)
+    _require_eyes(turn, tokenizer)
     if isinstance(tokenizer, NoTokenizer):  # whoever has it also has the template, the parser and the grammars
         if turn.tool_choice not in ("auto", "none"):
             raise BadRequest(f"tool_choice: {turn.model} is served by an engine that cannot be made to call a tool")
@@ -94,6 +95,13 @@ def asked(turn: Turn, tokenizer: ModelTokenizer) -> dict[str, Any]:
     if not knows_tools(tokenizer):
         messages = in_words(messages, tools)
     return options | {"model": turn.model, "messages": messages, "template": template}
+
+
+def _require_eyes(turn: Turn, tokenizer: ModelTokenizer) -> None:
+    """A template would leave pictures out in silence."""
+    sees = isinstance(tokenizer, NoTokenizer) and tokenizer.sees
+    if not sees and any(message.get("images") for message in turn.messages):
+        raise BadRequest("messages: this model reads text alone: leave the images out, or ask one with vision")
 
 
 def _for_template(message: dict[str, Any], harmony: bool) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Weight quantization may differ (FP8 on one side, 8-bit on the other is the normal case), so identity rests on what no
 quantizer touches: `norms`, a hash over every normalization weight. Two fine-tunes can share their norms; where both
-sides hold safetensors in the same format, `sample` (a hash over a piece of every tensor) tells those apart too. Where
-they do not, only comparing computed values can: a canary prompt, once nodes exchange one.
+sides store them in the same format, `sample` (a hash over a piece of every tensor) tells those apart too. Where they do
+not, only values can: nodes compare computed ones, with a canary prompt, and `disagg models verify` those in files.
 """
 
 import math

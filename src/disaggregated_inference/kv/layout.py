@@ -88,6 +88,11 @@ class KVSlice:
     def size_bytes(self) -> int:
         return int(self.keys.nbytes + self.values.nbytes)
 
+    def copy(self) -> "KVSlice":
+        """In memory of its own."""
+        self.wait()
+        return KVSlice(self.layer, self.start, self.dtype, self.keys.copy(), self.values.copy())
+
     def require_fits(self, layout: KVLayout) -> None:
         """Refuse what does not belong in `layout`. The one check at the border; inside, shapes are trusted."""
         if not 0 <= self.layer < len(layout.layers):

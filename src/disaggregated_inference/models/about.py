@@ -1,21 +1,42 @@
 """What can be said about a model without loading it, and whether two copies are one model."""
 
 import json
+import re
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from disaggregated_inference.errors import ModelNotFound
+from disaggregated_inference.errors import ModelNotFound, ModelUnsupported
 from disaggregated_inference.kv import Fingerprint
-from disaggregated_inference.kv.fingerprint import Weights
+from disaggregated_inference.models import ollama_store
+from disaggregated_inference.models.compare import compare_bytes, compare_values
 from disaggregated_inference.models.convert import Progress
+from disaggregated_inference.models.rope import as_llamacpp_rotates
 from disaggregated_inference.models.store import ModelFiles, ModelStore
 
 _PATIENCE_S = 10.0
 _MOST_BYTES = 1 << 24
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]+):\d{1,5}(/.*)?")
+_MOVES = "a cache may move between them"
+_LLAMACPP_ONLY = "llama.cpp rounds its YaRN range, so what a llama.cpp node reads goes to other llama.cpp nodes only"
+
+
+class Told(NamedTuple):
+    """What is known of a model in one place: its files only if they are here."""
+
+    place: str
+    fingerprint: Fingerprint
+    model: ModelFiles | None = None
+    in_llamacpp: Fingerprint | None = None  # what a llama.cpp node with these files says, where that is another
+
+
+class Verdict(NamedTuple):
+    words: str
+    differences: list[str]
 
 
 def about(model: ModelFiles, context: int | None = None) -> dict[str, Any]:
@@ -36,16 +57,43 @@ def about(model: ModelFiles, context: int | None = None) -> dict[str, Any]:
         "kv_bytes": spec.kv_bytes(tokens, "bfloat16"),
         "memory_bytes": model.size_bytes + spec.kv_bytes(tokens, "bfloat16"),
         "fingerprint": msgspec.to_builtins(model.fingerprint),
+        "fingerprint_in_llamacpp": msgspec.to_builtins(_in_llamacpp(model)),
     }
 
 
-def fingerprint_at(place: str, store: ModelStore, token: str = "", progress: Progress | None = None) -> Fingerprint:
-    """Of a model here by any of its names, of what a node serves (its URL), or of what `inspect --json` printed."""
-    if place.startswith(("http://", "https://")):
-        return _fingerprint(_from_node(place, token), place)
+def _in_llamacpp(model: ModelFiles) -> Fingerprint | None:
+    rope = as_llamacpp_rotates(model.config, model.spec.layout.head_dim)
+    if rope == model.spec.rope:
+        return None
+    return msgspec.structs.replace(model.fingerprint, rope_frequencies=rope.frequencies)
+
+
+def told_of(places: Sequence[str], store: ModelStore, token: str = "", progress: Progress | None = None) -> list[Told]:
+    """Each a model here by any of its names, what a node serves (its URL), or what `inspect --json` printed. Models
+    come last, since one of them may have to be fetched."""
+    read = {place: _read(place, store, token) for place in places}
+    return [read[place] or _of_files(place, store, progress) for place in places]
+
+
+def _read(place: str, store: ModelStore, token: str) -> Told | None:
+    if url := _url(place, store):
+        return _told(_from_node(url, token), url)
     if place.endswith(".json") and (path := Path(place).expanduser()).is_file():
-        return _fingerprint(path.read_bytes(), place)
-    return (store.resolve(place, progress) if progress else store.resolve(place)).fingerprint
+        return _told(path.read_bytes(), place)
+    return None
+
+
+def _url(place: str, store: ModelStore) -> str:
+    """`host:port` is one, too, unless a model has that name."""
+    if place.startswith(("http://", "https://")):
+        return place
+    known = place in store.names or Path(place).exists() or ollama_store.find(place)
+    return f"http://{place}" if _ADDRESS.fullmatch(place) and not known else ""
+
+
+def _of_files(place: str, store: ModelStore, progress: Progress | None) -> Told:
+    model = store.resolve(place, progress) if progress else store.resolve(place)
+    return Told(place, model.fingerprint, model, _in_llamacpp(model))
 
 
 def _from_node(url: str, token: str) -> bytes:
@@ -64,18 +112,75 @@ def _from_node(url: str, token: str) -> bytes:
         raise ModelNotFound(f"{url} does not answer: {reason}; {hint}") from error
 
 
-def _fingerprint(content: bytes, place: str) -> Fingerprint:
+def _told(content: bytes, place: str) -> Told:
     try:
-        told = json.loads(content)["fingerprint"]
-        if told is None:
+        told = json.loads(content)
+        if told["fingerprint"] is None:
             raise ModelNotFound(f"{place} tells no fingerprint: what an Ollama holds cannot be compared")
-        return msgspec.convert(told, Fingerprint)
-    except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
+        in_llamacpp = msgspec.convert(told.get("fingerprint_in_llamacpp"), Fingerprint | None)
+        return Told(place, msgspec.convert(told["fingerprint"], Fingerprint), in_llamacpp=in_llamacpp)
+    except (ValueError, KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
         raise ModelNotFound(f"{place} has no fingerprint of a model: {error}") from error
 
 
-def sameness(mine: Weights, theirs: Weights) -> str:
-    """How much is known, where nothing differs."""
+def verdict(here: Told, there: Told, full: bool = False) -> Verdict:
+    """Whether a cache may move between them, and how much of them was compared."""
+    for told in (here, there) if full else ():
+        if not told.model:
+            raise ModelUnsupported(f"--full reads the files of both, and those of {told.place} are not here")
+    differences = here.fingerprint.differences(there.fingerprint)
+    if differences and not _same_in_llamacpp(here, there):
+        return Verdict("not the same model", differences)
+    if differences or _needs_llamacpp(here, there):
+        return _compared(here, there, full, _LLAMACPP_ONLY)
+    return _compared(here, there, full, "")
+
+
+def _same_in_llamacpp(here: Told, there: Told) -> bool:
+    pairs = ((here.in_llamacpp, there.fingerprint), (there.in_llamacpp, here.fingerprint))
+    return any(mine is not None and not mine.differences(theirs) for mine, theirs in pairs)
+
+
+def _needs_llamacpp(here: Told, there: Told) -> bool:
+    """One is for llama.cpp, which rotates otherwise than the engines for the other do."""
+    kinds = {told.fingerprint.weights.format.startswith("gguf") for told in (here, there)}
+    return len(kinds) == 2 and bool(here.in_llamacpp or there.in_llamacpp)
+
+
+def _compared(here: Told, there: Told, full: bool, only: str) -> Verdict:
+    mine, theirs = here.fingerprint.weights, there.fingerprint.weights
+    if full:
+        compared, how = _bytes(here, there)
+    elif mine.format == theirs.format:
+        compared, how = [], "its norms and a sample of every tensor are equal"
+        how += "; --full compares every byte" if here.model and there.model else ""
+    else:
+        compared, how = _values(here, there)
+    if compared:
+        return Verdict("not the same model", compared)
     if mine.format == theirs.format:
-        return "the same model: its norms and a sample of every tensor are equal"
-    return f"the same model, stored differently ({mine.format} and {theirs.format}): a cache may move between them"
+        return Verdict(f"the same model: {how}" + (f"; {only}" if only else ""), [])
+    return Verdict(
+        f"the same model, stored differently ({mine.format} and {theirs.format}): {only or _MOVES}; {how}", []
+    )
+
+
+def _values(here: Told, there: Told) -> tuple[list[str], str]:
+    if not (here.model and there.model):
+        return [], "only their norms were compared (of two files, values are, too)"
+    compared = compare_values(here.model, there.model)
+    if not compared.tensors:
+        return [], "only their norms could be compared"
+    return compared.differences, (
+        f"their norms are equal, and samples of {compared.tensors} other tensors but for rounding"
+    )
+
+
+def _bytes(here: Told, there: Told) -> tuple[list[str], str]:
+    assert here.model
+    assert there.model
+    formats = [told.fingerprint.weights.format for told in (here, there)]
+    if formats[0] != formats[1]:
+        what = "--full compares bytes, and these are stored differently"
+        raise ModelUnsupported(f"{what} ({' and '.join(formats)}): leave it out, and a sample of values is compared")
+    return compare_bytes(here.model, there.model), "every byte of its tensors is equal"

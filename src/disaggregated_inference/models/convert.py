@@ -10,11 +10,11 @@ import numpy as np
 from disaggregated_inference.errors import ModelDamaged, ModelUnsupported
 from disaggregated_inference.kv.dtype import Array
 from disaggregated_inference.kv.fingerprint import Weights
+from disaggregated_inference.models.complete import require_whole_gguf
 from disaggregated_inference.models.gguf import GGUFFile
+from disaggregated_inference.models.gguf_metadata import ARCHITECTURES
 from disaggregated_inference.models.gguf_tokenizer import end_tokens, special_texts, tokenizer_of
 from disaggregated_inference.models.safetensors import StoredTensor, weights_identity, write_tensors
-
-_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -47,8 +47,12 @@ def hugging_face_name(name: str) -> str:
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     """A `config.json` that transformers, mlx-lm and ModelSpec all read alike."""
     meta, kind = file.metadata, file.metadata.get("general.architecture", "unknown")
-    if kind not in _ARCHITECTURES:
-        raise ModelUnsupported(f"GGUF architecture {kind!r} is not supported: {', '.join(_ARCHITECTURES)} are")
+    if kind not in ARCHITECTURES:
+        raise ModelUnsupported(
+            f"{file.path}: GGUF architecture {kind!r} is not supported: {', '.join(ARCHITECTURES)} are"
+        )
+    if kind == "llama" and meta.get("llama.expert_count"):
+        raise ModelUnsupported(f"{file.path}: a llama model with experts (Mixtral) is not supported")
 
     needed = ("embedding_length", "block_count", "attention.head_count", "context_length", "feed_forward_length")
     for key in (*(f"{kind}.{key}" for key in needed), "tokenizer.ggml.tokens"):
@@ -60,7 +64,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 
     heads = get("attention.head_count")
     config: dict[str, Any] = {
-        "model_type": _ARCHITECTURES[kind],
+        "model_type": ARCHITECTURES[kind],
         "hidden_size": get("embedding_length"),
         "num_hidden_layers": get("block_count"),
         "num_attention_heads": heads,
@@ -79,7 +83,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     }
     if get("attention.sliding_window"):
         config["sliding_window"] = get("attention.sliding_window")
-    if scaling := get("rope.scaling.type"):
+    if (scaling := get("rope.scaling.type", "none")) != "none":
         config["rope_scaling"] = {
             "rope_type": scaling,
             "factor": get("rope.scaling.factor"),
@@ -95,11 +99,13 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 
 def weights_of_gguf(file: GGUFFile) -> Weights:
     """Identity under the Hugging Face names, so that a GGUF and a safetensors folder of one model agree on norms."""
+    kind = file.metadata["general.architecture"]
+    require_whole_gguf(file.path, ARCHITECTURES[kind], file.metadata[f"{kind}.block_count"], file.tensors)
     kinds = {tensor.type_name for name, tensor in file.tensors.items() if name.startswith("blk.")}
-    return weights_identity((_stored(file, name) for name in file.tensors), "gguf:" + "+".join(sorted(kinds)))
+    return weights_identity((stored(file, name) for name in file.tensors), "gguf:" + "+".join(sorted(kinds)))
 
 
-def _stored(file: GGUFFile, name: str) -> StoredTensor:
+def stored(file: GGUFFile, name: str) -> StoredTensor:
     tensor = file.tensors[name]
     if name.endswith("norm.weight"):
         return StoredTensor(hugging_face_name(name), "F32", tensor.shape, memoryview(file.load(name).tobytes()))

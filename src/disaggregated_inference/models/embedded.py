@@ -42,7 +42,7 @@ def ensure_folder(root: Path, progress: Progress = quiet) -> Path:
     if is_whole(folder):
         return folder
     root.mkdir(parents=True, exist_ok=True)
-    with _only_one(root / "smollm2-135m.lock"):
+    with only_one(root / "smollm2-135m.lock"):
         if not is_whole(folder):
             gguf = _ensure_gguf(root, progress)
             _build(gguf, folder, progress)
@@ -52,7 +52,7 @@ def ensure_folder(root: Path, progress: Progress = quiet) -> Path:
 def ensure_gguf(root: Path, progress: Progress = quiet) -> Path:
     """The GGUF file itself, for engines that read it."""
     root.mkdir(parents=True, exist_ok=True)
-    with _only_one(root / "smollm2-135m.lock"):
+    with only_one(root / "smollm2-135m.lock"):
         return _ensure_gguf(root, progress)
 
 
@@ -68,7 +68,7 @@ def is_whole(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _only_one(lock: Path) -> Iterator[None]:
+def only_one(lock: Path) -> Iterator[None]:
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

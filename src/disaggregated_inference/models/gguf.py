@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disaggregated_inference.errors import ModelDamaged, ModelUnsupported
+from disaggregated_inference.models.gguf_metadata import require_sound
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -35,11 +36,76 @@ def _bfloat16(raw: Bytes) -> Floats:
     return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
+def _number(blocks: Bytes, at: int) -> Floats:
+    """One to a block, as float16."""
+    return _float16(blocks[:, at : at + 2].copy())
+
+
+def _halves(packed: Bytes) -> Bytes:
+    return np.concatenate([packed & 15, packed >> 4], axis=1)
+
+
+def _bits(packed: Bytes, width: int, group: int) -> Bytes:
+    """Numbers of `width` bits, those of one place in every byte of a group together: 32 numbers to a row."""
+    shifts = np.arange(0, 8, width, dtype=np.uint8).reshape(1, 1, -1, 1)
+    parts: Bytes = packed.reshape(len(packed), -1, 1, group) >> shifts
+    return (parts & np.uint8((1 << width) - 1)).reshape(len(packed), -1, 32)
+
+
+def _fifth_bits(packed: Bytes) -> Bytes:
+    return np.unpackbits(packed.copy(), axis=1, bitorder="little") * np.uint8(16)
+
+
+def _q4_0(raw: Bytes) -> Floats:
+    blocks = raw.reshape(-1, 18)
+    return _number(blocks, 0) * (_halves(blocks[:, 2:]).astype(np.float32) - 8)
+
+
 def _q4_1(raw: Bytes) -> Floats:
     blocks = raw.reshape(-1, 20)
-    scale, low = _float16(blocks[:, :2].copy()), _float16(blocks[:, 2:4].copy())
-    nibbles = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1).astype(np.float32)
-    return scale * nibbles + low
+    return _number(blocks, 0) * _halves(blocks[:, 4:]).astype(np.float32) + _number(blocks, 2)
+
+
+def _q5_0(raw: Bytes) -> Floats:
+    blocks = raw.reshape(-1, 22)
+    whole = _halves(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    return _number(blocks, 0) * (whole.astype(np.float32) - 16)
+
+
+def _q5_1(raw: Bytes) -> Floats:
+    blocks = raw.reshape(-1, 24)
+    whole = _halves(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    return _number(blocks, 0) * whole.astype(np.float32) + _number(blocks, 2)
+
+
+def _of_eight(blocks: Bytes, whole: Bytes) -> Floats:
+    """Q4_K and Q5_K: eight rows to a block, each with a scale and an offset of six bits, which lie interleaved."""
+    first, second, third = (blocks[:, at : at + 4] for at in (4, 8, 12))
+    scales = np.concatenate([first & 63, (third & 15) | ((first >> 2) & 48)], axis=1)
+    offsets = np.concatenate([second & 63, (third >> 4) | ((second >> 2) & 48)], axis=1)
+    scale, low = ((_number(blocks, at) * each)[..., None] for at, each in ((0, scales), (2, offsets)))
+    values: Floats = scale * whole.astype(np.float32) - low
+    return values
+
+
+def _q4_k(raw: Bytes) -> Floats:
+    blocks = raw.reshape(-1, 144)
+    return _of_eight(blocks, _bits(blocks[:, 16:], 4, 32))
+
+
+def _q5_k(raw: Bytes) -> Floats:
+    blocks = raw.reshape(-1, 176)
+    return _of_eight(blocks, _bits(blocks[:, 48:], 4, 32) | _bits(blocks[:, 16:48], 1, 32) * np.uint8(16))
+
+
+def _q6_k(raw: Bytes) -> Floats:
+    blocks = raw.reshape(-1, 210)
+    whole = (_bits(blocks[:, :128], 4, 64) | _bits(blocks[:, 128:192], 2, 32) * np.uint8(16)).reshape(
+        len(blocks), 16, 16
+    )
+    scales = _number(blocks, 208) * blocks[:, 192:208].copy().view(np.int8).astype(np.float32)
+    values: Floats = scales[..., None] * (whole.astype(np.float32) - 32)
+    return values
 
 
 def _q8_0(raw: Bytes) -> Floats:
@@ -57,20 +123,38 @@ class Encoding(NamedTuple):
 ENCODINGS = {
     0: Encoding("F32", 1, 4, _float32),
     1: Encoding("F16", 1, 2, _float16),
-    2: Encoding("Q4_0", 32, 18),
+    2: Encoding("Q4_0", 32, 18, _q4_0),
     3: Encoding("Q4_1", 32, 20, _q4_1),
-    6: Encoding("Q5_0", 32, 22),
-    7: Encoding("Q5_1", 32, 24),
+    6: Encoding("Q5_0", 32, 22, _q5_0),
+    7: Encoding("Q5_1", 32, 24, _q5_1),
     8: Encoding("Q8_0", 32, 34, _q8_0),
+    9: Encoding("Q8_1", 32, 40),
     10: Encoding("Q2_K", 256, 84),
     11: Encoding("Q3_K", 256, 110),
-    12: Encoding("Q4_K", 256, 144),
-    13: Encoding("Q5_K", 256, 176),
-    14: Encoding("Q6_K", 256, 210),
+    12: Encoding("Q4_K", 256, 144, _q4_k),
+    13: Encoding("Q5_K", 256, 176, _q5_k),
+    14: Encoding("Q6_K", 256, 210, _q6_k),
+    15: Encoding("Q8_K", 256, 292),
+    16: Encoding("IQ2_XXS", 256, 66),
+    17: Encoding("IQ2_XS", 256, 74),
+    18: Encoding("IQ3_XXS", 256, 98),
+    19: Encoding("IQ1_S", 256, 50),
     20: Encoding("IQ4_NL", 32, 18),
+    21: Encoding("IQ3_S", 256, 110),
+    22: Encoding("IQ2_S", 256, 82),
     23: Encoding("IQ4_XS", 256, 136),
+    24: Encoding("I8", 1, 1),
+    25: Encoding("I16", 1, 2),
+    26: Encoding("I32", 1, 4),
+    27: Encoding("I64", 1, 8),
+    28: Encoding("F64", 1, 8),
+    29: Encoding("IQ1_M", 256, 56),
     30: Encoding("BF16", 1, 2, _bfloat16),
+    34: Encoding("TQ1_0", 256, 54),
+    35: Encoding("TQ2_0", 256, 66),
     39: Encoding("MXFP4", 32, 17),
+    40: Encoding("NVFP4", 64, 36),
+    41: Encoding("Q1_0", 128, 18),
 }
 
 
@@ -82,14 +166,16 @@ class GGUFTensor(NamedTuple):
     buffer: memoryview
 
     @property
+    def encoding(self) -> Encoding:
+        return ENCODINGS[self.type_id]
+
+    @property
     def type_name(self) -> str:
-        return ENCODINGS[self.type_id].name if self.type_id in ENCODINGS else f"ggml-{self.type_id}"
+        return self.encoding.name
 
     @property
     def size_bytes(self) -> int:
-        """Of a type that we do not know, a byte at least."""
-        encoding = ENCODINGS.get(self.type_id)
-        return math.prod(self.shape) // encoding.block * encoding.block_bytes if encoding else 1
+        return math.prod(self.shape) // self.encoding.block * self.encoding.block_bytes
 
     @property
     def data(self) -> memoryview:
@@ -157,17 +243,21 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metadata, self.tensors = _read(path)
+        require_sound(path, self.metadata)
         self.parts = _parts(path, self.metadata)
-        for part in self.parts[1:]:
-            self.tensors |= _read(part)[1]
+        for number, part in enumerate(self.parts[1:], 1):
+            metadata, tensors = _read(part)
+            _require_part(part, metadata, number, len(self.parts))
+            if twice := next(iter(tensors.keys() & self.tensors.keys()), None):
+                raise ModelDamaged(f"{part}: tensor {twice} is in an earlier part, too; fetch the files again")
+            self.tensors |= tensors
 
     def load(self, name: str) -> Floats:
         tensor = self.tensors[name]
-        encoding = ENCODINGS.get(tensor.type_id)
-        if encoding is None or encoding.decode is None:
+        if tensor.encoding.decode is None:
             known = ", ".join(each.name for each in ENCODINGS.values() if each.decode)
             raise ModelUnsupported(f"{self.path}: tensor {name} is stored as {tensor.type_name}; we read {known}")
-        values: Floats = encoding.decode(np.frombuffer(tensor.data, np.uint8))
+        values: Floats = tensor.encoding.decode(np.frombuffer(tensor.data, np.uint8))
         return values.reshape(tensor.shape)
 
 
@@ -190,7 +280,17 @@ def _parts(path: Path, metadata: dict[str, Any]) -> list[Path]:
         raise ModelUnsupported(f"{path} is not the first of its {count} files: name {parts[0].name}")
     if missing := [part.name for part in parts if not part.is_file()]:
         raise ModelDamaged(f"{path} is the first of {count} files, and {', '.join(missing)} is not beside it")
+    _require_part(path, metadata, 0, count)
     return parts
+
+
+def _require_part(path: Path, metadata: dict[str, Any], number: int, count: int) -> None:
+    said = (metadata.get("split.no"), metadata.get("split.count"))
+    if said != (number, count):
+        raise ModelDamaged(
+            f"{path}: by its name part {number} of {count} (from 0), by its header (split.no, split.count) part"
+            f" {said[0]} of {said[1]}; fetch the files again"
+        )
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
@@ -215,6 +315,8 @@ def _read_whole(path: Path, buffer: memoryview) -> tuple[dict[str, Any], dict[st
         key = cursor.string()
         metadata[key] = cursor.value(cursor.scalar("I"))
     tensors = [_tensor(cursor) for _ in range(tensor_count)]
+    if odd := next((each for each in tensors if each.type_id not in ENCODINGS), None):
+        raise ModelUnsupported(f"{path}: tensor {odd.name} is stored as ggml type {odd.type_id}, which is unknown")
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
         raise ModelDamaged(f"{path}: an alignment of {alignment}")

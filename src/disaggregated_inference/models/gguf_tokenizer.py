@@ -53,15 +53,16 @@ def special_texts(meta: dict[str, Any]) -> dict[str, str]:
     tokens = meta["tokenizer.ggml.tokens"]
     ids = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token": "padding_token_id"}
     found = {name: meta.get(f"tokenizer.ggml.{key}") for name, key in ids.items()}
-    return {name: tokens[at] for name, at in found.items() if at is not None and at < len(tokens)}
+    return {name: tokens[at] for name, at in found.items() if at is not None and 0 <= at < len(tokens)}
 
 
 def end_tokens(meta: dict[str, Any]) -> list[int]:
     """What it says, and the control tokens that only ever end something."""
     tokens, kinds = meta["tokenizer.ggml.tokens"], meta.get("tokenizer.ggml.token_type") or []
     said = [meta.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    named = [at for at, kind in enumerate(kinds) if kind == _CONTROL and tokens[at] in _ENDS]
-    return list(dict.fromkeys(at for at in (*said, *named) if at is not None))
+    pairs = enumerate(zip(tokens, kinds, strict=False))
+    named = [at for at, (token, kind) in pairs if kind == _CONTROL and token in _ENDS]
+    return list(dict.fromkeys(at for at in (*said, *named) if at is not None and 0 <= at < len(tokens)))
 
 
 def _rebuilt(file: GGUFFile) -> Tokenizer:
@@ -71,6 +72,8 @@ def _rebuilt(file: GGUFFile) -> Tokenizer:
     if len(kinds) != len(tokens):
         raise ModelDamaged(f"{file.path}: {len(tokens)} tokens and {len(kinds)} kinds of them")
     merges = [tuple(merge.split(" ", 1)) for merge in meta.get("tokenizer.ggml.merges", ())]
+    if odd := next((merge for merge in merges if len(merge) != 2), None):
+        raise ModelDamaged(f"{file.path}: {odd[0]!r} among its tokenizer.ggml.merges is no pair")
     vocabulary = {token: at for at, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _UNUSED}
     try:
         tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=cut.whole_words))

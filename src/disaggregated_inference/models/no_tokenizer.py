@@ -6,14 +6,21 @@ from typing import Any, NoReturn
 from disaggregated_inference.errors import ModelUnsupported
 from disaggregated_inference.models.tokenizer import Message, ModelTokenizer
 
+_WORDS = {"tools": "tools", "thinking": "enable_thinking reasoning_effort"}
+
 
 class NoTokenizer(ModelTokenizer):
     """Stands where a tokenizer would, for whoever can do without; asked for tokens, it says why there are none."""
 
-    def __init__(self, model: str) -> None:
-        self._model = model
-        # Nobody knows the real one. These are words that show what a model can: the engine says no where it cannot.
-        self.chat_template = "tools enable_thinking reasoning_effort"
+    def __init__(self, model: str, capabilities: Sequence[str] | None = None) -> None:
+        self._model, self.capabilities = model, capabilities or ()
+        # No template: words that show what may be asked of it. Where nobody knows what it can, the engine says no.
+        able = [words for name, words in _WORDS.items() if not capabilities or name in capabilities]
+        self.chat_template = " ".join(["messages", *able])
+
+    @property
+    def sees(self) -> bool:
+        return "vision" in self.capabilities
 
     def encode(self, text: str) -> list[int]:
         self._refuse()

@@ -36,6 +36,11 @@ def rope_from_config(config: dict[str, Any], head_dim: int) -> Rope:
     return Rope(tuple(float(f) for f in frequencies.astype(np.float32)), scale)
 
 
+def as_llamacpp_rotates(config: dict[str, Any], head_dim: int) -> Rope:
+    """Under YaRN, whatever a checkpoint says: from a whole pair to a whole pair."""
+    return rope_from_config(config | {"rope_parameters": rope_parameters(config) | {"truncate": True}}, head_dim)
+
+
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     """One dict with `rope_theta` and the scaling, wherever the config keeps them."""
     merged = {"rope_theta": config.get("rope_theta", 10000.0)}

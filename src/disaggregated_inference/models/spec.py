@@ -16,6 +16,8 @@ ARCHITECTURES = {
     "gpt_oss": "GPT-OSS 20B and 120B",
 }
 
+_MOST_LAYERS = 10_000
+
 
 class ModelSpec(msgspec.Struct, frozen=True):
     """Architecture and the shape of its cache. The quantities a router or a memory budget asks for are methods."""
@@ -61,26 +63,34 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
 
 
 def _read_spec(architecture: str, config: dict[str, Any]) -> ModelSpec:
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    heads = _count(config["num_attention_heads"])
+    head_dim = _count(config.get("head_dim") or config["hidden_size"] // heads)
+    if head_dim % 2:
+        raise ValueError(f"heads of {head_dim} numbers cannot be rotated in pairs")
     layout = KVLayout(
         layers=_layer_plans(architecture, config),
-        kv_heads=config.get("num_key_value_heads") or heads,
+        kv_heads=_count(config.get("num_key_value_heads") or heads),
         head_dim=head_dim,
     )
     eos = config.get("eos_token_id")
     return ModelSpec(
         architecture=architecture,
         layout=layout,
-        context_window=config["max_position_embeddings"],
-        vocabulary=config["vocab_size"],
+        context_window=_count(config["max_position_embeddings"]),
+        vocabulary=_count(config["vocab_size"]),
         eos_tokens=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         rope=rope_from_config(config, head_dim),
     )
 
 
+def _count(value: Any, most: int = 1 << 31) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        raise ValueError(f"{str(value)[:40]!r} where a whole number from 1 to {most} is expected")
+    return value
+
+
 def _layer_plans(architecture: str, config: dict[str, Any]) -> tuple[LayerPlan, ...]:
-    count = int(config["num_hidden_layers"])
+    count = _count(config["num_hidden_layers"], _MOST_LAYERS)
     if architecture != "gpt_oss":
         if config.get("use_sliding_window"):
             raise ModelUnsupported(f"{architecture} with use_sliding_window: MLX ignores it, so answers would differ")

@@ -6,6 +6,7 @@ that an Ollama on this machine has, which is looked at first where a GGUF is wan
 Nothing is downloaded but the embedded model.
 """
 
+import importlib.util
 import json
 import os
 import shutil
@@ -13,22 +14,24 @@ import tempfile
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from disaggregated_inference.errors import ModelExists, ModelNotFound, ModelUnsupported
 from disaggregated_inference.kv import Fingerprint
 from disaggregated_inference.kv.fingerprint import Weights
 from disaggregated_inference.models import embedded, ollama_store, simulated
-from disaggregated_inference.models.convert import Progress, config_from_gguf, weights_of_gguf
+from disaggregated_inference.models.complete import require_whole_folder, shards_of
+from disaggregated_inference.models.convert import Progress, config_from_gguf, stored, weights_of_gguf
 from disaggregated_inference.models.gguf import GGUFFile, is_gguf, is_later_part
 from disaggregated_inference.models.gguf_tokenizer import tokenizer_of
-from disaggregated_inference.models.safetensors import read_tensors, weights_identity
+from disaggregated_inference.models.names import FileKind as FileKind
+from disaggregated_inference.models.names import Named, bare_name, changing, read_names
+from disaggregated_inference.models.safetensors import StoredTensor, read_tensors, weights_identity
 from disaggregated_inference.models.spec import ModelSpec, spec_from_config
 from disaggregated_inference.models.tokenizer import TOKENIZER_FILES, ModelTokenizer, read_json
 
 EMBEDDED = "smollm2:135m"
-
-FileKind = Literal["safetensors", "gguf"]
+_EMBEDDED_FOLDER = "smollm2-135m"
 
 # One short name, the repositories that hold that model: full precision first, then quantizations for MLX.
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -74,7 +77,16 @@ class ModelFiles:
     @property
     def engines(self) -> tuple[str, ...]:
         """Those that can load these files."""
-        return ("simulated",) if self.simulated else tuple(name for name in READS if READS[name] == self.kind)
+        if self.simulated:
+            return ("simulated",)
+        return ("llamacpp",) if self.kind == "gguf" else _loaders(self.quantization)
+
+    @property
+    def quantization(self) -> str:
+        """The method by which a folder's weights are; MLX's own gives itself no name."""
+        said = self.config.get("quantization_config") or self.config.get("quantization")
+        method = said.get("quant_method") if isinstance(said, dict) else None
+        return str(method or "mlx") if said else ""
 
     @property
     def size_bytes(self) -> int:
@@ -111,8 +123,24 @@ class ModelFiles:
             return simulated.identity(self.config)
         quantization = self.config.get("quantization") or self.config.get("quantization_config")
         stored_as = json.dumps(quantization, sort_keys=True) if quantization else None
-        files = sorted(self.path.glob("*.safetensors"))
-        return weights_identity((tensor for path in files for tensor in read_tensors(path)), stored_as)
+        tensors = self.tensors()
+        names = {tensor.name for tensor in tensors}
+        require_whole_folder(self.path, self.spec.architecture, len(self.spec.layout.layers), names)
+        return weights_identity(tensors, stored_as)
+
+    def tensors(self) -> list[StoredTensor]:
+        """All of them, mapped, not loaded, under the names that safetensors have."""
+        if self.kind == "gguf":
+            return [stored(self._gguf, name) for name in self._gguf.tensors]
+        return [tensor for path in shards_of(self.path) for tensor in read_tensors(path)]
+
+
+def _loaders(quantization: str) -> tuple[str, ...]:
+    """transformers needs accelerate for FP8 and MXFP4, and mlx-lm reads no FP8 of these architectures."""
+    if quantization == "mlx":
+        return ("mlx",)
+    torch = quantization not in ("fp8", "mxfp4") or importlib.util.find_spec("accelerate") is not None
+    return (("torch",) if torch else ()) + (("mlx",) if quantization != "fp8" else ())
 
 
 class Listed(NamedTuple):
@@ -127,13 +155,13 @@ class ModelStore:
     """Resolves names. `home` is where the embedded model is made and `models.json` keeps the user's names."""
 
     def __init__(self, home: Path | None = None) -> None:
-        self.home = home or default_home()
+        self.home = (home or default_home()).absolute()
         self.root = self.home / "models"
 
     def resolve(self, name: str, progress: Progress = embedded.quiet, kind: FileKind = "safetensors") -> ModelFiles:
         """Files for `name`, of a kind where there are both, or an error that says what was looked for and how to get
         it."""
-        wanted = name.removeprefix("disaggregated:")
+        wanted = bare_name(name)
         named = self.names.get(wanted, {})
         if kind in named:
             return _named(wanted, named[kind], kind)
@@ -159,38 +187,47 @@ class ModelStore:
     def add(self, name: str, path: Path, copy: bool = False) -> ModelFiles:
         """Give a folder or GGUF file a name of its own, which both may have; with `copy`, keep it in the store's
         folder."""
+        name = bare_name(name)
         found = ModelFiles(name, _require_model(path.expanduser().absolute()))
         found.fingerprint  # noqa: B018  an unsupported or damaged model is refused now, not when a node starts
         if copy:
             found = ModelFiles(name, self._copied(found))
-        self.root.mkdir(parents=True, exist_ok=True)
-        self._keep(self.names | {name: self.names.get(name, {}) | {found.kind: str(found.path)}})
+        with changing(self._names_file) as names:
+            named = names.setdefault(name, Named())
+            if not copy:
+                _require_no_copy(name, named, found)
+            if named.paths().get(found.kind) != str(found.path) or copy:
+                named.put(found.kind, found.path, copy)
         return found
 
     def remove(self, name: str) -> list[Path]:
-        """Forget a name, and delete what was copied here under it; what lies elsewhere stays."""
-        if name not in self.names:
-            raise ModelNotFound(f"no imported model {name!r}; there are {', '.join(self.names) or 'none'}")
-        names = self.names
-        copies = {Path(path) for path in names.pop(name).values() if self.root in Path(path).parents}
-        self._keep(names)
-        folders = [path if path.is_dir() else path.parent for path in copies]
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
-        return folders
+        """Forget a name, and delete what `add` copied for it; whatever else lies here or elsewhere stays."""
+        with changing(self._names_file) as names:
+            name = name if name in names else bare_name(name)
+            if name not in names:
+                raise ModelNotFound(f"no imported model {name!r}; there are {', '.join(names) or 'none'}")
+            copies = self._copies(names.pop(name))
+            for other, named in names.items():
+                if any(copy in (Path(path), *Path(path).parents) for copy in copies for path in named.paths().values()):
+                    raise ModelExists(f"{other} is a name for what was copied as {name}: remove {other} first")
+            for copy in copies:
+                shutil.rmtree(copy)
+        return copies
 
-    def _keep(self, names: dict[str, dict[str, str]]) -> None:
-        partial = self._names_file.with_suffix(".partial")
-        partial.write_text(json.dumps(names, indent=2) + "\n")
-        partial.replace(self._names_file)
+    def _copies(self, named: Named) -> list[Path]:
+        """Folders right below the root, as `_copied` makes them: nothing else is ours to delete."""
+        made = [named.copy_of(kind) for kind in named.paths()]
+        ours = [folder for folder in made if folder and folder.parent == self.root and not folder.is_symlink()]
+        return [folder for folder in ours if folder.is_dir()]
 
     def _copied(self, model: ModelFiles) -> Path:
         """Whole or not at all: a copy that was broken off is under another name."""
         target = self.root / (_as_folder(model.name) + ("-gguf" if model.kind == "gguf" else ""))
-        if target.exists():
-            raise ModelExists(f"{target} exists already: choose another name, or remove it first")
+        taken = f"{target} exists already: choose another name, or remove it first"
+        if target.exists() or target.name == _EMBEDDED_FOLDER:
+            raise ModelExists(taken)
         self.root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="making-", dir=self.root) as scratch:
+        with tempfile.TemporaryDirectory(prefix="copying-", dir=self.root) as scratch:
             partial = Path(scratch) / "model"
             if model.kind == "gguf":
                 partial.mkdir()
@@ -199,13 +236,16 @@ class ModelStore:
                     shutil.copy2(file, partial)
             else:
                 shutil.copytree(model.path, partial)
-            partial.rename(target)
+            try:
+                partial.rename(target)
+            except OSError as error:  # someone else made it meanwhile
+                raise ModelExists(taken) from error
         return target / model.path.name if model.kind == "gguf" else target
 
     def list(self) -> list[Listed]:
         """The embedded model, what the user named, what the store and the Hugging Face cache hold, known aliases."""
-        whole = embedded.is_whole(self.root / "smollm2-135m")
-        rows = [Listed(EMBEDDED, self.root / "smollm2-135m" if whole else None, "embedded, fetched on first use")]
+        whole = embedded.is_whole(self.root / _EMBEDDED_FOLDER)
+        rows = [Listed(EMBEDDED, self.root / _EMBEDDED_FOLDER if whole else None, "embedded, fetched on first use")]
         rows += [_listed(name, Path(path)) for name, paths in sorted(self.names.items()) for path in paths.values()]
         rows += [Listed(name, self._alias(name), "alias of " + repos[0]) for name, repos in ALIASES.items()]
         rows += [Listed(name, self._simulated(name), "no weights, for --engine simulated") for name in simulated.NAMES]
@@ -216,9 +256,9 @@ class ModelStore:
         ]
 
     @property
-    def names(self) -> dict[str, dict[str, str]]:
+    def names(self) -> dict[str, dict[FileKind, str]]:
         """Those that were given: the path of each kind of files."""
-        return dict(read_json(self._names_file))
+        return {name: dict(named.paths()) for name, named in read_names(self._names_file).items()}
 
     @property
     def _names_file(self) -> Path:
@@ -247,7 +287,8 @@ class ModelStore:
 
     def _found(self) -> Iterator[tuple[str, Path]]:
         for config in sorted([*self.root.glob("*/config.json"), *self.root.glob("*/*/config.json")]):
-            if config.parent != self.root / "smollm2-135m" and not config.parts[-3].startswith("making-"):
+            unfinished = config.parts[-3].startswith(("making-", "copying-"))
+            if config.parent != self.root / _EMBEDDED_FOLDER and not unfinished:
                 yield str(config.parent.relative_to(self.root)), config.parent
         for folder in sorted(_hugging_face_cache().glob("models--*--*")):
             _, org, name = folder.name.split("--", 2)
@@ -280,6 +321,13 @@ def _named(name: str, path: str, kind: FileKind) -> ModelFiles:
         again = f"import it again, or `disagg models remove {name}`"
         raise ModelNotFound(f"{name} was imported from {path}, which is not there any more: {again}")
     return ModelFiles(name, _require_model(Path(path), kind))
+
+
+def _require_no_copy(name: str, named: Named, found: ModelFiles) -> None:
+    """Else nothing would know any more that the copy is ours to delete."""
+    copy = named.copy_of(found.kind)
+    if copy and copy.exists() and str(found.path) != named.paths()[found.kind]:
+        raise ModelExists(f"{name} has a copy in {copy}: `disagg models remove {name}` first, or choose another name")
 
 
 def _listed(name: str, path: Path) -> Listed:

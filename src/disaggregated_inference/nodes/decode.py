@@ -11,6 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from disaggregated_inference.errors import (
     BadRequest,
@@ -118,7 +119,12 @@ class DecodeNode:
         hello = self.intake.hello(context, request_id)
         task.withdraw = lambda: withdraw(hello, self.paths.ordered(context.addresses))
         task.renew = lambda: keep_waiting(hello, self.paths.ordered(context.addresses))
-        return self._admit(task, lambda: self._in_thread(task, lambda: self.intake.fetch(context, hello, task)))
+
+        def begin() -> None:
+            take, prove = (partial(way, context, hello, task) for way in (self.intake.fetch, self.intake.prove))
+            self._in_thread(task, take, prove)
+
+        return self._admit(task, begin)
 
     def play_and_write(
         self, content: bytes, max_tokens: int = 0, request_id: str = "", rules: Rules | None = None
@@ -215,11 +221,12 @@ class DecodeNode:
             log.info("a lease was not renewed: %s", error, extra={"request_id": task.answer.request_id})
         task.renew_at = time.monotonic() + max(0.1, lease_s / 3)
 
-    def _in_thread(self, task: Task, take: Callable[[], None]) -> None:
+    def _in_thread(self, task: Task, take: Callable[[], None], prepare: Callable[[], None] = lambda: None) -> None:
         """`take` fills the first sequence and chooses the first tokens; the rest is the same for all."""
 
         def run() -> None:
             try:
+                prepare()
                 if self.worker.call(lambda: self._opened(task)):
                     take()
                     self.worker.start(self._begin(task), urgent=True).result()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -142,13 +143,15 @@ def _prefill_routes(served: Served) -> list[Route]:
         context = asked.addressed(context)
         answer: dict[str, Any] = {"context": context.encode(), "ticket": context.ticket, "prompt_tokens": len(tokens)}
         about = {"request_id": request_id(request), "ticket": context.ticket, "prompt_tokens": len(tokens)}
-        if not asked.wait:
-            reading.add_done_callback(lambda done: done.exception())  # the fetch hears of it
-            log.info("prefill begun", extra=about)
-            return json_response(answer)
+        leave = partial(node.book.cancel, context.ticket)
         try:
-            done = asyncio.wrap_future(reading)
-            metrics = await unless_gone(request, done, lambda: node.book.cancel(context.ticket))
+            # Who has no memory here yet must not take any of a decode node's: they could wait for each other.
+            await unless_gone(request, asyncio.wrap_future(node.admitted(context.ticket)), leave)
+            if not asked.wait:
+                reading.add_done_callback(lambda done: done.exception())  # the fetch hears of it
+                log.info("prefill begun", extra=about)
+                return json_response(answer)
+            metrics = await unless_gone(request, asyncio.wrap_future(reading), leave)
         except DisaggError:
             node.book.cancel(context.ticket)  # nobody will ever have its context
             raise

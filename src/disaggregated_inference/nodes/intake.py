@@ -90,12 +90,15 @@ class Intake:
             Choice(task.answer, number, before, self.tokenizer, eos, guide) for number, guide in enumerate(task.guides)
         ]
 
+    def prove(self, context: Context, hello: Hello, task: Task) -> None:
+        """Before the request takes the memory that it was promised: the canary may need it."""
+        task.answer.metrics.canary_time += self.proofs.require(context, hello, task.answer)
+        task.answer.require_wanted()
+
     def fetch(self, context: Context, hello: Hello, task: Task) -> None:
         """The cache into the sequence. The first token is out as soon as the logits are here, whatever still comes."""
         answer, metrics = task.answer, task.answer.metrics
         spec, paths = self.engine.spec, self.paths.ordered(context.addresses)
-        metrics.canary_time = self.proofs.require(context, hello, answer)
-        answer.require_wanted()
         if task.prompt is None:
             task.prompt = gather_tokens(hello, context.tokens, spec.vocabulary, paths, answer.on_cancel)
             self.know_prompt(task)

@@ -21,6 +21,7 @@ from disaggregated_inference.engines.ollama import (
     Ollama,
     Running,
     Shown,
+    keep_alive_of,
     version_of,
 )
 from disaggregated_inference.errors import (
@@ -32,20 +33,23 @@ from disaggregated_inference.errors import (
     NodeBusy,
     NodeDraining,
 )
-from disaggregated_inference.nodes.ollama_asked import TextRequest, text_body, text_of
+from disaggregated_inference.nodes.ollama_asked import Read, TextRequest, WarmRequest
 from disaggregated_inference.nodes.ollama_told import Seen, TextMetrics, TextPiece, was_read
 from disaggregated_inference.nodes.rates import Rates
-from disaggregated_inference.nodes.requests import Prompt
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5  # an answer about its health is good for so long
 _UNLOAD_S = 2.0
+_KNOWN_S = 5.0  # so long a model that is in memory is taken to be the one that it was
 _AGAIN_S = 5.0  # until loading is tried again after it failed
 _MOST_TOKEN_BYTES = 8  # text with more bytes to a token is hardly ever seen: so few tokens it has at least
 _TOKEN_BYTES = 4  # about
+_CHAT_TOKEN_BYTES = 3  # about, on the safe side: a chat's messages are dropped without a trace
+_IMAGE_TOKENS = 768  # as Ollama itself guesses where it looks for room
 _FEWEST_TOKEN_BYTES = 2  # and with fewer as hardly: so few bytes to a token of the window surely fit
 _UNKNOWN_WINDOW = 4096
+_NOT_ASKED = "Ollama was not asked yet"
 _CUTS = (
     "this Ollama ({}) would cut the prompt in silence. One of 0.12.6 or later refuses only what really does not fit;"
     " a larger --ollama-context helps where the model has the window"
@@ -60,14 +64,14 @@ class OllamaNode:
         self.shown: Shown | None = None
         self.version = ""
         self.running: Running | None = None
-        self.reason = "Ollama was not asked yet"  # why nobody can be served; empty when they can
+        self.reason = _NOT_ASKED  # why nobody can be served; empty when they can
         self.open = self.tokens_read = self.tokens_written = 0
         self.reading, self.writing, self.seen = Rates(), Rates(), Seen()
         self.window = min(_UNKNOWN_WINDOW, most_window)  # tokens, prompt and answer together
         self._most_window = most_window
-        self._keep_alive = {} if not keep_alive else {"keep_alive": _duration(keep_alive)}
+        self._keep_alive = {} if not keep_alive else {"keep_alive": keep_alive_of(keep_alive)}
         self._looking: asyncio.Task[None] | None = None
-        self._looked_at = 0.0
+        self._looked_at = self._introduced_at = 0.0
         self._silent_since: float | None = None
         self._unloadable = ""
         self._continues: bool | None = None
@@ -83,7 +87,7 @@ class OllamaNode:
         shown = await self.ollama.show()
         if shown.lacks("completion"):
             raise ModelUnsupported(f"{self.ollama.model} does not write text: Ollama has it for embeddings")
-        self.shown = shown
+        self.shown, self._introduced_at = shown, time.monotonic()
         self.window = self.ollama.window = min(shown.window or _UNKNOWN_WINDOW, self._most_window)
 
     async def require_model(self) -> None:
@@ -116,10 +120,13 @@ class OllamaNode:
 
     async def _look(self) -> None:
         self._silent_since = self._silent_since or time.monotonic()
+        if self.reason == _NOT_ASKED:
+            self.reason = f"Ollama at {self.ollama.url} was asked how it is and has not answered yet"
         try:
-            if self.shown is None:
+            self.running = await self.ollama.running() if self.shown else None
+            if not self.running or time.monotonic() - self._introduced_at > _KNOWN_S:  # it may have been removed
                 await self.introduce()
-            self.running = await self.ollama.running()
+                self.running = self.running or await self.ollama.running()
             self.reason, self._silent_since = self._unloadable, None
         except DisaggError as error:
             self.running, self.reason = None, str(error)
@@ -186,7 +193,7 @@ class OllamaNode:
             "imports": False,
             "tokenizer": "none",
             "identity": {"architecture": self.shown.architecture, "parameters": self.shown.parameter_count},
-            "capabilities": list(self.shown.capabilities or ()),
+            "capabilities": self.shown.capabilities,
         }
 
     def status(self) -> dict[str, Any]:
@@ -222,10 +229,10 @@ class OllamaNode:
         finally:
             self.open -= 1
 
-    async def warm(self, asked: Prompt) -> TextMetrics:
+    async def warm(self, asked: WarmRequest) -> TextMetrics:
         """Read a prompt, so that a request which begins the same way finds it held. One token is written, because
         none means without an end to Ollama."""
-        writing = Writing(self, _one_token(asked))
+        writing = Writing(self, asked.one_token())
         async with aclosing(writing.pieces()) as pieces:
             async for _ in pieces:
                 pass
@@ -236,7 +243,7 @@ class OllamaNode:
         template's business, and it does not say. A letter more makes a token more, or a whole turn's tokens."""
         if self._continues is None:
             turns = [{"role": "user", "content": "A"}], [{"role": "user", "content": "A"}, _LETTER]
-            counts = [(await self.warm(Prompt(messages=turn))).prompt_tokens or 0 for turn in turns]
+            counts = [(await self.warm(WarmRequest(messages=turn))).prompt_tokens or 0 for turn in turns]
             self._continues = 0 < counts[1] - counts[0] <= 2
         if not self._continues:
             raise ModelUnsupported(
@@ -263,10 +270,9 @@ class Writing:
     """One answer while it is being written; then `metrics` is whole."""
 
     def __init__(self, node: OllamaNode, asked: TextRequest) -> None:
-        self._node, self._asked = node, asked
+        self._node, self._asked, self._read = node, asked, Read(asked)
         self.metrics = TextMetrics()
-        self._text = text_of(text_body(asked, asked.written_text)[1])
-        self._new = False
+        self._key, self._new = "", False
 
     async def pieces(self) -> AsyncGenerator[TextPiece, None]:
         began_at, node = time.perf_counter(), self._node
@@ -276,7 +282,9 @@ class Writing:
         self._require_room()
         path, body = node.asked_of(self._asked, shown)
         self.metrics.seed = body["options"].get("seed") if self._asked.temperature else None
-        self._new = node.seen.is_new(self._text) and self._asked.context is None  # a warm context: it was read
+        self._key = self._read.key(body.get("think"))
+        is_new = node.seen.is_new(self._read.turns, self._read.tools)
+        self._new = is_new and self._asked.context is None  # a warm context: it was read
         try:
             async with aclosing(node.ollama.lines(path, body)) as lines:
                 async for line in lines:
@@ -299,25 +307,31 @@ class Writing:
         return self._node.shown
 
     @property
-    def _size_bytes(self) -> int:
-        return len(self._text.encode(errors="replace"))
+    def _least_tokens(self) -> int:
+        return _size_bytes(self._read.words) // _MOST_TOKEN_BYTES
+
+    @property
+    def _about_tokens(self) -> int:
+        token_bytes = _CHAT_TOKEN_BYTES if self._read.in_chat else _TOKEN_BYTES
+        return _size_bytes(self._read.all) // token_bytes + self._read.images * _IMAGE_TOKENS
 
     def _require_room(self) -> None:
         """What cannot fit, however few tokens it is, is refused before it costs anything. Of a version that would cut
         it in silence also what may not fit: it reads on for minutes, whoever leaves, and its counts come last."""
-        least, window = self._size_bytes // _MOST_TOKEN_BYTES + self._asked.limit, self._node.window
+        least, window = self._least_tokens + self._asked.limit, self._node.window
         if least > window:
             raise ContextTooLong(least, window, "at least ")
-        about = self._size_bytes // _TOKEN_BYTES + self._asked.limit
+        about = self._about_tokens + self._asked.limit
         if about > window and version_of(self._node.version) < HONOURS_TRUNCATE:
             raise ContextTooLong(about, window, "about ", _CUTS.format(self._node.version))
 
     def _end(self, line: Line) -> None:
-        if line.done_reason not in ("stop", "length", ""):
-            raise EngineFailed(f"Ollama wrote nothing: it says {line.done_reason!r} where an answer should end")
-        node, metrics = self._node, self.metrics
+        metrics = self.metrics
+        if line.done_reason not in ("stop", "length", "", None):
+            what = "broke its answer off" if metrics.first_token_time else "wrote nothing"
+            raise EngineFailed(f"Ollama {what}: it says {line.done_reason!r} where an answer should end")
         metrics.completion_tokens, metrics.finish_reason = line.eval_count, line.done_reason or "stop"
-        metrics.prompt_tokens = node.seen.counted(self._text, line.prompt_eval_count)
+        metrics.prompt_tokens = self._counted(line.prompt_eval_count)
         metrics.load_time, metrics.prefill_time = line.load_duration / 1e9, line.prompt_eval_duration / 1e9
         metrics.decode_time = line.eval_duration / 1e9
         known = line.load_duration + line.prompt_eval_duration + line.eval_duration
@@ -325,16 +339,20 @@ class Writing:
         self._require_whole()
         self._measure()
 
+    def _counted(self, told: int | None) -> int | None:
+        if version_of(self._node.version) >= COUNTS_ALL:
+            return told or None
+        return self._node.seen.counted(self._key, told)
+
     def _require_whole(self) -> None:
         """Versions that do not know `truncate` cut a prompt in silence, or drop messages; the counts give it away."""
         version, count, window = version_of(self._node.version), self.metrics.prompt_tokens or 0, self._node.window
         if version >= HONOURS_TRUNCATE:
             return
-        dropped = version >= COUNTS_ALL and self._size_bytes > max(
-            _MOST_TOKEN_BYTES * count, _FEWEST_TOKEN_BYTES * window
-        )
+        least, surely_fits = self._least_tokens, _FEWEST_TOKEN_BYTES * window // _MOST_TOKEN_BYTES
+        dropped = version >= COUNTS_ALL and least > max(count, surely_fits)
         if count >= window or dropped:
-            raise ContextTooLong(max(self._size_bytes // _MOST_TOKEN_BYTES, window + 1), window, "at least ")
+            raise ContextTooLong(max(least, window + 1), window, "at least ")
         if count + self.metrics.completion_tokens > window:  # it forgot the beginning to go on
             raise ContextTooLong(count + self.metrics.completion_tokens, window)
 
@@ -362,16 +380,12 @@ class Writing:
             node.reading.note(tokens, tokens, metrics.prefill_time)
 
 
-def _one_token(asked: Prompt) -> TextRequest:
-    return TextRequest(prompt=asked.prompt, messages=asked.messages, max_tokens=1)
+def _size_bytes(text: str) -> int:
+    return len(text.encode(errors="replace"))
 
 
 def _piece(line: Line) -> TextPiece | None:
     said = line.message
-    piece = TextPiece(line.response or said.content, line.thinking or said.thinking, said.tool_calls or [])
+    text, thinking = line.response or said.content or "", line.thinking or said.thinking or ""
+    piece = TextPiece(text, thinking, said.tool_calls or [])
     return piece if piece.text or piece.thinking or piece.tool_calls else None
-
-
-def _duration(text: str) -> int | str:
-    """`30m`, or a number of seconds; -1: for ever."""
-    return int(text) if text.lstrip("-").isdigit() else text

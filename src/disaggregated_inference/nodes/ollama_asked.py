@@ -44,6 +44,7 @@ class TextRequest(DecodeRequest, frozen=True, kw_only=True):
     template: dict[str, Any] = msgspec.field(
         default_factory=dict
     )  # a chat template's words; Ollama knows tools and thinking
+    tools: list[dict[str, Any]] | None = None  # the same as in template
     images: Any = None  # where Ollama has them in its own words; here they are in messages
     written_text: str = ""  # of an answer that another node began: writing goes on after it
 
@@ -62,11 +63,18 @@ class TextRequest(DecodeRequest, frozen=True, kw_only=True):
         self._require_some_tokens()
         if not 0 < self.timeout_s <= 86400:
             raise BadRequest("timeout_s is seconds, up to a day")
-        if unknown := [name for name in self.template if name not in ("tools", *_THINKING)]:
-            raise BadRequest(f"template: an Ollama has its own chat template, which is not told of {unknown[0]}")
+        self._require_template()
         if self.format:
             _format(self.format)
         self._sampling.require_valid(0)
+
+    def _require_template(self) -> None:
+        if unknown := [name for name in self.template if name not in ("tools", *_THINKING)]:
+            raise BadRequest(f"template: an Ollama has its own chat template, which is not told of {unknown[0]}")
+        if self.tools and self.template.get("tools"):
+            raise BadRequest("tools are given twice: leave them out of template")
+        if self.messages is None and (self.tools or self.template):
+            raise BadRequest(f"{'tools' if self.tools else 'template'}: a prompt is taken as it is; give messages")
 
     def options(self, shown: Shown) -> dict[str, Any]:
         """All but `num_ctx`, which is the node's."""
@@ -91,19 +99,34 @@ class TextRequest(DecodeRequest, frozen=True, kw_only=True):
 
     def body(self, shown: Shown) -> tuple[str, dict[str, Any]]:
         """The path, and what goes there beside the model and its options."""
-        path, body = text_body(self, self.written_text)
+        path, body = text_body(self)
         if self.format:
             body["format"] = _format(self.format)
         if path == "/api/chat":
             if shown.lacks("vision") and any(message.get("images") for message in body["messages"]):
                 raise MessagesRefused("images: this model reads text alone; leave them out, or serve one with vision")
-            if tools := self.template.get("tools"):
-                body["tools"] = tools
             if (thinks := _thinks(self.template, shown)) is not None:
                 body["think"] = thinks
-        elif self.template:
-            raise BadRequest("template: a prompt is taken as it is; give messages")
         return path, body
+
+
+class WarmRequest(PrefillRequest, frozen=True, kw_only=True):
+    """What a request that comes later will begin with: its tools are a part of that."""
+
+    template: dict[str, Any] = msgspec.field(default_factory=dict)
+    tools: list[dict[str, Any]] | None = None
+    images: Any = None
+
+    def require_possible(self) -> None:
+        if self.inline:
+            raise BadRequest("inline: an Ollama keeps its cache to itself; there is none to send")
+        if not self.wait:
+            raise BadRequest("wait: there is no cache to fetch while it is being made; leave it out, or set it to true")
+        self.one_token().require_possible()
+
+    def one_token(self) -> TextRequest:
+        same = {name: getattr(self, name) for name in ("prompt", "messages", "tokens", "template", "tools", "images")}
+        return TextRequest(**same, max_tokens=1)
 
 
 def require_text(asked: Prompt) -> None:
@@ -116,32 +139,45 @@ def require_text(asked: Prompt) -> None:
         raise BadRequest("the prompt is empty")
 
 
-def text_body(asked: Prompt, written: str = "") -> tuple[str, dict[str, Any]]:
+def text_body(asked: TextRequest) -> tuple[str, dict[str, Any]]:
     """A prompt goes as it is, without a template around it, as other nodes take it."""
+    written = asked.written_text
     if asked.messages is None:
         return "/api/generate", {"prompt": (asked.prompt or "") + written, "raw": True}
     messages = [_message(message) for message in asked.messages]
-    return "/api/chat", {"messages": messages + ([{"role": "assistant", "content": written}] if written else [])}
+    messages += [{"role": "assistant", "content": written}] if written else []
+    tools = asked.tools or asked.template.get("tools")
+    return "/api/chat", {"messages": messages} | ({"tools": tools} if tools else {})
 
 
-def text_of(body: dict[str, Any]) -> str:
-    """All that will be read, but for what a template puts around it. An image is a few letters: another one is another
-    text, and it is never fewer tokens."""
-    if "prompt" in body:
-        return str(body["prompt"])
-    return "\n".join(f"{message['role']}: {_seen(message)}{message['content']}" for message in body["messages"])
+class Read:
+    """All that will be read, but for what a template puts around it. `words` are in the prompt whatever the template
+    is: one may leave old thoughts out, or write tools in fewer letters."""
+
+    def __init__(self, asked: TextRequest) -> None:
+        _, body = text_body(asked)
+        messages = body.get("messages", ())
+        self.in_chat = asked.messages is not None
+        self.images = sum(len(message.get("images", ())) for message in messages)
+        self.words = "\n".join(message["content"] for message in messages) or body.get("prompt", "")
+        self.turns = "\n".join(map(_turn, messages)) or self.words
+        self.tools = _json(body["tools"]) if "tools" in body else ""
+        self.all = f"{self.tools}\n{self.turns}" if self.tools else self.turns
+
+    def key(self, think: Any) -> str:
+        """Of this prompt and no other."""
+        return f"{self.in_chat} {think} {self.all}"
 
 
-def _seen(message: dict[str, Any]) -> str:
-    return "".join(hashlib.sha256(image.encode()).hexdigest()[:16] + " " for image in message.get("images", ()))
+def _turn(message: dict[str, Any]) -> str:
+    """An image is a few letters here: another one is another text."""
+    seen = (hashlib.sha256(image.encode()).hexdigest()[:16] for image in message.get("images", ()))
+    more = {name: value for name, value in message.items() if name not in ("role", "content", "images")}
+    return " ".join([f"{message['role']}:", *seen, message["content"], *([_json(more)] if more else [])])
 
 
-def require_warmable(asked: PrefillRequest) -> None:
-    require_text(asked)
-    if asked.inline:
-        raise BadRequest("inline: an Ollama keeps its cache to itself; there is none to send")
-    if not asked.wait:
-        raise BadRequest("wait: there is no cache to fetch while it is being made; leave it out, or set it to true")
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:

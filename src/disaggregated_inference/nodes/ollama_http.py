@@ -31,9 +31,9 @@ from disaggregated_inference.nodes.guards import Bearer, RequestId, describe, re
 from disaggregated_inference.nodes.http import no_route
 from disaggregated_inference.nodes.metrics import SECONDS
 from disaggregated_inference.nodes.ollama import OllamaNode, Writing
-from disaggregated_inference.nodes.ollama_asked import TextRequest, require_warmable
+from disaggregated_inference.nodes.ollama_asked import TextRequest, WarmRequest
 from disaggregated_inference.nodes.ollama_told import TextMetrics, TextPiece, WarmContext
-from disaggregated_inference.nodes.requests import PrefillRequest, body_of
+from disaggregated_inference.nodes.requests import body_of
 
 log = logging.getLogger(__name__)
 
@@ -119,9 +119,9 @@ def _shared_routes(node: OllamaNode, counts: "Counts") -> list[Route]:
 def _prefill_routes(node: OllamaNode, counts: "Counts") -> list[Route]:
     async def prefill(request: Request) -> Response:
         with counts.failures("prefill"):
-            asked = await body_of(request, PrefillRequest)
+            asked = await body_of(request, WarmRequest)
             asked.require_sensible()
-            require_warmable(asked)
+            asked.require_possible()
             with node.working():
                 metrics = await _unless_gone(request, _timed(node.warm(asked), asked.timeout_s))
         counts.read(metrics)

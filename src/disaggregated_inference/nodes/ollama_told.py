@@ -76,13 +76,14 @@ class Seen:
     def __init__(self) -> None:
         self._counts: OrderedDict[bytes, int] = OrderedDict()
 
-    def is_new(self, text: str) -> bool:
-        return self._take(text[:_HEAD_CHARS], 0) is None
+    def is_new(self, *texts: str) -> bool:
+        """Whether none of them began so before: which of them comes first is the template's business."""
+        return all([self._take(text[:_HEAD_CHARS], 0) is None for text in texts if text])
 
-    def counted(self, text: str, tokens: int | None) -> int | None:
+    def counted(self, prompt: str, tokens: int | None) -> int | None:
         """The most tokens that this prompt was ever counted to have: an old version counts only what is new."""
-        known = max(tokens or 0, self._take(f"={text}", tokens or 0) or 0)
-        self._take(f"={text}", known)
+        known = max(tokens or 0, self._take(f"={prompt}", tokens or 0) or 0)
+        self._take(f"={prompt}", known)
         return known or None
 
     def _take(self, text: str, value: int) -> int | None:

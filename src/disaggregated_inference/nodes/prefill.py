@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 
 import numpy as np
@@ -27,6 +27,7 @@ from disaggregated_inference.nodes.admission import Claim
 from disaggregated_inference.nodes.attempt import Attempt, PrefillMetrics
 from disaggregated_inference.nodes.canary import canary_tokens
 from disaggregated_inference.nodes.context import Context, prompt_hash
+from disaggregated_inference.nodes.keeper import Keeper
 from disaggregated_inference.nodes.listen import Listener
 from disaggregated_inference.nodes.rates import Rates
 from disaggregated_inference.nodes.room import Room
@@ -55,12 +56,13 @@ class PrefillNode:
         self.room, self.worker, self.engine = room, room.worker, room.engine
         self.reading = Rates()
         self.canary_tokens = 0
+        self._canary_read: Outbox | None = None
         self.on_end: Callable[[PrefillMetrics | None, BaseException | None], None] = lambda metrics, error: None
         self.epoch = secrets.token_hex(8)
         self.chunk_tokens = chunk_tokens or self.engine.chunk_tokens
         self.book = TicketBook(lease_s=lease_s)
         self._attempts: dict[str, Attempt] = {}
-        self._keeper = ThreadPoolExecutor(1, thread_name_prefix="kv-keep")
+        self._keeper = Keeper(room, self._close)
         self._listener = Listener(kv_addresses, self._serve, _MOST_CONNECTIONS)
         self._closing = threading.Event()
         threading.Thread(target=self._sweep, name="kv-sweep", daemon=True).start()
@@ -112,6 +114,10 @@ class PrefillNode:
         )
         return context, attempt.future
 
+    def admitted(self, ticket: str) -> "Future[None]":
+        """Done once there is memory for the prompt, or will be none."""
+        return self._known(ticket).admitted
+
     def inline(self, ticket: str, limit_bytes: int) -> bytes:
         """The whole cache of a prompt that was read, as one tape. The ticket stays good."""
         attempt = self._known(ticket)
@@ -134,12 +140,14 @@ class PrefillNode:
             except DisaggError as error:
                 return refuse(error)
             reading.add_done_callback(lambda done: self._settle(attempt, done))
+            attempt.was_admitted()
 
         def refuse(error: DisaggError) -> None:
             attempt.outbox.fail(error)
             self.book.hold(attempt.ticket)
             self._read_over(attempt, error)
             self._release(attempt)
+            attempt.was_admitted(error)
 
         cost = self.engine.kv_cost(len(attempt.tokens)) + self.engine.handed_out_bytes(len(attempt.tokens))
         attempt.claim = self.room.reading.ask(cost, 1, start, refuse, wait_s)
@@ -190,7 +198,7 @@ class PrefillNode:
             seconds = time.perf_counter() - started
             metrics = PrefillMetrics(count, seconds, count / seconds, started - asked, at)
             self._read_over(attempt, None, metrics)
-            self._keep(attempt)
+            self._keeper.keep(attempt)
             end = End(prompt_tokens=count, queue_s=started - asked, prefill_s=seconds, cached_tokens=at)
             attempt.outbox.finish(end)  # last: whoever has it all ends the ticket
         except DisaggError as error:
@@ -219,45 +227,18 @@ class PrefillNode:
         for piece in match.slices(self.chunk_tokens):
             self._require_wanted(attempt)
             self.engine.place(attempt.sequence, piece)
-            attempt.outbox.put(piece)
+            attempt.outbox.put(self.engine.held_as(attempt.sequence, piece))
             if piece.layer == len(attempt.sequence.placed) - 1:
                 yield
         self.engine.commit(attempt.sequence, match.tokens)
         return match.tokens
 
-    def _keep(self, attempt: Attempt) -> None:
-        """Copy what was read, for prompts that begin the same way, while the engine reads the next one."""
-        insertion = self.room.prefixes.insert(attempt.tokens) if attempt.ticket and not attempt.ended else None
-        if insertion is None:
-            return
-
-        def copy() -> None:
-            try:
-                for piece in attempt.outbox.slices():
-                    insertion.put(piece)
-            except Exception:
-                log.exception("a prompt's cache was not kept")
-            insertion.finish()
-            with suppress(NodeBusy):
-                self.worker.post(done)
-
-        def done() -> None:
-            attempt.keeping = False
-            if attempt.ended:
-                self._close(attempt)
-
-        attempt.keeping = True
-        try:
-            self._keeper.submit(copy)
-        except RuntimeError:  # closing
-            insertion.abandon()
-            attempt.keeping = False
-
     def _end(self, attempt: Attempt) -> None:
         """The ticket ended. Rows go back on the engine's thread, after whatever chunk it is at."""
         self._attempts.pop(attempt.ticket, None)
-        attempt.ended = True
-        attempt.outbox.fail(TicketRefused("the ticket expired or was cancelled"))
+        attempt.ended, over = True, TicketRefused("the ticket expired or was cancelled")
+        attempt.outbox.fail(over)
+        attempt.was_admitted(over)
         self._read_over(attempt, Cancelled("cancelled before the prompt was read"))
         self._close_soon(attempt)
 
@@ -335,12 +316,30 @@ class PrefillNode:
             return attempt
 
     def _canary(self, hello: Hello) -> Attempt:
-        """The canary prompt, read for this connection alone."""
+        """The canary prompt, for this connection alone. It is read once: later there may be no room for it."""
         self.book.check(hello.ticket, hello.secret, hello.fetch, hello.fingerprint)
         attempt = Attempt(canary_tokens(self.engine.spec.vocabulary))
-        reading = self.worker.start(self._read(attempt, time.perf_counter()), urgent=True)
-        reading.add_done_callback(lambda done: done.exception())  # the outbox tells
+        if self._canary_read:
+            attempt.outbox = self._canary_read.copy()
+        else:
+            self._read_canary(attempt)
         return attempt
+
+    def _read_canary(self, attempt: Attempt) -> "Future[PrefillMetrics | None]":
+        def keep(_: object) -> None:
+            """On the engine's thread, and the rows are still there; the outbox tells whether it failed."""
+            if attempt.outbox.whole:
+                self._canary_read = attempt.outbox.copy()
+
+        reading = self.worker.start(self._read(attempt, time.perf_counter()), urgent=True)
+        reading.add_done_callback(keep)
+        return reading
+
+    def read_canary(self) -> None:
+        """Before anyone asks for it."""
+        attempt = Attempt(canary_tokens(self.engine.spec.vocabulary))
+        self._read_canary(attempt).exception()
+        self.worker.call(lambda: self._end(attempt))
 
     def _stream_done(self, hello: Hello, attempt: Attempt) -> None:
         attempt.streams_done.add(hello.stream)
@@ -359,6 +358,7 @@ class PrefillNode:
                 error = DeadlineExceeded("the prompt was not read in time; send less, or allow more")
                 attempt.outbox.fail(error)
                 self._read_over(attempt, error)
+                attempt.was_admitted(error)
                 self.book.cancel(attempt.ticket)
 
     @property
@@ -389,7 +389,7 @@ class PrefillNode:
             time.sleep(0.02)
         self._listener.drain(deadline - time.monotonic())
         self._closing.set()
-        self._keeper.shutdown(wait=False, cancel_futures=True)
+        self._keeper.stop()
         self._listener.close()
         for attempt in list(self._attempts.values()):
             self.book.cancel(attempt.ticket)

@@ -4,13 +4,15 @@ import logging
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 
 import msgspec
 import numpy as np
 
 from disaggregated_inference.engines import Sequence
-from disaggregated_inference.errors import PeerRefused
+from disaggregated_inference.errors import KVMemoryFull, PeerRefused
 from disaggregated_inference.kv.dtype import Array
 from disaggregated_inference.nodes.answers import Answer
 from disaggregated_inference.nodes.canary import Reading, canary_tokens, require_same
@@ -22,6 +24,7 @@ log = logging.getLogger(__name__)
 
 _MOST_PEERS = 256
 _PATIENCE_S = 0.2
+_RETRY_S = 0.05
 
 
 class Proof(msgspec.Struct, frozen=True):
@@ -82,16 +85,31 @@ class Proofs:
             future.set_result(Proof(context.epoch, distance))
 
     def _compare(self, context: Context, hello: Hello, answer: Answer) -> float:
+        """One after the other: there may be room for no more than one of them."""
         tokens = canary_tokens(self._engine.spec.vocabulary)
-        sequences = [
-            self._worker.call(lambda: self._room.open(len(tokens) + 1, counted=False)) for _ in ("ours", "theirs")
-        ]
+        with self._opened(len(tokens) + 1, answer) as theirs:
+            logits = self._receive(context, hello, theirs, len(tokens), answer)
+            received = self._worker.call(lambda: self._stepped(theirs, logits, tokens))
+        with self._opened(len(tokens) + 1, answer) as ours:
+            computed = self._worker.call(lambda: self._stepped(ours, self._read(ours, tokens), tokens))
+        return require_same(computed, received)
+
+    @contextmanager
+    def _opened(self, capacity: int, answer: Answer) -> Iterator[Sequence]:
+        """Admission has promised nobody this memory. Where it is not there, it will be when another request ends."""
+        while True:
+            try:
+                sequence = self._worker.call(lambda: self._room.open(capacity, counted=False))
+                break
+            except KVMemoryFull:
+                answer.require_wanted()
+                if not self._engine.live:
+                    raise
+                time.sleep(_RETRY_S)
         try:
-            received = self._receive(context, hello, sequences[1], len(tokens), answer)
-            return self._worker.call(lambda: self._recompute(tokens, received, *sequences))
+            yield sequence
         finally:
-            for sequence in sequences:
-                self._worker.post(lambda sequence=sequence: self._room.close(sequence))  # type: ignore[misc]
+            self._worker.post(lambda: self._room.close(sequence))
 
     def _receive(self, context: Context, hello: Hello, target: Sequence, count: int, answer: Answer) -> Array:
         logits: list[Array] = []
@@ -106,12 +124,13 @@ class Proofs:
         gather.run()
         return logits[0]
 
-    def _recompute(self, tokens: list[int], received: Array, ours: Sequence, theirs: Sequence) -> float:
-        """On the engine's thread: read the prompt here, take one step on both, compare everything."""
-        engine = self._engine
-        computed = engine.prefill(ours, tokens).numpy()[0]
+    def _read(self, sequence: Sequence, tokens: list[int]) -> Array:
+        """On the engine's thread."""
         self.tokens_computed += len(tokens)
-        stepped = engine.step([ours, theirs], [tokens[0], tokens[0]]).numpy()
-        rows = [list(engine.export(sequence)) for sequence in (ours, theirs)]
-        pairs = zip(rows, (computed, received), stepped, strict=True)
-        return require_same(*(Reading(slices, np.stack([after, later])) for slices, after, later in pairs))
+        logits: Array = self._engine.prefill(sequence, tokens).numpy()[0]
+        return logits
+
+    def _stepped(self, sequence: Sequence, logits: Array, tokens: list[int]) -> Reading:
+        """On the engine's thread: one step on, and all that there is, in memory of its own."""
+        later = self._engine.step([sequence], [tokens[0]]).numpy()[0]
+        return Reading([piece.copy() for piece in self._engine.export(sequence)], np.stack([logits, later]))

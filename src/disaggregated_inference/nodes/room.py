@@ -40,9 +40,11 @@ class Room:
         parts = 2 if both_roles else 1
         self._require_useful(limit // parts)
         self.prefixes = PrefixStore(self.engine.fingerprint, self.engine.dtype, kept, disk=disk)
-        self.admission = Admission(limit // parts, self.engine.max_batch, most_waiting)
+        slots = self.engine.max_batch
+        held = max(1, slots // 4) if both_roles else 0
+        self.admission = Admission(limit // parts, max(1, slots - held), most_waiting)
         # Where one engine has both roles, caches that wait to be fetched must leave room for those who fetch them.
-        self.reading = Admission(limit // 2, self.engine.max_batch, most_waiting) if both_roles else self.admission
+        self.reading = Admission(limit // 2, held, most_waiting) if both_roles else self.admission
         self.draining = False
         self.faults = 0  # times the books did not add up
         self.held_bytes = self.peak_held_bytes = 0  # what the engine says it holds, when last asked

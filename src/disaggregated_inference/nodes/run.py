@@ -92,6 +92,8 @@ def run_node(asked: Settings) -> None:
         decode = DecodeNode(room, files.tokenizer, asked.chunk, asked.kv_streams, codecs) if writes else None
         served = Served(files, room, prefill, decode)
         room.worker.call(lambda: _measure(served))
+        if served.prefill:
+            served.prefill.read_canary()
         if decode:
             decode.guides.warm()
         _serve(asked, port, served)
@@ -176,8 +178,12 @@ def _load(asked: Settings) -> tuple[ModelFiles, Room]:
     if asked.prefix_disk and prefix_bytes == 0:
         raise BadRequest("--prefix-disk needs memory to bring prefixes back to: leave out --prefix-memory 0")
 
+    as_found = [files]
+
     def load() -> Engine:
-        loaded = load_engine(engine, files, **options)
+        """The first time what was found above; later the files are looked at anew."""
+        found = as_found.pop() if as_found else ModelFiles(files.name, files.path)
+        loaded = load_engine(engine, found, **options)
         _warm_up(loaded)
         return loaded
 

@@ -310,6 +310,8 @@ class Legs:
     def _gone(self, error: Exception) -> LegFailed:
         if isinstance(error, Silent):  # somebody asked meanwhile, and has found the words
             words = str(error).removeprefix(f"{self.server.name}: ")
+            if error.alive:
+                return LegFailed(self.server.name, "stream_ended", words)
             failure = LegFailed(self.server.name, "unreachable", words, hard=True)
             failure.silent = not error.refused
             return failure
@@ -337,6 +339,8 @@ class Legs:
 
     def _failure(self, failure: Failure) -> Exception:
         """An error in the middle of a stream."""
+        if failure.code in _BUSY:
+            return NodeIsBusy(self.server.name, failure.message, 1.0)
         if failure.code in ("deadline_exceeded", "bad_request", "context_too_long"):
             return refused(504 if failure.code == "deadline_exceeded" else 400, failure.code, failure.message)
         return LegFailed(self.server.name, failure.code, failure.message)

@@ -291,16 +291,18 @@ class Life:
             blamed.lost(str(failure), quiet=failure.silent)
         self.record.failed(Failover(node=blamed.name, code=failure.code, message=str(failure)), attempt)
         log.warning("a leg failed: %s", failure, extra={"request_id": self._id, "code": failure.code})
-        self._avoid.add((blamed.name, attempt.epochs[blamed.name]))
+        death = (blamed.name, attempt.epochs[blamed.name])
+        known = death in self._avoid  # several choices may see the same one
+        self._avoid.add(death)
         if of_prefill:
-            return self._learn_of_prefill(blamed, option.decode)
+            return self._learn_of_prefill(blamed, option.decode, known)
         self._pinned = None
-        self._decode_failures += 1
+        self._decode_failures += not known
         return self._decode_failures <= max(_MOST_DECODE_FAILURES, self._policies.retries)
 
-    def _learn_of_prefill(self, blamed: Node, decode: str) -> bool:
+    def _learn_of_prefill(self, blamed: Node, decode: str, known: bool) -> bool:
         """The decode node keeps what had arrived whole: the next attempt goes there, whoever reads the rest."""
-        self._prefill_failures += 1
+        self._prefill_failures += not known
         self._pinned = decode
         others = [node for node in self._watch.of(self._model) if node is not blamed and node.role != "decode"]
         if not any(node.usable and node.name != decode for node in others):

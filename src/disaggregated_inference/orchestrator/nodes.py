@@ -95,6 +95,7 @@ class About(msgspec.Struct, frozen=True):
     vocabulary: int | None = None
     fingerprint: Fingerprint | None = None
     identity: Identity = Identity()
+    capabilities: tuple[str, ...] | None = None  # by Ollama's names; None: nobody knows, or the tokenizer shows
 
     def differences(self, other: "About") -> list[str]:
         """One line per disagreement; none: both may answer for one model."""

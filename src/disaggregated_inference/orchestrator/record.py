@@ -272,7 +272,7 @@ def _phases(attempt: Attempt, came_at: float, total_s: float) -> list[Phase]:
     found = _row(start_s, option.decode, {"admission": told["admission"], "canary": told["canary"]})
     # Another machine reads while this one makes ready; one that does both makes ready first.
     read_s = start_s if option.prefill else _end_s(found, start_s)
-    reading = {"prefill queue": told["queue"], "prefill": told["prefill"]}
+    reading = {"prefill queue": told["queue"], "load": told["load"], "prefill": told["prefill"]}
     found += _row(read_s, option.prefill or option.decode, reading)
     # The node counts both from its first token on, which it wrote before it was seen here.
     exposed_s, decode_s = told["exposed_transfer"], told["decode"]
@@ -281,7 +281,7 @@ def _phases(attempt: Attempt, came_at: float, total_s: float) -> list[Phase]:
     return found + _row(first_s, option.decode, {"exposed transfer": exposed_s, "decode": decode_s - exposed_s})
 
 
-_BARS = ("admission", "canary", "queue", "prefill", "exposed_transfer", "decode")
+_BARS = ("admission", "canary", "queue", "load", "prefill", "exposed_transfer", "decode")
 
 
 def _row(start_s: float, node: str, times: dict[str, float]) -> list[Phase]:

@@ -40,7 +40,7 @@ class Texts:
             raise NoDecodeNode()
         assert having[0].about
         if (model := having[0].about.fingerprint) is None:
-            return NoTokenizer(having[0].model)
+            return NoTokenizer(having[0].model, having[0].about.capabilities)
         identity = hashlib.blake2b(f"{model.tokenizer}/{model.chat_template}".encode(), digest_size=16).hexdigest()
         if found := self._known.get(identity):
             return found

@@ -6,6 +6,7 @@ thought or a tool call that was begun cannot be gone on with; nor can an answer 
 node says so). Then the request fails, with the reason: an honest error is better than an answer with a seam in it.
 """
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from disaggregated_inference.orchestrator.watch import Watch
 SEAM = "Another node went on from the text - tokens may differ"
 
 _TOKEN_BYTES = 3  # of most texts a little more: a guess that leaves room
+_IMAGE_TOKENS = 768  # as a node has it
 _MOST_TOKEN_BYTES = 8  # as a node has it: so few tokens a text has at least
 
 
@@ -131,9 +133,18 @@ class WholeLife(Life):
 
 def about_tokens(ask: Ask) -> int:
     """A guess, on the large side: for whoever wants to know what is left of a window."""
-    return _size_bytes(ask) // _TOKEN_BYTES + 64
+    images = [message["images"] for message in ask.messages or [] if isinstance(message.get("images"), list)]
+    return _most_bytes(ask) // _TOKEN_BYTES + sum(map(len, images)) * _IMAGE_TOKENS + 64
 
 
 def _size_bytes(ask: Ask) -> int:
+    """Of what is in the prompt whatever the template is."""
     texts = [ask.prompt or "", *(str(message.get("content") or "") for message in ask.messages or [])]
     return sum(len(text.encode(errors="replace")) for text in texts)
+
+
+def _most_bytes(ask: Ask) -> int:
+    """Of all that may be in the prompt as text: tools, thoughts and calls, too."""
+    messages = [{name: message[name] for name in message if name != "images"} for message in ask.messages or []]
+    text = json.dumps([ask.prompt, messages, ask.template], ensure_ascii=False, default=str)
+    return len(text.encode(errors="replace"))

@@ -10,14 +10,21 @@ models_app = typer.Typer(help="Models on this machine (without a command: list t
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Name = Annotated[str, typer.Argument(help="A name, an alias, a folder or a .gguf file.")]
-Place = Annotated[str, typer.Argument(help="A name, a folder, a .gguf, a node's URL, or what inspect --json printed.")]
+Place = Annotated[
+    str, typer.Argument(help="A name, a folder, a .gguf, a node's URL (or host:port), or what inspect --json printed.")
+]
 
 
 @models_app.callback(invoke_without_command=True)
 def models(context: typer.Context, as_json: AsJson = False) -> None:
     """List the models this machine has, and the names it knows."""
-    if context.invoked_subcommand:
-        return
+    if not context.invoked_subcommand:
+        list_models(as_json)
+
+
+@models_app.command("list")
+def list_models(as_json: AsJson = False) -> None:
+    """The same as no command: what this machine has, and the names it knows."""
     from disaggregated_inference.models import ModelStore
 
     rows = ModelStore().list()
@@ -62,20 +69,22 @@ def import_model(
 ) -> None:
     """Give a model folder or GGUF file a name. Damaged and unsupported models are refused here."""
     from disaggregated_inference.models import ModelStore
+    from disaggregated_inference.models.names import bare_name
 
-    chosen = name or (path.stem if path.suffix == ".gguf" else path.expanduser().absolute().name)
+    chosen = bare_name(name) or (path.stem if path.suffix == ".gguf" else path.expanduser().absolute().name)
     store = ModelStore()
     before = store.names.get(chosen, {})
     added = store.add(chosen, path, copy)
     was = before.get(added.kind, str(added.path))
     instead = f" (before: {was})" if was != str(added.path) else ""
     engines = " or ".join(added.engines)
-    typer.echo(f"{chosen} is {added.path}{instead} ({added.spec.architecture}); serve it with --engine {engines}")
+    how = f"serve it with --engine {engines}" if engines else "no engine on this machine can load it"
+    typer.echo(f"{added.name} is {added.path}{instead} ({added.spec.architecture}); {how}")
 
 
 @models_app.command("remove")
 def remove_model(name: Annotated[str, typer.Argument(help="As it was given to import.")]) -> None:
-    """Forget an imported name. What `import --copy` copied is deleted; files elsewhere are not touched."""
+    """Forget an imported name. What `import --copy` copied is deleted; nothing else is."""
     from disaggregated_inference.models import ModelStore
 
     deleted = ModelStore().remove(name)
@@ -87,25 +96,27 @@ def verify_models(
     mine: Place,
     theirs: Place,
     token: Annotated[str, typer.Option(envvar="DISAGG_TOKEN", help="That a node among them wants.")] = "",
+    full: Annotated[bool, typer.Option("--full", help="Compare every byte of the weights; both must be here.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Whether two copies, here or on two machines, are one model between which a cache may move.
 
+    Norms are compared, and a sample of every tensor; of files stored differently, a sample of values, if both are here
+    and can be read as numbers. A node only tells hashes: stored differently there, only norms are compared.
     The exit code is 0 if they are. For a machine that runs no node: `disagg models inspect NAME --json > there.json`.
     """
     from disaggregated_inference.models import ModelStore
-    from disaggregated_inference.models.about import fingerprint_at, sameness
+    from disaggregated_inference.models.about import told_of, verdict
     from disaggregated_inference.progress import steps
 
     with steps() as progress:
-        here, there = (fingerprint_at(place, ModelStore(), token, progress) for place in (mine, theirs))
-    differences = here.differences(there)
-    verdict = "not the same model" if differences else sameness(here.weights, there.weights)
+        here, there = told_of((mine, theirs), ModelStore(), token, progress)
+        words, differences = verdict(here, there, full)
     if as_json:
-        told = {"same": not differences, "verdict": verdict, "differences": differences}
+        told = {"same": not differences, "verdict": words, "differences": differences}
         typer.echo(json.dumps(told, indent=2))
     else:
-        typer.echo(verdict + (":" if differences else "") + "".join(f"\n  {line}" for line in differences))
+        typer.echo(words + (":" if differences else "") + "".join(f"\n  {line}" for line in differences))
     raise typer.Exit(1 if differences else 0)
 
 
@@ -117,7 +128,7 @@ def _lines(told: dict[str, Any]) -> list[tuple[str, ...]]:
         ("model", told["name"]),
         ("path", told["path"]),
         ("kind", f"{told['kind']}, {told['architecture']}, {told['layers']} layers"),
-        ("engines", ", ".join(told["engines"])),
+        ("engines", ", ".join(told["engines"]) or "none on this machine"),
         ("context window", f"{told['context_window']:,} tokens"),
         ("weights", _size(told["weights_bytes"])),
         ("KV cache", f"{told['kv_bytes_per_token']:,} bytes a token; {_size(told['kv_bytes'])} at {at} (16 bit)"),

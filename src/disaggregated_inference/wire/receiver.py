@@ -149,7 +149,7 @@ def renew(connection: Connection, hello: Hello) -> float:
     """Say that someone will come, and take nothing. Returns how long the cache is held from now on. Closes the
     connection."""
     try:
-        welcome = _greet(connection, msgspec.structs.replace(hello, renew_only=True))
+        welcome = _greet(connection, msgspec.structs.replace(hello, renew_only=True, canary=False))
         connection.send_message(Kind.DONE)
         return welcome.lease_s
     except PeerGone:

@@ -80,6 +80,17 @@ class Outbox:
         with self._changed:
             return list(self._slices)
 
+    def copy(self) -> "Outbox":
+        """In memory of its own."""
+        with self._changed:
+            other, other._slices = Outbox(self.tokens), [piece.copy() for piece in self._slices]
+            other._logits, other._end, other._error = self._logits, self._end, self._error
+        return other
+
+    @property
+    def whole(self) -> bool:
+        return self._end is not None and not self._error
+
     def forget(self) -> None:
         """Let go of everything now: pinned memory that waits for the garbage collector is missed by the next prompt."""
         with self._changed:

@@ -22,7 +22,7 @@ from disaggregated_inference.errors import EngineUnavailable, KVMemoryFull, Slic
 from disaggregated_inference.kv import Fingerprint, KVDType, KVSlice, as_dtype
 from disaggregated_inference.kv.dtype import Array
 from disaggregated_inference.models import ModelFiles, ModelSpec
-from disaggregated_inference.models.rope import Rope, rope_from_config, rope_parameters
+from disaggregated_inference.models.rope import as_llamacpp_rotates, rope_parameters
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +204,8 @@ def load(
     size = Size(_cells(spec, kind, kv_bytes or default_kv_bytes(spec, kind), sequences), sequences + 1)
     setting = Setting(kind, threads or default_threads(), _yarn_range(model))
     context = Context(load_library(), model.path, size, setting)
-    codec, rope = prove(context, spec, kind, (spec.rope, _rounded(model)))
+    rounded = as_llamacpp_rotates(model.config, spec.layout.head_dim)
+    codec, rope = prove(context, spec, kind, (spec.rope, rounded))
     fingerprint = model.fingerprint
     if rope != spec.rope:
         log.warning(
@@ -218,12 +219,6 @@ def load(
 def _yarn_range(model: ModelFiles) -> tuple[float, float]:
     said, usual = rope_parameters(model.config), Setting().yarn_range
     return float(said.get("beta_fast", usual[0])), float(said.get("beta_slow", usual[1]))
-
-
-def _rounded(model: ModelFiles) -> Rope:
-    """As llama.cpp rotates under YaRN, whatever a checkpoint says: from a whole pair to a whole pair."""
-    scaling = rope_parameters(model.config) | {"truncate": True}
-    return rope_from_config(model.config | {"rope_scaling": scaling}, model.spec.layout.head_dim)
 
 
 def _cells(spec: ModelSpec, dtype: KVDType, kv_bytes: int, sequences: int) -> int:

@@ -171,6 +171,14 @@ class TorchEngine(Engine):
         for target, rows in zip(targets, (piece.keys, piece.values), strict=True):
             target[at] = host_tensor(as_dtype(rows, piece.dtype, self.dtype), self.dtype).to(self.device)
 
+    def held_as(self, sequence: Sequence, piece: KVSlice) -> KVSlice:
+        if self.device.type != "cpu" or self.spec.layout.layers[piece.layer].window:
+            return piece
+        first = sequence.state.starts[0]
+        at, tensors = slice(first + piece.start, first + piece.stop), (self.arena.keys, self.arena.values)
+        arrays = [host_array(tensor[piece.layer][at], self.dtype) for tensor in tensors]
+        return KVSlice(piece.layer, piece.start, self.dtype, arrays[0], arrays[1])
+
     @torch.inference_mode()
     def _commit(self, sequence: Sequence, length: int) -> None:
         for layer, rows in sequence.state.shadows.items():

@@ -44,7 +44,18 @@ class RedactedThinking(_Shape, frozen=True, kw_only=True, tag="redacted_thinking
     """Another server's secret: it cannot be read here, and nothing is lost but a thought."""
 
 
-Block = Text | ToolUse | ToolResult | Thinking | RedactedThinking
+class Image(_Shape, frozen=True, kw_only=True, tag="image"):
+    source: dict[str, Any]
+
+    @property
+    def data(self) -> str:
+        if self.source.get("type") != "base64" or not isinstance(data := self.source.get("data"), str):
+            form = '{"type": "base64", "data": ...}: nothing is fetched from here'
+            raise BadRequest(f"messages: an image has a source such as {form}. Models without vision read text alone")
+        return data
+
+
+Block = Image | Text | ToolUse | ToolResult | Thinking | RedactedThinking
 
 
 class Message(_Shape, frozen=True, kw_only=True):
@@ -166,7 +177,9 @@ def understood(body: dict[str, Any], kind: type[Kind]) -> Kind:
     except msgspec.ValidationError as error:
         reason, _, place = str(error).partition(" - at ")
         unread = "Invalid value" in reason and "messages[" in place
-        remedy = ": these models read text, and uses of tools with their results" if unread else ""
+        remedy = (
+            ": text, a user's images, and uses of tools with the text of their results are read here" if unread else ""
+        )
         raise BadRequest(f"{place.strip('`').removeprefix('$.') or 'body'}: {reason}{remedy}") from error
 
 
@@ -184,6 +197,8 @@ def messages_of(system: str | list[Text] | None, messages: Iterable[Message]) ->
 
 def _assistant(message: Message) -> Chat:
     """One message of a template's has thoughts, text and calls, in this order."""
+    if any(isinstance(block, Image) for block in message.blocks):
+        raise BadRequest("messages: an image in an assistant's message; give it in a user's")
     thought = "".join(block.thinking for block in message.blocks if isinstance(block, Thinking))
     calls = [_call(block) for block in message.blocks if isinstance(block, ToolUse)]
     said: Chat = {"role": "assistant", "content": _joined(message.blocks)}
@@ -200,7 +215,9 @@ def _user(message: Message, names: dict[str, str]) -> Iterator[Chat]:
         if is_result:
             yield from (_result(block, names) for block in blocks if isinstance(block, ToolResult))
         else:
-            yield {"role": message.role, "content": _joined(blocks)}
+            words = list(blocks)
+            images = [block.data for block in words if isinstance(block, Image)]
+            yield {"role": message.role, "content": _joined(words)} | ({"images": images} if images else {})
 
 
 def _result(block: ToolResult, names: dict[str, str]) -> Chat:

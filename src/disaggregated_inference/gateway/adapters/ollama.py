@@ -89,7 +89,7 @@ async def _generate(request: Request) -> Response:
     if not wanted.prompt:
         return await _loaded(call, model, wanted)
     tokenizer, options = await call.core.tokenizer(model), wanted.plain() | call.options()
-    if wanted.raw or not tokenizer.chat_template:
+    if wanted.raw or not (tokenizer.chat_template or wanted.images):
         parts = _plain_parts(call.core, await _prompted(call, model, wanted, options))
     else:
         template = wanted.template(tokenizer)

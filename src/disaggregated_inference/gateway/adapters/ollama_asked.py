@@ -14,7 +14,6 @@ from disaggregated_inference.models.tokenizer import ModelTokenizer
 _REFUSED = {
     "template": "the model's own chat template is used; leave it out, or send a whole prompt with raw",
     "suffix": "these models write what comes after the prompt; write the gap into the prompt yourself",
-    "images": "these models read text alone",
     "context": "tokens of an earlier answer are not taken; send the conversation to /api/chat",
 }
 
@@ -124,16 +123,18 @@ class GenerateAsked(Asked, frozen=True, kw_only=True):
     context: list[Any] | None = None
 
     def require_possible(self) -> None:
-        given = {"template": self.template_given, "suffix": self.suffix, "images": self.images, "context": self.context}
+        given = {"template": self.template_given, "suffix": self.suffix, "context": self.context}
         for name, value in given.items():
             if value:
                 raise BadRequest(f"{name}: {_REFUSED[name]}")
         if self.raw and self.system:
             raise BadRequest("raw mode does not support system: write it into the prompt")
+        if self.raw and self.images:
+            raise BadRequest("raw mode does not support images: leave out raw, or ask /api/chat")
 
     def messages(self) -> list[dict[str, Any]]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, {"role": "user", "content": self.prompt}]
+        return [*system, {"role": "user", "content": self.prompt} | _pictures(self.images)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,10 +147,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As OpenAI has it, and so chat templates."""
-        if self.images:
-            raise BadRequest(f"images: {_REFUSED['images']}")
-        found: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        """As OpenAI has it, and so chat templates; pictures as an Ollama's node has them."""
+        found: dict[str, Any] = {"role": self.role, "content": self.content or ""} | _pictures(self.images)
         if self.thinking:
             found |= {"reasoning_content": self.thinking, "thinking": self.thinking}  # Qwen's name, and GPT-OSS's
         if self.tool_calls:
@@ -180,6 +179,10 @@ class Named(msgspec.Struct, frozen=True, kw_only=True):
 
 def can_call(tokenizer: ModelTokenizer) -> bool:
     return "tools" in tokenizer.chat_template
+
+
+def _pictures(images: list[Any] | None) -> dict[str, Any]:
+    return {"images": images} if images else {}
 
 
 def read(body: dict[str, Any], kind: type[Kind]) -> Kind:

@@ -14,12 +14,14 @@ from disaggregated_inference.gateway.adapters.ollama_asked import Named, can_cal
 from disaggregated_inference.gateway.answers import body_of, json_response
 from disaggregated_inference.gateway.call import Call
 from disaggregated_inference.gateway.effort import can_think
+from disaggregated_inference.models.no_tokenizer import NoTokenizer
 from disaggregated_inference.models.tokenizer import ModelTokenizer
 from disaggregated_inference.orchestrator import DisaggregatedInference
 from disaggregated_inference.orchestrator.nodes import About
 
 _SINCE = datetime.now(UTC)  # when a model was made is not known here; programs want some time
 _KEPT = timedelta(days=3650)  # models stay
+_PASSED_ON = ("completion", "tools", "thinking", "vision")  # of what an Ollama can, what can be asked for here
 
 
 def model_of(call: Call, name: Any) -> str:
@@ -48,7 +50,7 @@ async def show(request: Request) -> Response:
     answer = {
         "modelfile": f"# {model}, served by a cluster; there is no Modelfile",
         "parameters": f"num_ctx {window}" if window else "",  # Continue takes its window from here
-        "template": tokenizer.chat_template if tokenizer else "",
+        "template": "" if tokenizer is None or isinstance(tokenizer, NoTokenizer) else tokenizer.chat_template,
         "details": _details(known),
         "model_info": _info(known, window),
         "capabilities": _capabilities(tokenizer),
@@ -102,6 +104,8 @@ def _info(known: About | None, window: int | None) -> dict[str, Any]:
 
 
 def _capabilities(tokenizer: ModelTokenizer | None) -> list[str]:
+    if isinstance(tokenizer, NoTokenizer):
+        return [name for name in tokenizer.capabilities if name in _PASSED_ON] or ["completion"]
     able = [("tools", can_call), ("thinking", can_think)]
     return ["completion", *(name for name, can in able if tokenizer and can(tokenizer))]
 

@@ -9,7 +9,7 @@ from disaggregated_inference.gateway.parsers.base import CallArguments, CallBegu
 from disaggregated_inference.gateway.turn import Part
 from disaggregated_inference.models.tokenizer import ModelTokenizer
 
-_BEFORE_READING = ("queue", "admission", "canary", "prefill queue")  # of the waterfall
+_BEFORE_READING = ("queue", "admission", "canary", "prefill queue", "load")  # of the waterfall
 
 
 class Piece(msgspec.Struct):
@@ -102,8 +102,8 @@ def line(content: dict[str, Any]) -> bytes:
 
 
 def _figures(metrics: dict[str, Any]) -> dict[str, int]:
-    """No duration is 0: programs divide by them. Nothing is loaded for a request, so what stands for it is the waiting
-    before its prompt was read."""
+    """No duration is 0: programs divide by them. Only an Ollama loads for a request, so what stands for it is all the
+    waiting before its prompt was read."""
     phases = metrics.get("waterfall") or ()
     waited_s = sum(phase["seconds"] for phase in phases if phase["name"] in _BEFORE_READING)
     return {

@@ -1,11 +1,18 @@
 """Messages and tools of chat requests, as chat templates take them: known fields, in one order, without nulls."""
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from disaggregated_inference.errors import BadRequest
+
+_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64", re.IGNORECASE)
+
+
+class Picture(msgspec.Struct, frozen=True, kw_only=True):
+    url: str
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,6 +21,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: Picture | None = None
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +69,7 @@ def _plain(message: Message, place: str) -> dict[str, Any]:
     plain: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,  # the one that templates know
         "content": _text(message, place),
+        "images": _images(message, place) or None,
         "name": message.name,
         "tool_call_id": message.tool_call_id,
         "reasoning_content": message.reasoning_content or message.reasoning,
@@ -78,10 +87,26 @@ def _text(message: Message, place: str) -> str:
     return "".join(_text_of(piece, f"{place}.content[{number}]") for number, piece in enumerate(content))
 
 
+def _images(message: Message, place: str) -> list[str]:
+    """In base64, as an Ollama's node has them."""
+    pieces = enumerate(message.content if isinstance(message.content, list) else ())
+    return [_image(piece, f"{place}.content[{number}]") for number, piece in pieces if piece.type == "image_url"]
+
+
+def _image(piece: Piece, place: str) -> str:
+    head, _, data = piece.image_url.url.partition(",") if piece.image_url else ("", "", "")
+    if not _DATA_URL.fullmatch(head):
+        form = "data:image/png;base64,... is needed: nothing is fetched from here"
+        raise BadRequest(f"{place}: an image_url such as {form}. Models without vision read text alone")
+    return data
+
+
 def _text_of(piece: Piece, place: str) -> str:
     text = piece.refusal if piece.type == "refusal" else piece.text
+    if piece.type == "image_url":
+        return ""
     if piece.type not in ("text", "refusal"):
-        raise BadRequest(f"{place}: a part of type {piece.type[:40]!r}; these models read text alone")
+        raise BadRequest(f"{place}: a part of type {piece.type[:40]!r}; text is read here, and an image_url")
     if text is None:
         raise BadRequest(f"{place}.{piece.type}: it is missing")
     return text

@@ -206,7 +206,7 @@ def _remedy(error: str) -> str:
         return ""
     if "`$.tools[" in error or "`$.tool_choice" in error:
         return ": tools of type function can be used, nothing here runs any other"
-    return ": these models read text, calls of functions and their outputs" if "`$.input" in error else ""
+    return ": text, calls of functions and their outputs are read here" if "`$.input" in error else ""
 
 
 def new_id(prefix: str) -> str:

@@ -1,0 +1,157 @@
+"""Whether two copies are one model: by a sample, byte by byte, and where they are stored differently."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from disaggregated_inference.engines import load_engine
+from disaggregated_inference.errors import ModelNotFound, ModelUnsupported
+from disaggregated_inference.models import ModelFiles, ModelStore
+from disaggregated_inference.models.about import Verdict, about, told_of, verdict
+from disaggregated_inference.models.gguf import GGUFFile
+from tests.conftest import LLAMACPP, LLAMACPP_OPTIONS, twin_of
+
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelStore:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return ModelStore(tmp_path / "home")
+
+
+@pytest.fixture
+def copy(tiny_folder: Folder, tmp_path: Path) -> Path:
+    """With the GGUF of the same weights in it."""
+    twin_of(tiny_folder("twin_llama"))
+    return shutil.copytree(tiny_folder("twin_llama"), tmp_path / "copy")
+
+
+def _verified(store: ModelStore, mine: Path | str, theirs: Path | str, full: bool = False) -> Verdict:
+    here, there = told_of((str(mine), str(theirs)), store)
+    return verdict(here, there, full)
+
+
+def _changed(folder: Path, by: float) -> None:
+    """Norms stay: fine-tunes can share them."""
+    noise, weights = np.random.default_rng(1), load_file(folder / "model.safetensors")
+    others = {
+        name: values if "norm" in name else (values * (1 + by * noise.standard_normal(values.shape))).astype(np.float32)
+        for name, values in weights.items()
+    }
+    save_file(others, folder / "model.safetensors", {"format": "pt"})
+
+
+class TestFull:
+    def test_one_bit_in_the_middle(self, store: ModelStore, copy: Path, tiny_folder: Folder) -> None:
+        mine, theirs = twin_of(tiny_folder("twin_llama")), twin_of(copy)
+        tensor = GGUFFile(mine).tensors["blk.1.ffn_up.weight"]
+        content = bytearray(mine.read_bytes())
+        content[tensor.begin + tensor.size_bytes // 2] ^= 1
+        theirs.write_bytes(content)
+        said = _verified(store, mine, theirs)
+        assert said == (
+            "the same model: its norms and a sample of every tensor are equal; --full compares every byte",
+            [],
+        )
+        assert _verified(store, mine, theirs, full=True).differences == [
+            "weights: model.layers.1.mlp.up_proj.weight differs"
+        ]
+        assert _verified(store, mine, mine, full=True) == ("the same model: every byte of its tensors is equal", [])
+
+    def test_of_a_folder(self, store: ModelStore, copy: Path, tiny_folder: Folder) -> None:
+        file = copy / "model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-3000] ^= 1
+        file.write_bytes(content)
+        assert not _verified(store, tiny_folder("twin_llama"), copy).differences
+        assert len(_verified(store, tiny_folder("twin_llama"), copy, full=True).differences) == 1
+
+    def test_where_there_are_no_bytes_to_compare(self, store: ModelStore, copy: Path, tmp_path: Path) -> None:
+        with pytest.raises(ModelUnsupported, match="these are stored differently"):
+            _verified(store, copy, twin_of(copy), full=True)
+        (tmp_path / "there.json").write_text(json.dumps(about(ModelFiles("x", copy))))
+        with pytest.raises(ModelUnsupported, match=r"those of .*there\.json are not here"):
+            _verified(store, copy, tmp_path / "there.json", full=True)
+
+
+class TestStoredDifferently:
+    @pytest.mark.parametrize("by", [0.02, 0.7])
+    def test_norms_are_not_all(self, by: float, store: ModelStore, copy: Path) -> None:
+        said = _verified(store, twin_of(copy), copy)
+        assert said.differences == []
+        assert "stored differently (gguf:F32 and F32): a cache may move between them" in said.words
+        assert "samples of 22 other tensors" in said.words
+        _changed(copy, by)
+        said = _verified(store, twin_of(copy), copy)
+        assert said.words == "not the same model"
+        assert "weights: lm_head.weight differs by 0." in said.differences[0]
+
+    @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16"])
+    def test_rounding_is_no_difference(self, kind: str, store: ModelStore, copy: Path, tmp_path: Path) -> None:
+        quantized = _quantized(twin_of(copy), tmp_path / "q", gguf.GGMLQuantizationType[kind])
+        said = _verified(store, quantized, copy)
+        assert (said.differences, "samples of 22 other tensors" in said.words) == ([], True)
+        _changed(copy, 0.5)
+        assert _verified(store, quantized, copy).differences
+
+    def test_what_cannot_be_read_is_said(self, store: ModelStore, copy: Path, tmp_path: Path) -> None:
+        (tmp_path / "there.json").write_text(json.dumps(about(ModelFiles("x", copy))))
+        said = _verified(store, twin_of(copy), tmp_path / "there.json")
+        assert said.words.endswith("only their norms were compared (of two files, values are, too)")
+        weights = load_file(copy / "model.safetensors")
+        packed = {name: each if "norm" in name else each.view(np.uint32) for name, each in weights.items()}
+        save_file(packed, copy / "model.safetensors", {"format": "pt"})
+        assert _verified(store, twin_of(copy), copy).words.endswith("only their norms could be compared")
+
+
+def _quantized(source: Path, folder: Path, kind: gguf.GGMLQuantizationType) -> Path:
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source.with_name(name), folder)
+    file, writer = GGUFFile(source), gguf.GGUFWriter(folder / "q.gguf", "llama")
+    for key, value in file.metadata.items():
+        writer.kv_data[0][key] = gguf.gguf_writer.GGUFValue(value, gguf.GGUFValueType.get_type(value))
+    for name in file.tensors:
+        values = np.ascontiguousarray(file.load(name))
+        plain = values.ndim == 1
+        stored = values if plain else gguf.quants.quantize(values, kind)
+        writer.add_tensor(name, stored, raw_dtype=None if plain else kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder / "q.gguf"
+
+
+@pytest.mark.skipif(not LLAMACPP, reason="needs llama.cpp")
+def test_a_llamacpp_node_that_rotates_its_own_way_has_the_same_model(
+    store: ModelStore, tiny_folder: Folder, tmp_path: Path
+) -> None:
+    folder = tiny_folder("gpt_oss")
+    file = ModelFiles("x", twin_of(folder))
+    print_of = load_engine("llamacpp", file, **LLAMACPP_OPTIONS).fingerprint
+    assert print_of.rope_frequencies != file.fingerprint.rope_frequencies
+    (tmp_path / "node.json").write_text(json.dumps({"fingerprint": msgspec.to_builtins(print_of)}))
+    (tmp_path / "there.json").write_text(json.dumps(about(file)))
+    for mine in (file.path, folder, tmp_path / "there.json"):
+        said = _verified(store, mine, tmp_path / "node.json")
+        assert said.differences == []
+        assert "goes to other llama.cpp nodes only" in said.words
+    assert "llama.cpp nodes only" in _verified(store, file.path, folder).words
+    assert "llama.cpp" not in _verified(store, file.path, file.path).words
+
+
+def test_an_address_needs_no_scheme_and_comes_before_a_model(store: ModelStore, tiny_folder: Folder) -> None:
+    with pytest.raises(ModelNotFound, match=r"http://127\.0\.0\.1:9 does not answer"):
+        _verified(store, "smollm2", "127.0.0.1:9")
+    assert not store.root.exists(), "nothing was fetched"
+    store.add("model:9", tiny_folder("llama"))
+    assert not _verified(store, "model:9", "disaggregated:model:9").differences
