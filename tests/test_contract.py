@@ -18,7 +18,7 @@ from disaggregated_inference.errors import ContextTooLong, KVMemoryFull, Sequenc
 from disaggregated_inference.kv import KVSlice
 from disaggregated_inference.models import ARCHITECTURES, ModelFiles
 from tests.conftest import ENGINE_OPTIONS, LLAMACPP, LoadTiny
-from tests.handoff import alone, copied, forced_logits, prompt_of, read_prompt, receive, write_answer
+from tests.handoff import alone, forced_logits, prompt_of, read_prompt, receive, write_answer
 
 ENGINES = tuple(ENGINE_OPTIONS)
 EVERY = (*ENGINES, *LLAMACPP)
@@ -179,7 +179,7 @@ def test_export_in_the_middle_of_an_answer(architecture: str, source: str, targe
         written.append(chosen[0])
         other.append(chosen[1])
     logits = first.step([moving], written[-1:])
-    arrived = receive(second, [copied(piece) for piece in first.export(moving)], 170)
+    arrived = receive(second, [piece.copy() for piece in first.export(moving)], 170)
     first.close(moving)
     first.close(staying)
     assert written + write_answer(second, arrived, logits, 30) == expected

@@ -10,7 +10,6 @@ from disaggregated_inference.errors import SliceRefused
 from disaggregated_inference.kv import KVDType, KVLayout, KVSlice, LayerPlan, as_dtype
 from disaggregated_inference.kv.dtype import KV_DTYPES, bfloat16_to_float32, float32_to_bfloat16, require_dtype
 from tests.conftest import ENGINE_OPTIONS, LoadTiny
-from tests.handoff import copied
 
 FULL, SLIDING = LayerPlan(), LayerPlan(kind="sliding", window=128)
 
@@ -103,7 +102,7 @@ def test_rows_survive_an_engine(name: str, cuts: list[int], dtype: KVDType, seed
             engine.place(sequence, KVSlice(layer, first, dtype, keys, values))
         start = stop
         engine.commit(sequence, stop)
-    for piece in map(copied, engine.export(sequence)):
+    for piece in (piece.copy() for piece in engine.export(sequence)):
         assert piece.stop == total
         assert piece.start == layers[piece.layer].first_row(0, total)
         expected = whole[piece.layer]

@@ -25,7 +25,7 @@ from disaggregated_inference.errors import (
 from disaggregated_inference.kv import KVDType, as_dtype, require_same_model
 from disaggregated_inference.models import ModelFiles
 from tests.conftest import ENGINE_OPTIONS, LLAMACPP, LLAMACPP_OPTIONS, LoadTiny, twin_of
-from tests.handoff import alone, copied, forced_logits, prompt_of, read_prompt, receive, write_answer
+from tests.handoff import alone, forced_logits, prompt_of, read_prompt, receive, write_answer
 
 if not LLAMACPP:
     pytest.skip("no llama.cpp is installed", allow_module_level=True)
@@ -122,10 +122,10 @@ class TestPairs:
         for token in tokens[150:170]:
             far.step([other, moving], [7, token])
         arrived = near.open(300)
-        for piece in map(copied, far.export(moving)):
+        for piece in (piece.copy() for piece in far.export(moving)):
             near.place(arrived, piece)
         near.commit(arrived, 170)
-        far.prefill(moving, tokens[170:], lambda piece: near.place(arrived, copied(piece)))
+        far.prefill(moving, tokens[170:], lambda piece: near.place(arrived, piece.copy()))
         near.commit(arrived, 270)
         found = np.concatenate([near.step([arrived], [token]).numpy() for token in tokens[:8]])
         assert np.abs(found - forced_logits(near, tokens, tokens[:8])[1:]).max() < NOISE

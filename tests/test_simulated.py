@@ -32,7 +32,7 @@ from disaggregated_inference.nodes.sampling import Sampler, Sampling
 from disaggregated_inference.wire import codecs
 from tests import test_contract as contract
 from tests.conftest import LoadTiny
-from tests.handoff import alone, copied, prompt_of, read_prompt, receive, write_answer
+from tests.handoff import alone, prompt_of, read_prompt, receive, write_answer
 from tests.test_cli import disagg
 from tests.test_http import Node
 
@@ -501,7 +501,7 @@ def test_reading_in_pieces_equals_reading_at_once(simulated: Load) -> None:
     engine.prefill(whole, prompt)
     for a, b in zip(engine.export(pieces, 100), engine.export(whole, 100), strict=True):
         assert (a.layer, a.start, a.stop) == (b.layer, b.start, b.stop)
-        assert np.array_equal(copied(a).keys, b.keys)
+        assert np.array_equal(a.copy().keys, b.keys)
         assert np.array_equal(a.values, b.values)
     engine.close(pieces)
     engine.close(whole)

@@ -212,7 +212,7 @@ def test_token_exact_over_tcp(
     slices: list[KVSlice] = []
     with tcp_pair() as (near, far):
         sending = threads.submit(serve, Connection(far), one.admit)
-        fetching = threads.submit(one.fetch, near, lambda piece: slices.append(_copy(piece)))
+        fetching = threads.submit(one.fetch, near, lambda piece: slices.append(piece.copy()))
         one.read()  # engines belong to this thread; the wire does not care which thread that is
         receipt = fetching.result(10)
         end = sending.result(10)
@@ -224,10 +224,6 @@ def test_token_exact_over_tcp(
     if before is not None:
         assert one.writer.counters.prompt_tokens == before
     assert one.answer() == alone(one.writer, one.prompt, ANSWER)
-
-
-def _copy(piece: KVSlice) -> KVSlice:
-    return KVSlice(piece.layer, piece.start, piece.dtype, piece.keys.copy(), piece.values.copy())
 
 
 def start(one: Transfer, threads: ThreadPoolExecutor, far: socket.socket, **options: str) -> "Future[End | None]":
