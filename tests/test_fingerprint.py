@@ -1,15 +1,17 @@
 """Two sides that disagree in any one thing must never exchange a cache."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from disaggregated_inference.errors import FingerprintMismatch
 from disaggregated_inference.kv import Fingerprint, KVLayout, LayerPlan, require_same_model
-from disaggregated_inference.kv.fingerprint import Weights
+from disaggregated_inference.kv.fingerprint import Sampled, Weights
 from disaggregated_inference.models import ModelFiles
 from tests.conftest import LoadTiny
 
@@ -24,6 +26,11 @@ REFERENCE = Fingerprint(
     weights=Weights(norms="nnn", format="BF16", sample="sss"),
 )
 LAYOUT = REFERENCE.layout
+
+
+def floats(*values: float) -> bytes:
+    return np.array(values, "<f2").tobytes()
+
 
 MUTATIONS: dict[str, Any] = {
     "architecture": {"architecture": "llama"},
@@ -53,6 +60,44 @@ def test_any_mutation_is_detected(what: str) -> None:
 
 def test_every_field_is_mutated_above() -> None:
     assert {key for change in MUTATIONS.values() for key in change} == set(Fingerprint.__struct_fields__)
+
+
+def _weights(stored_as: str, values: bytes, rounding: float = 0.1) -> Weights:
+    return Weights("nnn", stored_as, stored_as, (Sampled(tensor="v", rounding=rounding, values=values),))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "same"),
+    [
+        (floats(1, 2), True),
+        (floats(1.1, 2.1), True),
+        (floats(1.3, 2.3), False),
+        (floats(-1, -2), False),
+        (floats(0, 0), False),
+        (floats(math.nan, 2), False),
+        (floats(math.inf, 2), False),
+        (floats(1, 2, 3), False),
+        (b"odd", False),
+        (b"", False),
+    ],
+)
+def test_values_tell_apart_what_is_stored_differently(theirs: bytes, same: bool) -> None:
+    mine, other = (
+        msgspec.structs.replace(REFERENCE, weights=weights)
+        for weights in (_weights("BF16", floats(1, 2), 0.01), _weights("gguf:Q4_0", theirs))
+    )
+    over_the_wire = msgspec.json.decode(msgspec.json.encode(other), type=Fingerprint)
+    for here, there in ((mine, over_the_wire), (over_the_wire, mine)):
+        said = here.differences(there)
+        assert (said == []) is same
+        assert same or "weights: v differs by" in said[0]
+
+
+def test_values_that_one_side_does_not_tell() -> None:
+    other = msgspec.structs.replace(REFERENCE, weights=Weights("nnn", "mlx", "other"))
+    for values in (floats(1, 2), b"odd"):
+        mine = msgspec.structs.replace(REFERENCE, weights=_weights("BF16", values))
+        assert mine.differences(other) == other.differences(mine) == []
 
 
 def test_a_gguf_with_another_template_says_what_to_do() -> None:

@@ -92,20 +92,39 @@ class TestStoredDifferently:
         _changed(copy, by)
         said = _verified(store, twin_of(copy), copy)
         assert said.words == "not the same model"
-        assert "weights: lm_head.weight differs by 0." in said.differences[0]
+        assert "weights: model.layers.0.mlp.down_proj.weight differs by 0." in said.differences[0]
+
+    def test_a_value_that_no_fingerprint_carries(self, store: ModelStore, copy: Path) -> None:
+        file, weights = twin_of(copy), load_file(copy / "model.safetensors")
+        weights["lm_head.weight"] = weights["lm_head.weight"] * np.float32(1.1)
+        save_file(weights, copy / "model.safetensors", {"format": "pt"})
+        mine, theirs = (ModelFiles("x", path).fingerprint for path in (file, copy))
+        assert mine.differences(theirs) == []
+        assert "weights: lm_head.weight differs by 0." in _verified(store, file, copy).differences[0]
+
+    def test_of_a_node_there_is_a_sample(self, store: ModelStore, copy: Path, tmp_path: Path) -> None:
+        """What a fingerprint carries is enough to refuse: nodes compare no files."""
+
+        def there() -> Verdict:
+            told = {"fingerprint": msgspec.to_builtins(ModelFiles("x", copy).fingerprint)}
+            (tmp_path / "there.json").write_text(json.dumps(told))
+            return _verified(store, twin_of(copy), tmp_path / "there.json")
+
+        assert there().words.endswith("their norms are equal, and samples of 9 other tensors but for rounding")
+        _changed(copy, 0.1)
+        assert "differs by 0.1" in there().differences[0]
+        assert len(there().differences) == 4
 
     @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16"])
     def test_rounding_is_no_difference(self, kind: str, store: ModelStore, copy: Path, tmp_path: Path) -> None:
         quantized = _quantized(twin_of(copy), tmp_path / "q", gguf.GGMLQuantizationType[kind])
         said = _verified(store, quantized, copy)
+        assert len(ModelFiles("x", quantized).fingerprint.weights.values) == 9
         assert (said.differences, "samples of 22 other tensors" in said.words) == ([], True)
         _changed(copy, 0.5)
         assert _verified(store, quantized, copy).differences
 
-    def test_what_cannot_be_read_is_said(self, store: ModelStore, copy: Path, tmp_path: Path) -> None:
-        (tmp_path / "there.json").write_text(json.dumps(about(ModelFiles("x", copy))))
-        said = _verified(store, twin_of(copy), tmp_path / "there.json")
-        assert said.words.endswith("only their norms were compared (of two files, values are, too)")
+    def test_what_cannot_be_read_is_said(self, store: ModelStore, copy: Path) -> None:
         weights = load_file(copy / "model.safetensors")
         packed = {name: each if "norm" in name else each.view(np.uint32) for name, each in weights.items()}
         save_file(packed, copy / "model.safetensors", {"format": "pt"})

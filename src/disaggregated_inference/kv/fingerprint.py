@@ -3,12 +3,14 @@
 Weight quantization may differ (FP8 on one side, 8-bit on the other is the normal case), so identity rests on what no
 quantizer touches: `norms`, a hash over every normalization weight. Two fine-tunes can share their norms; where both
 sides store them in the same format, `sample` (a hash over a piece of every tensor) tells those apart too. Where they do
-not, only values can: nodes compare computed ones, with a canary prompt, and `disagg models verify` those in files.
+not, `values` does, as far as rounding leaves a difference to see; nodes also compare computed values, with a canary
+prompt, and `disagg models verify` more of those in files.
 """
 
 import math
 
 import msgspec
+import numpy as np
 
 from disaggregated_inference.errors import FingerprintMismatch
 from disaggregated_inference.kv.layout import KVLayout
@@ -17,12 +19,34 @@ from disaggregated_inference.kv.layout import KVLayout
 _ROPE_TOLERANCE = 1e-5
 
 
+class Sampled(msgspec.Struct, frozen=True):
+    """Some weights of one tensor, in little-endian float16, and how far the way it is stored may have moved them: the
+    difference's size over theirs."""
+
+    tensor: str
+    rounding: float
+    values: bytes
+
+    def far_from(self, other: "Sampled") -> str:
+        limit, far = max(self.rounding, other.rounding), _apart(self.values, other.values)
+        if far <= limit:
+            return ""
+        return f"weights: {self.tensor} differs by {far:.2g} of its size, where rounding explains {limit}"
+
+
 class Weights(msgspec.Struct, frozen=True):
-    """Identity of the weights: `format` names how they are stored, `sample` is comparable only within one format."""
+    """Identity of the weights: `format` names how they are stored, `sample` is comparable only within one format, and
+    `values` between any two that can be read as numbers."""
 
     norms: str
     format: str
     sample: str
+    values: tuple[Sampled, ...] = ()
+
+    def far_values(self, other: "Weights") -> list[str]:
+        """One line for each tensor that rounding does not explain."""
+        theirs = {each.tensor: each for each in other.values}
+        return [line for mine in self.values if mine.tensor in theirs and (line := mine.far_from(theirs[mine.tensor]))]
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
@@ -69,7 +93,18 @@ class Fingerprint(msgspec.Struct, frozen=True):
             return [f"weights: norms {_short(mine.norms)} here, {_short(theirs.norms)} there"]
         if mine.format == theirs.format and mine.sample != theirs.sample:
             return [f"weights: {mine.format} {_short(mine.sample)} here, {_short(theirs.sample)} there"]
-        return []
+        return mine.far_values(theirs)[:4] if mine.format != theirs.format else []
+
+
+def _apart(mine: bytes, theirs: bytes) -> float:
+    """Infinite where they cannot be compared: a peer may send anything."""
+    if len(mine) != len(theirs) or len(mine) % 2:
+        return math.inf
+    ours, others = (np.frombuffer(values, "<f2").astype(np.float32) for values in (mine, theirs))
+    if not (np.isfinite(ours).all() and np.isfinite(others).all()):
+        return math.inf
+    larger = max(np.linalg.norm(ours), np.linalg.norm(others)) or 1.0
+    return float(np.linalg.norm(ours - others) / larger)
 
 
 def _short(value: object) -> str:

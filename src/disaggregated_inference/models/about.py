@@ -166,14 +166,15 @@ def _compared(here: Told, there: Told, full: bool, only: str) -> Verdict:
 
 
 def _values(here: Told, there: Told) -> tuple[list[str], str]:
-    if not (here.model and there.model):
-        return [], "only their norms were compared (of two files, values are, too)"
-    compared = compare_values(here.model, there.model)
-    if not compared.tensors:
+    """Rows of the files where both are here; else the few values that fingerprints carry, which did not differ."""
+    if here.model and there.model:
+        tensors, differences = compare_values(here.model, there.model)
+    else:
+        mine, theirs = ({each.tensor for each in told.fingerprint.weights.values} for told in (here, there))
+        tensors, differences = len(mine & theirs), []
+    if not tensors:
         return [], "only their norms could be compared"
-    return compared.differences, (
-        f"their norms are equal, and samples of {compared.tensors} other tensors but for rounding"
-    )
+    return differences, f"their norms are equal, and samples of {tensors} other tensors but for rounding"
 
 
 def _bytes(here: Told, there: Told) -> tuple[list[str], str]:

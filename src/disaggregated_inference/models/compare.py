@@ -1,8 +1,6 @@
 """Whether two models on this machine hold the same weights, whatever they are stored as.
 
-Two fine-tunes can share every norm. Values can be compared where both sides can be read as numbers: not bit by bit,
-since one of them may be rounded to four bits, but as far as that rounding explains. Rows of Q and K are left out: a
-GGUF of a llama keeps them in another order.
+More of them than a fingerprint carries: rows of every tensor that both sides can be read as numbers of, or every byte.
 """
 
 import hashlib
@@ -11,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from disaggregated_inference.models.gguf import ENCODINGS, Floats
+from disaggregated_inference.models.identity import ROUNDING, rows
 from disaggregated_inference.models.safetensors import StoredTensor
 from disaggregated_inference.models.store import ModelFiles
 
@@ -19,16 +17,6 @@ _COMPARED = re.compile(
     r"model\.embed_tokens\.weight|lm_head\.weight|.*\.(self_attn\.[vo]_proj|mlp\.(gate|up|down)_proj)\.weight"
 )
 _ROWS = 16  # of each tensor, spread over it
-_BY_NAME = {encoding.name: encoding for encoding in ENCODINGS.values()}
-
-# |mine - theirs| / |mine| that rounding to each explains, and some more: half of it is usual for bell-shaped weights.
-_ROUNDING = {
-    **dict.fromkeys(("F32", "F16", "BF16"), 0.01),
-    **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), 0.2),
-    **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K"), 0.1),
-    "Q6_K": 0.06,
-    "Q8_0": 0.02,
-}
 
 
 class Compared(NamedTuple):
@@ -52,26 +40,19 @@ def compare_bytes(mine: ModelFiles, theirs: ModelFiles) -> list[str]:
 
 
 def _readable(model: ModelFiles) -> dict[str, StoredTensor]:
-    return {each.name: each for each in model.tensors() if each.dtype in _ROUNDING and _COMPARED.fullmatch(each.name)}
+    return {each.name: each for each in model.tensors() if each.dtype in ROUNDING and _COMPARED.fullmatch(each.name)}
 
 
 def _difference(mine: StoredTensor, theirs: StoredTensor) -> str:
     if mine.shape != theirs.shape:
         return f"weights: {mine.name} is {mine.shape} here, {theirs.shape} there"
-    ours, others = _rows(mine), _rows(theirs)
-    limit = max(_ROUNDING[mine.dtype], _ROUNDING[theirs.dtype])
+    ours, others = rows(mine, _ROWS), rows(theirs, _ROWS)
+    limit = max(ROUNDING[mine.dtype], ROUNDING[theirs.dtype])
     far = float(np.linalg.norm(ours - others) / (np.linalg.norm(ours) or 1.0))
     if far <= limit:
         return ""
     rounding = f"{mine.dtype} and {theirs.dtype} explain {limit}"
     return f"weights: {mine.name} differs by {far:.2g} of its size, where {rounding}"
-
-
-def _rows(tensor: StoredTensor) -> Floats:
-    encoding, width = _BY_NAME[tensor.dtype], tensor.shape[-1]
-    raw = np.frombuffer(tensor.data, np.uint8).reshape(-1, width // encoding.block * encoding.block_bytes)
-    values: Floats = encoding.decode(raw[:: max(1, len(raw) // _ROWS)][:_ROWS].ravel())
-    return values.reshape(-1)
 
 
 def _hashes(model: ModelFiles) -> dict[str, bytes]:

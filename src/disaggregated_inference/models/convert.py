@@ -14,7 +14,8 @@ from disaggregated_inference.models.complete import require_whole_gguf
 from disaggregated_inference.models.gguf import GGUFFile
 from disaggregated_inference.models.gguf_metadata import ARCHITECTURES
 from disaggregated_inference.models.gguf_tokenizer import end_tokens, special_texts, tokenizer_of
-from disaggregated_inference.models.safetensors import StoredTensor, weights_identity, write_tensors
+from disaggregated_inference.models.identity import weights_identity
+from disaggregated_inference.models.safetensors import StoredTensor, write_tensors
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",

@@ -1,10 +1,9 @@
 """The safetensors file format, without torch: eight bytes of header length, a JSON header, raw tensors."""
 
-import hashlib
 import json
 import math
 import mmap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +11,8 @@ import numpy as np
 
 from disaggregated_inference.errors import ModelDamaged
 from disaggregated_inference.kv.dtype import Array, float32_to_bfloat16
-from disaggregated_inference.kv.fingerprint import Weights
 
 _HEADER_LIMIT_BYTES = 100 << 20
-_SAMPLE_BYTES = 1024
-_NORM_SUFFIX = "norm.weight"
 
 
 class StoredTensor(NamedTuple):
@@ -67,18 +63,3 @@ def write_tensors(path: Path, shapes: dict[str, tuple[int, ...]], load: Callable
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for name in shapes:
             file.write(np.ascontiguousarray(load(name), np.float32).data)
-
-
-def weights_identity(tensors: Iterable[StoredTensor], stored_as: str | None = None) -> Weights:
-    """The two hashes that tell models apart; `stored_as` names a quantization, else the commonest dtype does."""
-    norms, sample = hashlib.sha256(), hashlib.sha256()
-    dtypes: dict[str, int] = {}
-    for tensor in sorted(tensors, key=lambda t: t.name):
-        if tensor.name.endswith(_NORM_SUFFIX):
-            norms.update(tensor.name.encode() + tensor.canonical().tobytes())
-        sample.update(f"{tensor.name} {tensor.dtype} {tensor.shape} ".encode() + tensor.data[:_SAMPLE_BYTES])
-        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + len(tensor.data)
-    if not dtypes:
-        raise ModelDamaged("the model's files hold no tensors")
-    stored_as = stored_as or max(dtypes, key=lambda dtype: dtypes[dtype])
-    return Weights(norms=norms.hexdigest()[:32], format=stored_as, sample=sample.hexdigest()[:32])

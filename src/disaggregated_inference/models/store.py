@@ -24,9 +24,10 @@ from disaggregated_inference.models.complete import require_whole_folder, shards
 from disaggregated_inference.models.convert import Progress, config_from_gguf, stored, weights_of_gguf
 from disaggregated_inference.models.gguf import GGUFFile, is_gguf, is_later_part
 from disaggregated_inference.models.gguf_tokenizer import tokenizer_of
+from disaggregated_inference.models.identity import weights_identity
 from disaggregated_inference.models.names import FileKind as FileKind
 from disaggregated_inference.models.names import Named, bare_name, changing, read_names
-from disaggregated_inference.models.safetensors import StoredTensor, read_tensors, weights_identity
+from disaggregated_inference.models.safetensors import StoredTensor, read_tensors
 from disaggregated_inference.models.spec import ModelSpec, spec_from_config
 from disaggregated_inference.models.tokenizer import TOKENIZER_FILES, ModelTokenizer, read_json
 
