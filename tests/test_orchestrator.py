@@ -350,14 +350,29 @@ def test_no_decode_node_left(four: Four, expect: Any) -> None:
 
 
 def test_two_of_a_kind_share_the_work(four: Four, expect: Any) -> None:
-    prompts = [prompt_of(200, seed=100 + number) for number in range(32)]
-    with DisaggregatedClient(config_of(*four.all)) as client, ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda prompt: answered(client, prompt, 24), prompts))
-        assert [tokens for tokens, _ in answers] == [expect(prompt, 24) for prompt in prompts]
+    """Work that is worth sharing, however a busy machine measured its nodes: prompts that take a while to read, and
+    memory for four answers on each decode node."""
+    prompts, count = [prompt_of(800, seed=100 + number) for number in range(24)], 24
+    memory = 4 * (800 + count + 16) * four.d1.status()["kv_token_bytes"]
+    small = [
+        Process(name, "decode", "mlx", four.d1.model, *COMMON, "--kv-memory", str(memory)) for name in ("d3", "d4")
+    ]
+    try:
+        for node in small:
+            node.ready()
+        with (
+            DisaggregatedClient(config_of(four.p1, four.p2, *small, local="never")) as client,
+            ThreadPoolExecutor(12) as pool,
+        ):
+            answers = list(pool.map(lambda prompt: answered(client, prompt, count), prompts))
+        assert [tokens for tokens, _ in answers] == [expect(prompt, count) for prompt in prompts]
         for leg in ("prefill_server", "decode_server"):
             served = [metrics[leg] for _, metrics in answers]
             assert len(set(served)) == 2, served
-            assert min(served.count(name) for name in set(served)) >= 4, served
+            assert min(served.count(name) for name in set(served)) >= 3, served
+    finally:
+        for node in small:
+            node.end()
 
 
 def simulated(name: str, profile: str) -> Process:
