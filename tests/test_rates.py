@@ -26,8 +26,8 @@ def test_buckets_are_powers_of_two() -> None:
 def test_every_second_counts_alike() -> None:
     rates = Rates()
     rates.note(1, 100, 1.0)
-    rates.note(1, 1, 1.0)
-    assert rates.expect(1) == pytest.approx(50.5, rel=0.05), "not the mean of 100 and 1 by chance of how it was cut"
+    rates.note(1, 20, 1.0)
+    assert rates.expect(1) == pytest.approx(60, rel=0.05), "not the mean of 100 and 20 by chance of how it was cut"
     rates = Rates()
     rates.note(1, 100, 1.0)
     rates.note(1, 1, 0.001)
@@ -96,3 +96,22 @@ def test_a_hiccup_is_not_for_ever() -> None:
     for _ in range(40):
         rates.note(1, 1, 1.0)
     assert (rates.expect(1) or 0) < 2, "what stays slow is slow"
+
+
+def test_the_first_of_its_size_may_be_one() -> None:
+    rates = Rates()
+    rates.note(64, 64, 0.01)
+    rates.note(2048, 2048, 3600.0)
+    assert rates.expect(2048) == pytest.approx(800), "as far below its neighbour as anything may be"
+    for _ in range(20):
+        rates.note(2048, 2048, 0.4)
+    assert rates.expect(2048) == pytest.approx(4600, rel=0.1)
+
+
+def test_small_work_that_is_much_slower_is_known_soon() -> None:
+    rates = Rates()
+    rates.note(64, 6400, 1.0)
+    for _ in range(4):
+        rates.note(1, 1, 0.1)
+    assert 10 < (rates.expect(1) or 0) < 30
+    assert rates.expect(64) == 6400

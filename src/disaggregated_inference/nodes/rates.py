@@ -9,8 +9,7 @@ import msgspec
 _HALF_LIFE = 32  # samples after which what was measured counts half
 _KEPT = 0.5 ** (1 / _HALF_LIFE)
 _MOST_BUCKETS = 32
-_KNOWN = 4  # samples after which one that is far slower than all before is a hiccup (a frozen process, a swap)
-_SLOWEST = 8.0
+_SLOWEST = 8.0  # times as long as expected; what took longer was a hiccup (a frozen process, a swap, a lid closed)
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,13 +27,14 @@ class _Bucket:
     samples: int = 0
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Sums that fade, not rates: so every second of work counts alike, however it was cut into samples. A hiccup
-        counts as slow, not as for ever: routers would never come back to measure again."""
-        if self.samples >= _KNOWN:
-            seconds = min(seconds, _SLOWEST * tokens * self.seconds / self.tokens)
+        """Sums that fade, not rates: so every second of work counts alike, however it was cut into samples."""
         self.tokens = self.tokens * _KEPT + tokens
         self.seconds = self.seconds * _KEPT + seconds
         self.samples += 1
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
 
 
 class Rates:
@@ -45,26 +45,33 @@ class Rates:
         self._buckets: dict[int, _Bucket] = {}
 
     def note(self, size: int, tokens: int, seconds: float) -> None:
-        """Work of this size made so many tokens in that time. Where a clock saw no time pass, nothing was learnt."""
+        """Work of this size made so many tokens in that time. Where a clock saw no time pass, nothing was learnt. A
+        hiccup counts as slow, not as for ever: routers would never come back to measure again."""
         if tokens < 1 or not 0 < seconds < math.inf:
             return
+        power = _power(size)
         with self._lock:
-            self._buckets.setdefault(_power(size), _Bucket()).note(tokens, seconds)
+            if nearest := self._nearest(power):
+                seconds = min(seconds, _SLOWEST * tokens / nearest.tokens_per_s)
+            self._buckets.setdefault(power, _Bucket()).note(tokens, seconds)
 
     def seen(self) -> list[Rate]:
         """Smallest size first."""
         with self._lock:
             return [
-                Rate(size=1 << power, tokens_per_s=bucket.tokens / bucket.seconds, samples=bucket.samples)
+                Rate(size=1 << power, tokens_per_s=bucket.tokens_per_s, samples=bucket.samples)
                 for power, bucket in sorted(self._buckets.items())
             ]
 
     def expect(self, size: int) -> float | None:
         """What to plan with: the nearest size that was seen, of two the smaller: larger work is seldom slower."""
-        power = _power(size)
         with self._lock:
-            nearest = min(self._buckets, key=lambda other: (abs(other - power), other), default=None)
-            return None if nearest is None else self._buckets[nearest].tokens / self._buckets[nearest].seconds
+            nearest = self._nearest(_power(size))
+            return nearest.tokens_per_s if nearest else None
+
+    def _nearest(self, power: int) -> _Bucket | None:
+        found = min(self._buckets, key=lambda other: (abs(other - power), other), default=None)
+        return None if found is None else self._buckets[found]
 
 
 def _power(size: int) -> int:
