@@ -29,7 +29,7 @@ from disaggregated_inference.nodes.answers import Answer, Rules
 from disaggregated_inference.nodes.context import Context
 from disaggregated_inference.nodes.decode import DecodeNode
 from disaggregated_inference.nodes.prefill import PrefillNode
-from disaggregated_inference.wire import Hello, sender
+from disaggregated_inference.wire import Hello, gather, sender
 from disaggregated_inference.wire.frames import Connection, Kind
 from tests.conftest import LoadTiny, Pair, until
 from tests.handoff import alone, prompt_of
@@ -160,6 +160,30 @@ def test_a_quiet_sender_that_answers_is_waited_for(pair: Pair, right: list[int],
     asked = decode.paths.seen()[0].connections - before - 1
     assert asked > 0, "it was asked whether it is there"
     assert (answer.metrics.kv_bytes, decode.paths.seen()[0].failures) == (KV_BYTES, 0)
+
+
+def test_a_sender_too_busy_to_answer_is_heard(pair: Pair, right: list[int], monkeypatch: Any) -> None:
+    """Nobody answers the question whether it is there, and meanwhile the next slices come."""
+    prefill, decode = pair
+    monkeypatch.setattr(sender, "_PULSE_S", 10.0)
+    quick, asked = prefill.engine.prefill, []
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.8)
+        return quick(*args)
+
+    def unanswered(connection: Connection, hello: Hello) -> float:
+        connection.sock.close()
+        asked.append(hello)
+        time.sleep(2)
+        raise PeerGone("nobody answers")
+
+    monkeypatch.setattr(prefill.engine, "prefill", slow)
+    monkeypatch.setattr(gather, "renew", unanswered)
+    answer = begin(prefill, decode)
+    assert list(answer) == right
+    assert asked, "it was asked whether it is there"
+    assert (answer.metrics.kv_bytes, answer.metrics.resumed, decode.paths.seen()[0].failures) == (KV_BYTES, 0, 0)
 
 
 def test_an_unreachable_path_is_passed_over(pair: Pair, right: list[int]) -> None:

@@ -34,7 +34,7 @@ class Sampled(msgspec.Struct, frozen=True):
         return f"weights: {self.tensor} differs by {far:.2g} of its size, where rounding explains {limit}"
 
 
-class Weights(msgspec.Struct, frozen=True):
+class Weights(msgspec.Struct, frozen=True, omit_defaults=True):
     """Identity of the weights: `format` names how they are stored, `sample` is comparable only within one format, and
     `values` between any two that can be read as numbers."""
 

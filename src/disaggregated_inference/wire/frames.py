@@ -19,6 +19,7 @@ the header has a check of its own, or a flipped bit would look like a peer that 
 last so that both sides compute it piece by piece, while a piece is in the processor's cache anyway.
 """
 
+import select
 import socket
 import struct
 import threading
@@ -118,6 +119,13 @@ class Connection:
         self.deadline: float | None = None  # on the monotonic clock, for all that is received until then
         self.still_there: Callable[[], bool] = lambda: False  # asked where nothing comes: whether to go on waiting
         self.greeted_s = 0.0  # how long the other side took to answer the greeting
+        self.heard_at = 0.0  # when something last came
+
+    def has_bytes(self) -> bool:
+        """Whether something came that was not looked at yet, if only the connection's end."""
+        waiting = select.poll()
+        waiting.register(self.sock, select.POLLIN)
+        return bool(waiting.poll(0))
 
     def send(self, frame: Frame, *payload: Buffer) -> None:
         """The header goes out with the first block and the checksum with the last: nothing small travels alone."""
@@ -196,6 +204,7 @@ class Connection:
                 raise PeerGone("the other side took too long to say what it wants")
             try:
                 count, silences = self.sock.recv_into(target), 0
+                self.heard_at = time.monotonic()
             except OSError as error:
                 silences += 1
                 if isinstance(error, TimeoutError) and silences < _MOST_SILENCES and self.still_there():

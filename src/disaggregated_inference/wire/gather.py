@@ -283,14 +283,22 @@ class Gather:
         )
 
     def _answers(self, stream: _Stream, path: Path, patience_s: float) -> bool:
-        """The node behind a silent connection, asked on another."""
+        """The node behind a silent connection, asked on another. One that is too busy to answer in time may say
+        something else meanwhile; one that is frozen does not."""
+        asked_at = time.monotonic()
         try:
             renew(path.dial(patience_s), self._hello)
         except PeerGone:
-            stream.mute = True
+            stream.mute = not self._heard(stream, path, asked_at)
         except DisaggError:
             pass  # it says no; on the connection that waits it will say so too
         return not stream.mute
+
+    def _heard(self, stream: _Stream, path: Path, since: float) -> bool:
+        """On this connection, or on one of the others to the same place. What waits there unread may be old."""
+        with self._changed:
+            there = {number: self._connections[number] for number, via in self._via.items() if via is path}
+        return there.pop(stream.number).has_bytes() or any(each.heard_at > since for each in there.values())
 
     def _held(self, stream: _Stream) -> int:
         with self._changed:
