@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import until
+from tests.conftest import until, written
 
 # Not where the system finds ports for whoever dials: one of those is soon taken by somebody's connection. Each worker
 # has some thousands of its own.
@@ -58,8 +58,7 @@ class Process:
         return self
 
     def said(self) -> str:
-        self.log.seek(0)
-        return self.log.read()
+        return written(self.log)
 
     @property
     def alive(self) -> bool:

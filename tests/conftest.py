@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import hypothesis
 import pytest
@@ -54,15 +54,27 @@ LoadTiny = Callable[[str, str], Engine]
 Pair = tuple[PrefillNode, DecodeNode]
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Whether it was ever so: what passes by is not asked for a second time."""
     deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
+    while not (so := condition()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return condition()
+    return so
+
+
+def written(file: IO[str]) -> str:
+    """What a child process has written there. Not by seeking: the place where it writes on is the same for both."""
+    return os.pread(file.fileno(), 1 << 26, 0).decode()
 
 
 # A busy machine is no failure; too slow to make examples on it is none either.
-hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# The same examples every time, unless someone goes to look for others (`make fuzz`).
+hypothesis.settings.register_profile(
+    "busy",
+    deadline=None,
+    derandomize="DISAGG_FUZZ_EXAMPLES" not in os.environ,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("busy")
 
 

@@ -24,7 +24,7 @@ from disaggregated_inference.gateway.parsers.base import Said
 from disaggregated_inference.gateway.turn import Part, Turn
 from disaggregated_inference.orchestrator import DisaggregatedInference
 from tests.cluster import Process, config_of
-from tests.conftest import until
+from tests.conftest import until, written
 
 _FLOAT32 = ("--dtype", "float32", "--kv-memory", "256M")
 _START_S = 30.0
@@ -96,8 +96,7 @@ class GatewayProcess:
         return self
 
     def said(self) -> str:
-        self._log.seek(0)
-        return self._log.read()
+        return written(self._log)
 
     def tell(self, signal: int) -> None:
         self.process.send_signal(signal)

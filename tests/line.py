@@ -54,8 +54,9 @@ class Line:
         with suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
+                self._sockets.append(near)
                 far = socket.create_connection(self.target)
-                self._sockets += [near, far]
+                self._sockets.append(far)
                 threading.Thread(target=self._pump, args=(near, far), daemon=True).start()
                 threading.Thread(target=self._pump_back, args=(far, near), daemon=True).start()
 

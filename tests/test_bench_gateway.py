@@ -11,7 +11,7 @@ from disaggregated_inference.errors import BadRequest
 
 
 def test_what_the_gateway_adds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in {"_REPEATS": 1, "_STEADY_S": 0.3, "_MARGIN_S": 0.3}.items():
+    for name, value in {"_REPEATS": 1, "_STEADY_S": 1.5, "_MARGIN_S": 3.0}.items():
         monkeypatch.setattr(gateway, name, value)
     report = gateway.run((3,), 4, 6, "", tmp_path)
     assert all(math.isfinite(row.value) for row in report.rows)

@@ -102,11 +102,12 @@ def test_a_thousand_requests(nodes: Callable[..., Pair], record_property: Callab
     chaos = Chaos(pair, requests, expected)
     with ThreadPoolExecutor(CLIENTS) as pool:
         list(pool.map(chaos.one, range(200)))
-        assert until(lambda: nothing_left(pair), 5), left(pair)
+        assert until(lambda: nothing_left(pair)), left(pair)
         before = measured()
         list(pool.map(chaos.one, range(200, REQUESTS)))
-    assert until(lambda: nothing_left(pair), 5), left(pair)
-    assert until(lambda: threading.active_count() <= before[0] + 1, 5)
+    assert until(lambda: nothing_left(pair)), left(pair)
+    assert until(lambda: threading.active_count() <= before[0] + 1)
+    assert until(lambda: measured()[1] <= before[1] + 2), "descriptors"
     after = measured()
     counts = {name: chaos.outcomes.count(name) for name in sorted(set(chaos.outcomes))}
     assert not [outcome for outcome in chaos.outcomes if outcome.startswith("wrong")], counts

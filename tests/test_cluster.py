@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -113,20 +114,20 @@ def test_nobody_becomes_the_model_by_the_death_of_another(
     wrong = _copy_with_another("model", tiny_folder("llama"), tmp_path / "llama")
     imposter = Process("imposter", "decode", "mlx", str(wrong), *COMMON)
     prompt, got = prompt_of(200), list[int | None]()
-    expected = alone(tiny_engine("mlx", "llama"), prompt, 200)
+    expected = alone(tiny_engine("mlx", "llama"), prompt, 1500)
     try:
         with DisaggregatedClient(config_of(imposter.ready(), four.p1, four.d1, local="auto", poll_s=0.2)) as client:
             assert client.health()["nodes"]["imposter"]["state"] == "mismatch"
 
             def killed_at_40() -> None:
-                for delta in client.stream(**ask_of(prompt, 200)):
+                for delta in client.stream(**ask_of(prompt, 1500)):
                     got.append(delta.token)
                     if len(got) == 40:
                         four.d1.kill()
 
             with pytest.raises(NoDecodeNode):
                 killed_at_40()
-            assert 40 <= len(got) < 200
+            assert 40 <= len(got) < 1500
             assert got == expected[: len(got)]
             until(lambda: False, 1.0)  # until it was asked again, several times
             assert client.health()["nodes"]["imposter"]["state"] == "mismatch"
@@ -135,7 +136,7 @@ def test_nobody_becomes_the_model_by_the_death_of_another(
             assert imposter.status()["tokens_written"] == 0
             four.d1.start()
             four.d1.ready()
-            assert until(lambda: client.health()["verdict"] != "decode down: cannot serve", 5)
+            assert until(lambda: client.health()["verdict"] != "decode down: cannot serve", 20)
             assert answered(client, prompt, 8)[0] == expected[:8]
     finally:
         imposter.end()
@@ -344,9 +345,14 @@ def test_the_interpreter_ends_with_requests_in_flight(four: Four) -> None:
         text = textwrap.dedent(program).format(config=config_of(*four.all), end=end)
         started = time.monotonic()
         ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
-        assert (ended.returncode, ended.stdout, ended.stderr) == (code, "True\n", ""), ended
-        assert time.monotonic() - started < 30
+        assert (ended.returncode, ended.stdout, complaints(ended.stderr)) == (code, "True\n", []), ended
+        assert time.monotonic() - started < 50
     assert nothing_left(four)
+
+
+def complaints(stderr: str) -> list[str]:
+    """But for those about a node: on a busy machine one may stand still for a second."""
+    return [line for line in stderr.splitlines() if not re.match(r"a leg failed: |\S+ is not usable: ", line)]
 
 
 def test_a_daemon_thread_that_asks_after_the_interpreter_s_end(four: Four) -> None:
@@ -370,7 +376,7 @@ def test_a_daemon_thread_that_asks_after_the_interpreter_s_end(four: Four) -> No
     """
     text = textwrap.dedent(program).format(config=config_of(*four.all))
     ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "True\n", ""), ended
+    assert (ended.returncode, ended.stdout, complaints(ended.stderr)) == (0, "True\n", []), ended
 
 
 def test_nodes_that_die_all_the_time(

@@ -13,9 +13,9 @@ from disaggregated_inference.nodes.listen import parse_address
 from disaggregated_inference.nodes.rates import Rate
 from disaggregated_inference.nodes.room import Room
 from disaggregated_inference.nodes.worker import EngineThread
-from tests.conftest import LoadTiny, Pair
+from tests.conftest import LoadTiny, Pair, until
 from tests.handoff import prompt_of
-from tests.test_http import Node, wait_for
+from tests.test_http import Node
 from tests.test_serving import scraped
 
 LOTS = 64 << 20
@@ -61,7 +61,7 @@ def test_what_was_computed_was_not_cached(pair: tuple[Node, Node]) -> None:
     first = handed_over(pair, tokens, 3)
     assert (first["metrics"]["cached_tokens"], first["metrics"]["prefill_cached_tokens"]) == (300, 0)
     assert first["usage"]["cached_tokens"] == 0
-    assert wait_for(lambda: prefill.ask("/status")[1]["prefixes"]["blocks"] >= 5)
+    assert until(lambda: prefill.ask("/status")[1]["prefixes"]["blocks"] >= 5)
     assert handed_over(pair, tokens, 3)["usage"]["cached_tokens"] == 299
     again = decode.ask("/generate", {"tokens": tokens, "max_tokens": 2, "ignore_eos": True})[1]
     assert again["usage"]["cached_tokens"] == 299
@@ -100,9 +100,9 @@ def test_prefixes_must_leave_something(tiny_engine: LoadTiny) -> None:
 
 def test_a_model_is_not_idle_before_its_node_is_ready() -> None:
     """Making ready takes longer than that; the time of nobody's use begins when someone could."""
-    node = Node("decode", "--engine", "simulated", "--idle-unload", "1.5")
+    node = Node("decode", "--engine", "simulated", "--idle-unload", "4")
     assert node.ask("/health")[1]["loaded"]
-    assert wait_for(lambda: not node.ask("/health")[1]["loaded"])
+    assert until(lambda: not node.ask("/health")[1]["loaded"])
     assert node.ask("/generate", {"tokens": [5], "max_tokens": 2})[0] == 200
     node.stop()
 

@@ -215,8 +215,8 @@ def test_cancelled_in_every_phase(nodes: Callable[..., Pair]) -> None:
             time.sleep(delay)
             started = time.monotonic()
             ends(answer)
-            assert until(lambda: nothing_left(pair), 2.5), f"{phase.__name__} left something behind"
-            assert time.monotonic() - started < 3
+            assert until(lambda: nothing_left(pair), 6), f"{phase.__name__} left something behind"
+            assert time.monotonic() - started < 6
     # In the queue: all the memory is promised to someone else.
     claim = decode.room.admission.ask(decode.room.admission.limit_bytes, 1, lambda claim: None, lambda error: None, 0)
     queued = decode.read_and_write(prompt_of(5), 10)
@@ -253,15 +253,15 @@ def test_who_leaves_a_slow_reader_need_not_wait_for_a_whole_chunk(nodes: Callabl
 def test_cancelled_while_a_peer_is_being_proven(nodes: Callable[..., Pair]) -> None:
     """The first contact, with a prefill node that is busy: the client need not wait for the canary to leave."""
     prefill, decode = nodes()
-    slow(prefill, "_prefill", 4.0)
+    slow(prefill, "_prefill", 10.0)
     context, _ = prefill.begin(prompt_of(100))
     answer = decode.fetch_and_write(context, 4)
     others = [decode.fetch_and_write(prefill.begin(prompt_of(100))[0], 4) for _ in range(2)]
     time.sleep(0.4)
     for each in (answer, *others):
         each.cancel()
-    assert until(lambda: decode.open_requests == 0, 2.0)
-    assert until(lambda: nothing_left((prefill, decode)), 10)
+    assert until(lambda: decode.open_requests == 0, 6.0)
+    assert until(lambda: nothing_left((prefill, decode)), 60)
 
 
 def test_every_wait_has_an_end(nodes: Callable[..., Pair]) -> None:
@@ -371,6 +371,7 @@ def test_a_prompt_that_is_all_there(nodes: Callable[..., Pair]) -> None:
 def test_streams_go_on_while_a_long_prompt_is_read(nodes: Callable[..., Pair]) -> None:
     """A local prompt is read in small pieces between steps once someone is writing."""
     _, decode = nodes()
+    slow(decode, "_step", 0.01)
     running = decode.read_and_write(prompt_of(10), 400)
     assert until(lambda: running.metrics.completion_tokens > 5)
     slow(decode, "_prefill", 0.01)
@@ -431,7 +432,7 @@ def test_idle_models_are_unloaded(tiny_folder: Any, tiny_engine: LoadTiny) -> No
     room = Room(worker)
     room.unload_when_idle(0.3)
     node = DecodeNode(room, model.tokenizer)
-    assert until(lambda: not room.engine.loaded, 3)
+    assert until(lambda: not room.engine.loaded)
     expected = alone(tiny_engine("torch", "llama"), prompt_of(50), 8)
     gate = threading.Barrier(8)
 

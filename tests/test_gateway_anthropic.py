@@ -140,7 +140,7 @@ def test_a_client_that_leaves_ends_it(client: Anthropic, pair: tuple[Process, Pr
     with client.messages.stream(**ASK | {"max_tokens": 4000}) as stream:
         next(event for event in stream if event.type == "content_block_delta")
         assert pair[1].status()["slots"]["used"] == 1
-    assert until(lambda: all(node.nothing_left() for node in pair), 5)
+    assert until(lambda: all(node.nothing_left() for node in pair))
 
 
 @pytest.mark.parametrize(

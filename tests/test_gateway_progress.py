@@ -69,9 +69,9 @@ def require_true(progress: list[dict[str, int]], usage: Any) -> None:
 
 
 def test_a_prompt_that_is_read_in_pieces(client: OpenAI) -> None:
-    progress, usage = told(client.chat.completions.create(**asked("a" * 4000, extra_body=WANTED)))
+    progress, usage = told(client.chat.completions.create(**asked("a" * 12000, extra_body=WANTED)))
     require_true(progress, usage)
-    assert len(progress) > 3
+    assert len(progress) >= 3
     assert any(0 < each["processed"] < usage.prompt_tokens for each in progress)
 
 
@@ -148,7 +148,7 @@ def test_the_reader_dies_in_the_middle(client: OpenAI, pair: tuple[Process, Proc
     reader, writer = pair
     progress: list[dict[str, int]] = []
     usage, before = None, 0
-    for chunk in client.chat.completions.create(**asked("j" * 12000, extra_body=WANTED)):
+    for chunk in client.chat.completions.create(**asked("j" * 24000, extra_body=WANTED)):
         usage = chunk.usage or usage
         if news := (chunk.model_extra or {}).get("prompt_progress"):
             progress.append(news)
@@ -162,7 +162,7 @@ def test_the_reader_dies_in_the_middle(client: OpenAI, pair: tuple[Process, Proc
     assert len({(each["total"], each["cache"]) for each in progress}) == 1
     assert progress[0]["cache"] < 50
     after = [each["processed"] for each in progress[before:]]
-    assert 300 < after[0] < 12000
+    assert 300 < after[0] < 24000
     assert after[-1] == usage.prompt_tokens
     times = [each["time_ms"] for each in progress]
     assert times == sorted(times)

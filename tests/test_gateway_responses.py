@@ -194,7 +194,7 @@ def test_a_client_that_leaves_ends_it(client: OpenAI, pair: tuple[Process, Proce
     with client.responses.create(model=MODEL, input="hello", max_output_tokens=4000, stream=True) as stream:
         next(event for event in stream if event.type == "response.output_text.delta")
         assert pair[1].status()["slots"]["used"] == 1
-    assert until(lambda: all(node.nothing_left() for node in pair), 5)
+    assert until(lambda: all(node.nothing_left() for node in pair))
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_what_another_one_has_is_taken_over_once(tmp_path: Path) -> None:
     with opened(9, file) as old:
         for n in range(3):
             old.add({"n": n, "request_id": str(n)})
-        assert until(lambda: len(rows(file)) == 3, 5)
+        assert until(lambda: len(rows(file)) == 3)
         with opened(3, file) as history:
             old.add({"n": 3, "request_id": "3"})
             history.inherit(old)

@@ -30,7 +30,7 @@ def rules(queue_s: float, timeout_s: float = 60.0) -> Rules:
 def test_a_deadline_in_line_is_a_deadline(nodes: Callable[..., Pair]) -> None:
     prefill, decode = pair = nodes()
     context, reading = prefill.begin(prompt_of(50))
-    reading.result(5)
+    reading.result(20)
     with no_memory(decode):
         with pytest.raises(DeadlineExceeded, match=r"within 0.4 s, and still in line for KV memory"):
             list(decode.read_and_write(prompt_of(5), rules=rules(30, timeout_s=0.4)))
@@ -51,19 +51,20 @@ def test_who_is_refused_has_waited(nodes: Callable[..., Pair]) -> None:
     with no_memory(decode), pytest.raises(KVMemoryFull):
         list(decode.read_and_write(prompt_of(5), rules=rules(0.4)))
     list(decode.read_and_write(prompt_of(5), rules=rules(0)))
-    assert [answer.metrics.admission_time > 0.3 for answer in ended] == [True, False]
+    assert ended[0].metrics.admission_time > 0.3
+    assert ended[1].metrics.admission_time < ended[0].metrics.admission_time
 
 
 def test_a_lease_is_renewed_in_line(nodes: Callable[..., Pair]) -> None:
     """For as long as it waits; and whoever gave up waiting has not spent the ticket."""
-    prefill, decode = nodes(lease_s=1.5)  # a busy machine may be late by a second
+    prefill, decode = nodes(lease_s=3)  # a busy machine may be late by two seconds
     context, reading = prefill.begin(prompt_of(50))
-    reading.result(5)
+    reading.result(20)
     with no_memory(decode):
         with pytest.raises(KVMemoryFull):
-            list(decode.fetch_and_write(context, rules=rules(2.5)))
+            list(decode.fetch_and_write(context, rules=rules(4.5)))
         answer = decode.fetch_and_write(context, rules=rules(30))
-        time.sleep(2.5)
+        time.sleep(4.5)
     assert len(list(answer)) == 4
     assert until(lambda: prefill.book.endings.fetched == 1)
     assert prefill.book.endings.expired == 0
@@ -80,5 +81,5 @@ def test_nobody_waits_for_a_cache_that_is_gone(gone: str, nodes: Callable[..., P
         started = time.monotonic()
         with pytest.raises(PeerFailed, match="no such ticket" if gone == "cancelled" else "no KV memory within"):
             list(answer)
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 10
     assert until(lambda: nothing_left(pair))

@@ -76,7 +76,7 @@ def test_a_prompt_fetched_before_its_reader_looks_up_was_read(
     def finish_and_stay(outbox: Outbox, end: End) -> None:
         finish(outbox, end)
         if end.prompt_tokens == len(prompt):
-            assert until(lambda: prefill.book.endings.fetched == 1, 5)
+            assert until(lambda: prefill.book.endings.fetched == 1)
 
     monkeypatch.setattr(Outbox, "finish", finish_and_stay)
     context, reading = prefill.begin(prompt)
@@ -128,7 +128,7 @@ def test_an_engine_that_cannot_open_holds_nothing(nodes: Callable[..., Pair], ti
             with pytest.raises(RuntimeError):
                 list(decode.read_and_write(prompt_of(50), 4))
         node.room.open = original  # type: ignore[method-assign]
-    assert until(lambda: nothing_left(pair), 3)
+    assert until(lambda: nothing_left(pair))
     answer = decode.fetch_and_write(prefill.begin(prompt_of(50))[0], rules=Rules(max_tokens=4))
     assert list(answer) == alone(tiny_engine(WRITER, "llama"), prompt_of(50), 4)
 

@@ -53,10 +53,13 @@ async def a_slow_node() -> AsyncIterator[tuple[Slow, Legs]]:
         yield node, legs
 
 
-def test_a_busy_node_has_more_time_than_one_that_was_always_quick() -> None:
+def test_a_busy_node_has_more_time_than_one_that_was_always_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("disaggregated_inference.orchestrator.legs._PROBE_S", 1.0)
+
     async def run() -> None:
         async with a_slow_node() as (node, legs):
             await legs.health()
+            legs._slowness_s = 0.0  # whatever this machine took
             node.seconds = 1.5
             with pytest.raises(LegFailed, match="does not answer"):
                 await legs.health()
@@ -134,7 +137,7 @@ def test_no_node_has_for_ever() -> None:
             started = asyncio.get_running_loop().time()
             with pytest.raises(LegFailed, match="does not answer"):
                 await legs.health()
-            assert asyncio.get_running_loop().time() - started < 5.0
+            assert asyncio.get_running_loop().time() - started < 15.0
 
     asyncio.run(run())
 

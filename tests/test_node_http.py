@@ -24,9 +24,8 @@ from disaggregated_inference.nodes.guidance import Format, Guides
 from disaggregated_inference.nodes.http import node_app
 from disaggregated_inference.nodes.sampling import Sampling
 from disaggregated_inference.nodes.served import Served
-from tests.conftest import Pair
+from tests.conftest import Pair, until
 from tests.recorded_ollama import Front, OnThread
-from tests.test_http import wait_for
 
 SLOW = {"type": "regex", "pattern": "a{3}"}
 
@@ -82,7 +81,7 @@ def test_a_body_that_does_not_come(any_node: OnThread, monkeypatch: pytest.Monke
 
 def test_who_leaves_in_the_middle_of_a_body_is_no_fault(served: OnThread, caplog: pytest.LogCaptureFixture) -> None:
     begun(served, b"{", 1000).close()
-    assert wait_for(lambda: "cancelled" in ended(served))
+    assert until(lambda: "cancelled" in ended(served))
     assert all(record.levelno < logging.ERROR for record in caplog.records)
 
 
@@ -116,23 +115,24 @@ def test_who_leaves_does_not_wait_for_a_grammar(served: OnThread, slow: SlowGram
     asked = json.dumps({"tokens": [5], "format": SLOW}).encode()
     with begun(served, asked, len(asked)):
         assert slow.waiting.wait(20)
-    assert wait_for(lambda: ended(served) == {"cancelled": 1})
+    assert until(lambda: ended(served) == {"cancelled": 1})
     assert not any(compilation.waiting for compilation in writer.guides._compiling.values())
 
 
-def test_nobody_else_waits_for_a_grammar(served: OnThread, slow: SlowGrammars) -> None:
+def test_nobody_else_waits_for_a_grammar(served: OnThread, slow: SlowGrammars, writer: DecodeNode) -> None:
     answers: list[Any] = []
 
     def ask(number: int) -> None:
         form = {"type": "regex", "pattern": f"a{{{number // 2 + 3}}}"}
-        answers.append(served.ask("/generate", {"tokens": [5], "max_tokens": 20, "format": form, "timeout_s": 20}))
+        answers.append(served.ask("/generate", {"tokens": [5], "max_tokens": 20, "format": form, "timeout_s": 60}))
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     assert slow.waiting.wait(20)
+    assert until(lambda: sum(len(each.waiting) for each in list(writer.guides._compiling.values())) == 8)
     begun_at = time.perf_counter()
-    assert served.ask("/generate", {"tokens": [5], "max_tokens": 2, "timeout_s": 5})[0] == 200
+    assert served.ask("/generate", {"tokens": [5], "max_tokens": 2, "timeout_s": 20})[0] == 200
     waited = time.perf_counter() - begun_at
     slow.go.set()
     for thread in threads:
@@ -235,7 +235,7 @@ def slow_load(writer: DecodeNode, monkeypatch: pytest.MonkeyPatch) -> threading.
     go, load = threading.Event(), writer.worker._load
 
     def slowly() -> Engine:
-        go.wait(6)
+        go.wait(30)
         return load()
 
     monkeypatch.setattr(writer.worker, "_load", slowly)
@@ -250,10 +250,10 @@ def test_who_waits_for_a_load_takes_nobodys_thread(
     threads = [threading.Thread(target=lambda: answers.append(served.ask("/load", {})[0])) for _ in range(40)]
     for thread in threads:
         thread.start()
-    assert wait_for(lambda: writer.worker.loading and len(writer.worker._calls) > 38)
+    assert until(lambda: writer.worker.loading and len(writer.worker._calls) > 38)
     begun_at = time.perf_counter()
     assert served.ask("/model")[0] == 200
-    assert time.perf_counter() - begun_at < 2
+    assert time.perf_counter() - begun_at < 10
     go.set()
     for thread in threads:
         thread.join(30)
@@ -271,18 +271,18 @@ def test_nobody_waits_for_a_load_to_be_told(
     assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
     asked = json.dumps({"tokens": [5]}).encode()
     with begun(served, asked, len(asked)):
-        assert wait_for(lambda: writer.open_requests == 2)
+        assert until(lambda: writer.open_requests == 2)
     admission = writer.room.admission
     rest = admission.ask(admission.limit_bytes - admission.held_bytes, 1, lambda claim: None, lambda error: None, 0)
     status, answer = served.ask("/generate", {"tokens": [5], "queue_s": 0.3})
     assert (status, answer["error"]["code"]) == (503, "kv_memory_full")
     told = {"deadline_exceeded": 1, "cancelled": 1, "kv_memory_full": 1}
-    assert wait_for(lambda: ended(served) == told, 1)
-    assert time.perf_counter() - begun_at < 4
+    assert until(lambda: ended(served) == told)
+    assert time.perf_counter() - begun_at < 20
     assert writer.worker.loading
     go.set()
     admission.release(rest)
-    assert wait_for(lambda: writer.open_requests == writer.room.held_slots == writer.room.sequences == 0)
+    assert until(lambda: writer.open_requests == writer.room.held_slots == writer.room.sequences == 0)
     assert served.ask("/generate", {"tokens": [5], "max_tokens": 2})[0] == 200
     assert {code: count for code, count in ended(served).items() if code in told} == told, "each is counted once"
 

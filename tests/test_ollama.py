@@ -392,7 +392,7 @@ def test_refusals_are_by_whoever_refuses() -> None:
 def test_a_model_that_was_removed_is_missed_before_anyone_asks(front: Front, ollama: RecordedOllama) -> None:
     assert front.ask("/health")[0] == 200
     ollama.models, ollama.loaded = [], None
-    assert until(lambda: front.ask("/health")[0] == 503, 3)
+    assert until(lambda: front.ask("/health")[0] == 503)
     assert "ollama pull smollm2" in front.ask("/health")[1]["reason"]
     assert not ollama.asked
     ollama.models = ["smollm2"]

@@ -900,7 +900,13 @@ def test_what_left_memory_before_its_turn_is_dropped(tmp_path: Path, monkeypatch
     monkeypatch.setattr(DiskTier, "_write", slow)
     store = make(disk=DiskTier(tmp_path, LOTS))
     keep(store, TOKENS)
-    threading.Timer(0.05, gate.set).start()
+    flush = DiskTier.flush
+
+    def opened(self: DiskTier) -> None:  # nothing is in memory any more when it is called
+        gate.set()
+        flush(self)
+
+    monkeypatch.setattr(DiskTier, "flush", opened)
     store.clear()
     assert (store.seen().disk_blocks, store.seen().disk_dropped) == (0, 8)
     store.close()

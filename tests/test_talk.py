@@ -142,7 +142,7 @@ def test_ctrl_c_ends_an_answer_on_both_nodes(folder: Path, nodes: list[Process])
         rest, err = process.communicate(timeout=FOR_EVER)
     assert (process.returncode, err) == (130, "")
     assert (begun_with + rest).endswith("]\n")
-    assert until(lambda: all(node.nothing_left() for node in nodes), 5)
+    assert until(lambda: all(node.nothing_left() for node in nodes))
 
 
 def test_a_reader_that_leaves_ends_it_too(folder: Path, nodes: list[Process]) -> None:
@@ -153,7 +153,7 @@ def test_a_reader_that_leaves_ends_it_too(folder: Path, nodes: list[Process]) ->
         assert process.wait(FOR_EVER) == 1
         assert process.stderr
         assert process.stderr.read() == ""
-    assert until(lambda: all(node.nothing_left() for node in nodes), 5)
+    assert until(lambda: all(node.nothing_left() for node in nodes))
 
 
 def test_a_detour_is_said_unasked(nodes: list[Process], tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_chat(folder: Path, nodes: list[Pro
         begun_with = process.stdout.read(12)
         process.send_signal(signal.SIGINT)
         written = begun_with + process.stdout.readline()
-        assert until(lambda: all(node.nothing_left() for node in nodes), 5)
+        assert until(lambda: all(node.nothing_left() for node in nodes))
         _, err = process.communicate("/save chat.json\n", timeout=FOR_EVER)
     assert process.returncode == 0
     assert "(stopped)" in err
@@ -519,7 +519,7 @@ def test_history_is_what_the_file_has(nodes: list[Process], tmp_path: Path) -> N
     disagg(tmp_path, "generate", "Why?", "--max-tokens", "99", "--timeout", "0.3")
     header, failed, served = disagg(tmp_path, "history").stdout.splitlines()
     assert header.split()[:5] == ["#", "time", "model", "seconds", "ok"]
-    assert re.match(r"1  [\d:]{8}  simulated:tiny +0\.\d\d  deadline_exceeded  ", failed)
+    assert re.match(r"1  [\d:]{8}  simulated:tiny +\d\.\d\d  deadline_exceeded  ", failed)
     assert re.match(
         r"2  [\d:]{8}  simulated:tiny +\d\.\d\d  yes +[\d.,]+ -> [\d.,]+ +disaggregated_simulated *$", served
     )

@@ -261,7 +261,7 @@ def test_slices_that_nobody_wants_are_no_silence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The prefill node computes what the receiver holds, or layers of other streams, and has nothing to say."""
-    monkeypatch.setattr(sender, "_PULSE_S", 0.2)
+    monkeypatch.setattr(sender, "_PULSE_S", 0.4)
     one = transfer(length=308, chunk=77)
     one.writer.prefill(one.target, one.prompt[:231])
     outbox, one.outbox = one.outbox, Outbox()
@@ -270,12 +270,12 @@ def test_slices_that_nobody_wants_are_no_silence(
 
     def put_slowly() -> None:
         for piece in computed.slices():
-            time.sleep(0.1)  # more often than the pulse
+            time.sleep(0.2)  # more often than the pulse
             outbox.put(piece)
         outbox.finish(End(prompt_tokens=308))
 
     with tcp_pair() as (near, far):
-        near.settimeout(0.6)
+        near.settimeout(2.0)
         start(one, threads, far)
         putting = threads.submit(put_slowly)
         receipt = one.fetch(near, lambda piece: None, **unwanted)
@@ -300,14 +300,14 @@ def test_a_device_that_is_behind_is_no_silence(transfer: Callable[..., Transfer]
     outbox, one.outbox = one.outbox, Outbox()
     one.read()
     computed, one.outbox = one.outbox, outbox
-    there_at = time.monotonic() + 1.5
+    there_at = time.monotonic() + 4
     for piece in computed.slices():
         late = replace(piece, ready=lambda: time.monotonic() > there_at)
         one.outbox.put(late)
     one.outbox.put_logits(np.zeros(512, np.float32))
     one.outbox.finish(End(prompt_tokens=300))
     with tcp_pair() as (near, far):
-        near.settimeout(0.5)
+        near.settimeout(2.0)
         start(one, threads, far)
         receipt = one.fetch(near)
     assert time.monotonic() > there_at
@@ -435,8 +435,8 @@ class TestFaults:
             near.sendall(message(Kind.HELLO, one.hello()) + message(Kind.CANCEL))
             started = time.monotonic()
             with pytest.raises(Cancelled):
-                sending.result(5)
-            assert time.monotonic() - started < 2
+                sending.result(20)
+            assert time.monotonic() - started < 10
 
     def test_one_flipped_bit(self, transfer: Callable[..., Transfer], threads: ThreadPoolExecutor) -> None:
         one = transfer()

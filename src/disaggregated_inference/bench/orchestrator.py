@@ -225,7 +225,7 @@ async def _steady_cpu_s(ask: Ask) -> float:
         await asyncio.sleep(0.2)
         before, cpu = sum(each.tokens for each in seen), time.process_time()
         await asyncio.sleep(_STEADY_S)
-        return (time.process_time() - cpu) / (sum(each.tokens for each in seen) - before)
+        return (time.process_time() - cpu) / max(1, sum(each.tokens for each in seen) - before)
 
 
 async def _predictions(report: Report, pair: Pair, requests: int, progress: Progress) -> None:

@@ -314,8 +314,8 @@ class Life:
 
     async def _wait_for_anyone(self, error: NoDecodeNode) -> None:
         """No decode node takes this request now. Those that are there and did not fail it are waited for: as long as
-        another request tries them out, and a while longer; those that did get one second chance. So is one that went
-        quiet a moment ago."""
+        another request tries them out, and a while longer; those that did get one second chance. So is one that was
+        not heard yet, or went quiet a moment ago."""
         strangers = self._strangers()
         writers = [n for n in self._watch.of(self._model) if n.role != "prefill" and n.name not in strangers]
         there = [node for node in writers if node.reachable and not node.mismatch and not node.trouble]

@@ -209,7 +209,10 @@ class Node:
 
     @property
     def may_come_back(self) -> bool:
-        """At any moment: it went quiet a moment ago, as a machine does that swaps."""
+        """At any moment: it has not answered its first question yet, or went quiet a moment ago, as a machine does that
+        swaps."""
+        if not self.was_asked:
+            return True
         return self._quiet and not self.mismatch and time.monotonic() - self.heard_at < _QUIET_S
 
     def _heard(self, status: Status, renewed: bool) -> None:

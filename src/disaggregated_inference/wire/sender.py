@@ -9,7 +9,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from disaggregated_inference.errors import Cancelled, DisaggError, ProtocolError
+from disaggregated_inference.errors import Cancelled, DisaggError, PeerGone, ProtocolError
 from disaggregated_inference.kv import KVSlice
 from disaggregated_inference.kv.dtype import Array
 from disaggregated_inference.wire import codecs
@@ -19,6 +19,7 @@ from disaggregated_inference.wire.messages import End, Failure, Hello, Welcome, 
 _MOST_STREAMS = 64
 _HELLO_S = 3.0
 _PULSE_S = 0.2  # how often a sender that waits for its engine says that it is there
+_LAST_WORDS_S = 0.2
 _LOOK_S = 0.0002  # how often it looks whether a slice's bytes have come from a device
 
 
@@ -149,7 +150,7 @@ def serve(connection: Connection, admit: Admit, renew: Callable[[], None] = lamb
         peer.wait_until_done()
         return end
     except DisaggError as error:
-        reason = (peer and peer.error) or error
+        reason = (peer and peer.why_it_left(wait=isinstance(error, PeerGone))) or error
         _tell(connection, reason)
         raise reason from None
     finally:
@@ -247,6 +248,11 @@ class _Peer:
         self.error: DisaggError | None = None
         self._done = threading.Event()
         threading.Thread(target=self._listen, name="kv-peer", daemon=True).start()
+
+    def why_it_left(self, wait: bool) -> DisaggError | None:
+        """Where sending broke because it left, its last words came before that, and may not have been read yet."""
+        self._done.wait(_LAST_WORDS_S if wait else 0)
+        return self.error
 
     def wait_until_done(self) -> None:
         self._done.wait()
