@@ -32,6 +32,10 @@ JSON = {"type": "json_object"}
         ({"request_id": "a" * 101}, "^request_id"),
         ({"defaults": {}}, "defaults"),
         ({"messages": []}, "exactly one"),
+        ({"stop": "\ud800"}, "cannot be sent as JSON"),
+        ({"format": {"type": "regex", "pattern": "\ud800"}}, "cannot be sent as JSON"),
+        ({"template": {"tools": object()}}, "cannot be sent as JSON"),
+        ({"template": {"messages": []}}, "messages are not given in template"),
     ],
 )
 def test_what_cannot_be_asked(given: dict[str, Any], says: str) -> None:

@@ -186,6 +186,34 @@ def test_a_sender_too_busy_to_answer_is_heard(pair: Pair, right: list[int], monk
     assert (answer.metrics.kv_bytes, answer.metrics.resumed, decode.paths.seen()[0].failures) == (KV_BYTES, 0, 0)
 
 
+def test_a_line_that_is_cut_before_its_first_chunk(pair: Pair, right: list[int], monkeypatch: Any) -> None:
+    """It is dialled again, however long the fetch had waited for that chunk."""
+    prefill, decode = pair
+    assert ask(prefill, decode) == right, "they know each other"
+    quick, go = prefill.engine.prefill, threading.Event()
+
+    def slow(*args: Any) -> Any:
+        go.wait(20)
+        return quick(*args)
+
+    monkeypatch.setattr(prefill.engine, "prefill", slow)
+    with Line(prefill.kv_addresses[0]) as line:
+        answer = begin(prefill, decode, line.address)
+        time.sleep(1)
+        line._hang_up()
+        go.set()
+        assert list(answer) == right
+
+
+def test_an_address_of_another_node_is_passed_over(pair: Pair, right: list[int], nodes: Callable[..., Pair]) -> None:
+    """Someone mistyped: what listens there is a prefill node, and well."""
+    prefill, decode = pair
+    stranger, _ = nodes()
+    assert ask(prefill, decode, stranger.kv_addresses[0], prefill.kv_addresses[0]) == right
+    with pytest.raises(PeerFailed, match="not the node that gave out the ticket"):
+        ask(prefill, decode, stranger.kv_addresses[0])
+
+
 def test_an_unreachable_path_is_passed_over(pair: Pair, right: list[int]) -> None:
     prefill, decode = pair
     with socket.create_server(("127.0.0.1", 0)) as full:

@@ -2,6 +2,7 @@
 when it says something else."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -30,9 +31,9 @@ class Slow:
 
 
 @asynccontextmanager
-async def served(path: str, answer: Answer) -> AsyncIterator[Server]:
+async def served(path: str, answer: Answer, method: str = "GET") -> AsyncIterator[Server]:
     app = web.Application()
-    app.router.add_get(path, answer)
+    app.router.add_route(method, path, answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -174,9 +175,9 @@ def test_a_state_that_tells(status: int, body: str, state: str, why: str) -> Non
     [
         (400, "bad_request", True),
         (400, "tokens_refused", True),
-        (413, "request_too_large", True),
+        (413, "body_too_large", True),
         (422, "model_unsupported", True),
-        (404, "not_found", False),
+        (404, "model_not_found", False),
         (504, "deadline_exceeded", False),
     ],
 )
@@ -195,6 +196,14 @@ def test_what_a_node_refuses_is_caught_as_what_is_refused_here(status: int, code
             assert [isinstance(failure, BadRequest) for failure in in_a_stream] == [True, False]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("status", "code"), [(413, "request_too_large"), (404, "not_found")])
+def test_what_another_node_may_answer_otherwise_is_a_failed_leg(status: int, code: str) -> None:
+    legs = Legs(Server(name="n", role="decode", host="h", port=1, model="m"), None, Pulses(), 30.0)  # type: ignore[arg-type]
+    said = legs._said(status, json.dumps({"error": {"code": code, "message": "no"}}).encode())
+    assert isinstance(said, LegFailed)
+    assert said.code == code
 
 
 def test_a_node_that_went_quiet_is_named_once() -> None:

@@ -447,3 +447,20 @@ def test_holding_more_is_never_worse(question: Question, there: ClusterView, hol
         assert option.total_s <= old.total_s * (1 + 1e-9)
         if holder not in (option.prefill, option.decode):
             assert option == old
+
+
+def test_a_pair_that_was_refused_hands_nothing_over() -> None:
+    question = Question(model="m", prompt_tokens=8000)
+    made = plan(question, cluster(dgx(), mac(), mac("mac-2"), refused=frozenset({("dgx-1", "mac-1")})))
+    assert chosen(made) == ("dgx-1", "mac-2")
+    assert {(option.prefill, option.decode) for option in made.options} == {
+        ("dgx-1", "mac-2"),
+        (None, "mac-1"),
+        (None, "mac-2"),
+    }
+
+
+def test_each_choice_needs_memory() -> None:
+    small = mac("small", kv_free_bytes=3000 * KV_TOKEN_BYTES, writes=(Rate(size=1, tokens_per_s=600.0),))
+    for choices, decode in ((1, "small"), (2, "mac-1")):
+        assert ask(1000, small, mac(), max_tokens=1000, choices=choices).decode == decode

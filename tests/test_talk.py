@@ -483,8 +483,8 @@ def node_of(name: str, **about: Any) -> dict[str, Any]:
     return node | {"kv": {"limit_bytes": 64 << 30, "held_bytes": 3 << 30}} | about
 
 
-def shown(nodes: list[dict[str, Any]], width: int = 80) -> list[str]:
-    status = {"verdict": "all up", "models": ["m"], "nodes": nodes, "links": []}
+def shown(nodes: list[dict[str, Any]], *refusals: dict[str, str], width: int = 80) -> list[str]:
+    status = {"verdict": "all up", "models": ["m"], "nodes": nodes, "links": [], "refusals": refusals}
     console = Console(file=StringIO(), width=width, markup=False, highlight=False)
     console.print(board(status))
     assert isinstance(console.file, StringIO)
@@ -506,6 +506,11 @@ def test_a_node_that_went_is_not_shown_as_it_was() -> None:
     lines = shown([node_of("p[1]", state="unreachable", usable=False, why="p[1]: it does not answer")])
     assert lines[1].split() == ["p[1]", "prefill", "torch", "unreachable", "-", "-", "-", "-"]
     assert lines[3:5] == ["p[1]: it does not answer", "model m: prefill on none (p[1] is unreachable); decode on none"]
+
+
+def test_a_refused_pair_is_told() -> None:
+    lines = shown([node_of("p"), node_of("d", role="decode")], {"prefill": "p", "decode": "d", "why": "other values"})
+    assert "d takes no cache of p: other values" in lines
 
 
 # history

@@ -254,7 +254,7 @@ class _Live(Collector):
             ("disagg_breaker_state", lambda node: _BREAKER[node["breaker"]]),
             ("disagg_node_kv_held_bytes", lambda node: node["kv"]["held_bytes"]),
             ("disagg_node_kv_reserved_bytes", lambda node: node["kv"]["reserved_bytes"]),
-            ("disagg_node_kv_limit_bytes", lambda node: node["kv"]["limit_bytes"]),
+            ("disagg_node_kv_limit_bytes", lambda node: node["kv"]["total_limit_bytes"] or node["kv"]["limit_bytes"]),
         ):
             yield _gauges(name, ["node"], [([node["name"]], value(node)) for node in self._shown])
 

@@ -281,6 +281,7 @@ class ClusterStatus(_Told, frozen=True, kw_only=True):
     models: dict[str, str]
     nodes: list[Object]
     links: list[Object]
+    refusals: list[Object]
     queue: dict[str, Object]
     served: dict[str, int]
     latency: Object

@@ -20,6 +20,7 @@ from disaggregated_inference.errors import (
     DisaggError,
     KVMemoryFull,
     NodeBusy,
+    NodeRestarted,
     TicketRefused,
 )
 from disaggregated_inference.kv.tickets import TicketBook
@@ -279,7 +280,7 @@ class PrefillNode:
 
         def admit(hello: Hello) -> tuple[Welcome, Outbox]:
             if hello.epoch not in ("", self.epoch):
-                raise TicketRefused("this node has restarted since it gave out the ticket: its cache is gone")
+                raise NodeRestarted("this is not the node that gave out the ticket, or it was started again since")
             taken = self._canary if hello.canary else self._renew if hello.renew_only else self._redeem
             attempt = taken(hello)
             if not hello.canary and hello.prompt_hash not in ("", prompt_hash(attempt.tokens)):
@@ -352,9 +353,8 @@ class PrefillNode:
             self._end_late()
 
     def _end_late(self) -> None:
-        now = time.monotonic()
         for attempt in list(self._attempts.values()):
-            if attempt.deadline < now and not attempt.future.done():
+            if attempt.deadline < time.monotonic() and not attempt.future.done():
                 error = DeadlineExceeded("the prompt was not read in time; send less, or allow more")
                 attempt.outbox.fail(error)
                 self._read_over(attempt, error)

@@ -101,7 +101,18 @@ def asked(defaults: dict[str, Any], /, **given: Any) -> Ask:
     except msgspec.ValidationError as error:
         raise BadRequest(f"the request cannot be understood: {error}") from error
     _require_in_range(ask)
+    _require_json(ask)
     return ask
+
+
+def _require_json(ask: Ask) -> None:
+    """What cannot be sent is refused here, before anybody works for it."""
+    try:
+        msgspec.json.encode((ask.sampling(), ask.template))
+    except (UnicodeEncodeError, TypeError, ValueError) as error:
+        raise BadRequest(f"the request cannot be sent as JSON: {error}") from error
+    if "messages" in ask.template:
+        raise BadRequest("messages are not given in template")
 
 
 def _said(given: dict[str, Any]) -> dict[str, Any]:

@@ -189,6 +189,7 @@ class DisaggregatedInference:
                 for model in self.config.names
                 for (p, d), speed in watch.view(model).links.items()
             ],
+            "refusals": [refusal for model in self.config.names for refusal in watch.refusals(model)],
             "queue": msgspec.to_builtins(self.line.seen()),
             "served": dict(self._past.served),
             "latency": {"total_time": self.history.percentiles("total_time")},

@@ -38,6 +38,8 @@ _OF_THE_PREFILL = frozenset(
         "fingerprint_mismatch",
     }
 )
+# What another node may answer otherwise: it is no node, or was started again as another one, or is too small.
+_ITS_OWN = frozenset({"bad_answer", "not_found", "request_too_large"})
 _BUSY = frozenset({"node_busy", "kv_memory_full", "queue_full"})
 
 
@@ -46,8 +48,10 @@ class LegFailed(Exception):
 
     def __init__(self, node: str, code: str, message: str, hard: bool = False) -> None:
         super().__init__(f"{node}: {message}")
+        self.message = message
         self.node, self.code, self.hard = node, code, hard  # hard: the node itself is gone, not only this request
         self.silent = False  # nobody said no: it may only be slow
+        self.broke = False  # a connection did: it may be that alone
 
     @property
     def of_prefill(self) -> bool:
@@ -183,8 +187,13 @@ class Legs:
 
     async def prefill(self, body: dict[str, Any], request_id: str) -> str:
         """Begin; returns the context to fetch from."""
-        async with self._post("/prefill", body, request_id) as response:
-            answer = msgspec.json.decode(await self._read(response))
+        try:
+            async with self._post("/prefill", body, request_id) as response:
+                answer = msgspec.json.decode(await self._read(response))
+        except Refused as error:
+            if error.status != 504:
+                raise
+            raise LegFailed(self.server.name, error.code, str(error)) from error  # others may have memory for it
         context: str = answer["context"]
         return context
 
@@ -322,6 +331,7 @@ class Legs:
             words = "it broke off in the middle of its answer"
         failure = LegFailed(self.server.name, "unreachable", words, hard=True)
         failure.silent = isinstance(error, TimeoutError)
+        failure.broke = not failure.silent and not isinstance(error, aiohttp.ClientConnectorError)
         return failure
 
     def _said(self, status: int, body: bytes, retry_after: str | None = None) -> Exception:
@@ -333,7 +343,7 @@ class Legs:
         if failure.code in _BUSY:
             wait_s = float(retry_after) if retry_after and retry_after.isdigit() else 1.0
             return NodeIsBusy(self.server.name, failure.message, wait_s)
-        if status in (400, 404, 413, 422, 504) and failure.code != "bad_answer":
+        if status in (400, 404, 413, 422, 504) and failure.code not in _ITS_OWN:
             return refused(status, failure.code, failure.message)
         return LegFailed(self.server.name, failure.code, failure.message)
 

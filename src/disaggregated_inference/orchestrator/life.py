@@ -18,7 +18,8 @@ import msgspec
 from disaggregated_inference.cluster.config import Policies
 from disaggregated_inference.errors import ClusterError, NoDecodeNode
 from disaggregated_inference.orchestrator.ask import Ask
-from disaggregated_inference.orchestrator.legs import Event, LegFailed, NodeIsBusy, Progress
+from disaggregated_inference.orchestrator.legs import Event, LegFailed, NodeIsBusy, Progress, refused
+from disaggregated_inference.orchestrator.lessons import Lessons
 from disaggregated_inference.orchestrator.nodes import About, Node
 from disaggregated_inference.orchestrator.plan import plan
 from disaggregated_inference.orchestrator.record import Attempt, Course, Failover, Record
@@ -34,7 +35,6 @@ _LOOK_S = 0.05
 _LOOK_AGAIN_S = 60.0
 _WORTH_A_LOOK = 4.0  # times the best, at most
 _PATIENCE_S = 10.0  # with nodes that are there and do not take requests at the moment
-_MOST_DECODE_FAILURES = 3  # a request that nobody survives must not go through everyone
 _COME_BACK_S = 0.5  # that a node which was there a moment ago gets, once
 
 
@@ -47,19 +47,12 @@ class Life:
         self._sampling = ask.sampling()
         self.record, self._deadline = record, deadline
         self.courses = record.courses = [Course() for _ in range(ask.n)]
-        self._avoid: set[tuple[str, str]] = set()  # nodes that failed this request, in the epoch in which they did
+        self._lessons = Lessons(watch, model, self._policies)
         self._about: About | None = None  # the model that it began with
-        self._pinned: str | None = None  # the decode node that has a part of the cache already
-        self._prefill_failures = 0
-        self._decode_failures = 0
         self._gave_second_chance = False
         self._waiting_since: float | None = None
         self._cache = len(tokens)  # of the prompt, at most: see `_read_on`
         self._put: Put = lambda events: None
-
-    @property
-    def fell_back(self) -> bool:
-        return self._prefill_failures > self._policies.retries
 
     async def run(self, put: Put) -> None:
         """Until the answer is over. `put` gets it as it comes: a call, since every token passes here."""
@@ -87,7 +80,7 @@ class Life:
                 assert attempt
                 if not self._learn(failure, attempt):
                     raise ClusterError(str(failure)) from failure
-                if failure.code == "node_restarted":  # and nobody had noticed: who is it now?
+                if self._lessons.wants_a_look(failure):
                     await self._watch.look([failure.node])
                 if len(numbers) > 1 and any(self.courses[number].written for number in numbers):
                     await self._apart(numbers)
@@ -95,13 +88,14 @@ class Life:
     def _choose(self, numbers: tuple[int, ...]) -> tuple[Option, str]:
         """The best way that the policies and this request's own past allow."""
         planned = plan(self._question(numbers), self._watch.view(self._model))
+        options = list(filter(self._lessons.allows, planned.options))
         for allowed in (self._keeps_both, self._keeps_policy):
-            if wanted := [option for option in planned.options if allowed(option) and self._may(option)]:
+            if wanted := [option for option in options if allowed(option) and self._may(option)]:
                 option = wanted[0] if self.record.failovers else self._looked_at_again(wanted)
                 return option, _reason(planned, option)
         if not self._policies.fallback:
             raise ClusterError("no prefill node can read this prompt, and the config allows no fallback")
-        option = next(filter(self._keeps_place, planned.options), planned.options[0])
+        option = next(filter(self._keeps_place, options), options[0])
         return option, _reason(planned, option)
 
     def _question(self, numbers: tuple[int, ...]) -> Question:
@@ -110,8 +104,10 @@ class Life:
             model=self._model,
             prompt_tokens=len(prompt),
             max_tokens=self._left(numbers),
+            choices=len(numbers),
             held=self._watch.remembered.held(prompt, epochs),
-            avoid=frozenset(name for name, epoch in self._avoid if epochs.get(name) == epoch) | self._strangers(),
+            avoid=frozenset(name for name, epoch in self._lessons.avoid if epochs.get(name) == epoch)
+            | self._strangers(),
         )
 
     def _strangers(self) -> frozenset[str]:
@@ -144,24 +140,19 @@ class Life:
     def _falls_back(self, option: Option) -> bool:
         if option.prefill is not None or self._policies.local == "always":
             return False
-        return self._prefill_failures > 0 or self._lacks_readers(option.decode)
-
-    def _lacks_readers(self, decode: str) -> bool:
-        """The config has prefill nodes for this model, and none of them is there."""
-        readers = [node for node in self._watch.of(self._model) if node.server.role != "decode" and node.name != decode]
-        return bool(readers) and not any(node.usable for node in readers)
+        return self._lessons.prefill_failures > 0 or not self._lessons.has_readers(option.decode)
 
     def _keeps_place(self, option: Option) -> bool:
-        return option.decode == self._pinned
+        return option.decode == self._lessons.pinned
 
     def _keeps_both(self, option: Option) -> bool:
         return self._keeps_place(option) and self._keeps_policy(option)
 
     def _keeps_policy(self, option: Option) -> bool:
         local = self._policies.local
-        if self.fell_back or local == "always":
+        if self._lessons.fell_back or local == "always":
             return option.prefill is None
-        return option.prefill is not None or (local == "auto" and not self._prefill_failures)
+        return option.prefill is not None or (local == "auto" and not self._lessons.prefill_failures)
 
     def _prompt(self, numbers: tuple[int, ...]) -> list[int]:
         written = self.courses[numbers[0]].written if len(numbers) == 1 else []
@@ -282,32 +273,11 @@ class Life:
             remembered.note(prefill.name, prefill.epoch, prompt)
 
     def _learn(self, failure: LegFailed, attempt: Attempt) -> bool:
-        """What a failure says about the nodes and this request's next attempt; whether there is one."""
-        option, nodes = attempt.option, self._watch.nodes
-        of_prefill = option.prefill is not None and (failure.of_prefill or failure.node == option.prefill)
-        blamed = nodes[option.prefill if of_prefill and option.prefill else option.decode]
-        blamed.breaker.failed(str(failure), hard=failure.hard)
-        if failure.code == "unreachable":
-            blamed.lost(str(failure), quiet=failure.silent)
+        blamed = self._lessons.blamed(failure, attempt.option)
+        again = self._lessons.learn(failure, attempt)
         self.record.failed(Failover(node=blamed.name, code=failure.code, message=str(failure)), attempt)
         log.warning("a leg failed: %s", failure, extra={"request_id": self._id, "code": failure.code})
-        death = (blamed.name, attempt.epochs[blamed.name])
-        known = death in self._avoid  # several choices may see the same one
-        self._avoid.add(death)
-        if of_prefill:
-            return self._learn_of_prefill(blamed, option.decode, known)
-        self._pinned = None
-        self._decode_failures += not known
-        return self._decode_failures <= max(_MOST_DECODE_FAILURES, self._policies.retries)
-
-    def _learn_of_prefill(self, blamed: Node, decode: str, known: bool) -> bool:
-        """The decode node keeps what had arrived whole: the next attempt goes there, whoever reads the rest."""
-        self._prefill_failures += not known
-        self._pinned = decode
-        others = [node for node in self._watch.of(self._model) if node is not blamed and node.role != "decode"]
-        if not any(node.usable and node.name != decode for node in others):
-            self._avoid.discard((blamed.name, blamed.epoch))  # the only one: it may try once more
-        return self._policies.fallback or not self.fell_back
+        return again
 
     async def _wait_for(self, busy: NodeIsBusy) -> None:
         await asyncio.sleep(min(busy.retry_after_s, _LONGEST_WAIT_S, self._left_s()))
@@ -319,17 +289,19 @@ class Life:
         strangers = self._strangers()
         writers = [n for n in self._watch.of(self._model) if n.role != "prefill" and n.name not in strangers]
         there = [node for node in writers if node.reachable and not node.mismatch and not node.trouble]
-        untried = [node for node in there if (node.name, node.epoch) not in self._avoid]
+        untried = [node for node in there if (node.name, node.epoch) not in self._lessons.avoid]
         if not self._policies.retries:
             raise error
         if untried:
             return await self._wait_a_while(error, tried_out=any(node.open for node in untried))
+        if too_large := self._lessons.too_large:  # whoever is left is too small
+            raise refused(413, too_large.code, too_large.message) from too_large
         if not there and any(node.may_come_back for node in writers):
             return await asyncio.sleep(min(_LOOK_S, self._left_s()))
         if not there or self._gave_second_chance:
             raise error
         self._gave_second_chance = True
-        self._avoid.clear()
+        self._lessons.avoid.clear()
         await asyncio.sleep(min(_COME_BACK_S, self._left_s()))
 
     async def _wait_a_while(self, error: NoDecodeNode, tried_out: bool) -> None:

@@ -31,9 +31,10 @@ class _Queue(msgspec.Struct, frozen=True):
 
 
 class _Memory(msgspec.Struct, frozen=True):
-    limit_bytes: int = 0
+    limit_bytes: int = 0  # for answers
     reserved_bytes: int = 0
     held_bytes: int = 0
+    total_limit_bytes: int = 0  # and for prompts that wait to be fetched, where a node has both roles
 
 
 class _Rates(msgspec.Struct, frozen=True):
@@ -234,6 +235,11 @@ class Node:
             role, listed = status.role, self.server.role
             return "wrong role", f"it runs as a {role} node, and the config has it under {listed}_servers"
         return status.status, ""
+
+    def verdict_on(self, prefill: "Node") -> Peer | None:
+        """What the canary said about another node, as it is now; None where nobody asked."""
+        peers = self.status.peers if self.status else ()
+        return next((peer for peer in peers if prefill.epoch and peer.epoch == prefill.epoch), None)
 
     def view(self, group: str) -> NodeView:
         status = self.status or Status()

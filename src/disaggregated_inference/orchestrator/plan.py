@@ -71,7 +71,8 @@ def _ways(question: Question, cluster: ClusterView) -> Iterator[_Way]:
     for decode in there:
         if decode.can_decode:
             yield _local(question, decode)
-            yield from (_remote(question, cluster, node, decode) for node in there if _can_hand_over(node, decode))
+            readers = (node for node in there if _can_hand_over(node, decode, cluster))
+            yield from (_remote(question, cluster, node, decode) for node in readers)
 
 
 def _there(node: NodeView, question: Question) -> bool:
@@ -82,9 +83,14 @@ def _fits(node: NodeView, question: Question) -> bool:
     return node.context_window <= 0 or question.prompt_tokens + question.max_tokens <= node.context_window
 
 
-def _can_hand_over(prefill: NodeView, decode: NodeView) -> bool:
+def _can_hand_over(prefill: NodeView, decode: NodeView, cluster: ClusterView) -> bool:
     able = prefill.can_prefill and decode.imports and prefill.name != decode.name
-    return able and prefill.group != "" and prefill.group == decode.group
+    return (
+        able
+        and (prefill.name, decode.name) not in cluster.refused
+        and prefill.group != ""
+        and prefill.group == decode.group
+    )
 
 
 def _nobody(question: Question, cluster: ClusterView) -> DisaggError:
@@ -199,7 +205,7 @@ def _coldness(node: NodeView) -> float:
 
 def _is_full(question: Question, node: NodeView) -> bool:
     in_line = node.waiting > 0 and node.running + node.waiting >= node.slots
-    return in_line or _lacks_memory(node, question.prompt_tokens + question.max_tokens)
+    return in_line or _lacks_memory(node, question.choices * (question.prompt_tokens + question.max_tokens))
 
 
 def _lacks_memory(node: NodeView, tokens: int) -> bool:

@@ -51,6 +51,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeView, ...]
     links: dict[tuple[str, str], float] = {}  # (prefill, decode): measured or configured bytes per second
     met: frozenset[tuple[str, str]] = frozenset()  # pairs whose canary was proven already
+    refused: frozenset[tuple[str, str]] = frozenset()  # and those where it was not right
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +60,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     prompt_tokens: int
     max_tokens: int = 256
+    choices: int = 1  # each with a cache of its own
     held: dict[str, int] = {}  # node: tokens of this prompt that it likely holds
     avoid: frozenset[str] = frozenset()  # nodes that failed this request already
 

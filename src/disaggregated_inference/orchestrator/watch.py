@@ -103,31 +103,39 @@ class Watch:
 
     def _compare(self, model: str) -> None:
         """Who holds the same model. The largest group that can answer is the model; of equal ones the one that was, or
-        whose decode node comes first in the config. Whoever holds something else answers for nobody, and says why. A
-        node that is away counts with its group as long as that is not all away for long: or one that holds something
-        else would become the model by the death of the right one."""
+        that can hand over, or whose decode node comes first in the config. Whoever holds something else answers for
+        nobody, and says why. A node that is away counts with its group as long as that is not all away for long: or one
+        that holds something else would become the model by the death of the right one."""
         nodes = [node for node in self.of(model) if node.about]
         groups: list[list[Node]] = []
-        for node in sorted(nodes, key=lambda node: node.server.role == "prefill"):
-            for group in groups:
-                if not _differences(group[0], node):
-                    group.append(node)
-                    break
-            else:
+        for node in sorted(nodes, key=lambda node: (_coarseness(node), node.server.role == "prefill")):
+            same = [group for group in groups if not _differences(group, node)]
+            for group in same:
+                group.append(node)
+            if not same:
                 groups.append([node])
         if here := [group for group in groups if any(_is_or_was(node) for node in group)]:
-            right = max(here, key=lambda group: (bool(_writers(group)), len(group), not all(n.mismatch for n in group)))
+            right = max(here, key=_standing)
             for node in nodes:
-                differs = [] if node in right else _differences(right[0], node)
-                node.mismatch = f"it holds another model than {right[0].name}: {'; '.join(differs)}" if differs else ""
+                node.mismatch = "" if node in right else _differences(right, node)
 
     def view(self, model: str) -> ClusterView:
         nodes = self.of(model)
         pairs = [(p, d) for p in nodes for d in nodes if p is not d and p.status and d.status and d.role != "prefill"]
         links = {(p.name, d.name): speed for p, d in pairs if (speed := self._speed(p, d))}
-        met = {(p.name, d.name) for p, d in pairs if d.status and any(peer.epoch == p.epoch for peer in d.status.peers)}
         views = (node.view("" if node.mismatch or not node.about else model) for node in nodes)
-        return ClusterView(nodes=tuple(views), links=links, met=frozenset(met))
+        known = {(p.name, d.name): bool(peer.refused) for p, d in pairs if (peer := d.verdict_on(p))}
+        met, refused = (frozenset(pair for pair, no in known.items() if no is kind) for kind in (False, True))
+        return ClusterView(nodes=tuple(views), links=links, met=met, refused=refused)
+
+    def refusals(self, model: str) -> list[dict[str, str]]:
+        """Which node takes no cache of which, and why, for people."""
+        return [
+            {"prefill": p.name, "decode": d.name, "why": peer.refused}
+            for p in self.of(model)
+            for d in self.of(model)
+            if p.reachable and d.reachable and (peer := d.verdict_on(p)) and peer.refused
+        ]
 
     def _speed(self, prefill: Node, decode: Node) -> float | None:
         """Measured where it was, else as the config says."""
@@ -155,7 +163,22 @@ def _writers(nodes: list[Node]) -> list[Node]:
     return [node for node in nodes if node.server.role != "prefill"]
 
 
-def _differences(reference: Node, node: Node) -> list[str]:
-    assert reference.about
-    assert node.about
-    return reference.about.differences(node.about)
+def _standing(group: list[Node]) -> tuple[bool, int, bool, bool]:
+    hands_over = any(node.server.role != "decode" for node in group)
+    return bool(_writers(group)), len(group), not all(node.mismatch for node in group), hands_over
+
+
+def _coarseness(node: Node) -> float:
+    """Those whose weights are rounded least come first: two that differ may both be like a third that is rounded."""
+    who = node.about and node.about.fingerprint
+    return who.weights.rounding if who else 0.0
+
+
+def _differences(group: list[Node], node: Node) -> str:
+    """From the first of them that holds something else; empty where nobody does."""
+    for other in group:
+        assert other.about
+        assert node.about
+        if differs := other.about.differences(node.about):
+            return f"it holds another model than {other.name}: {'; '.join(differs)}"
+    return ""

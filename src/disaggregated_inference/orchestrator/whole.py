@@ -74,7 +74,7 @@ class WholeLife(Life):
             model=self._model,
             prompt_tokens=_size_bytes(self._ask) // _MOST_TOKEN_BYTES,
             max_tokens=self._left(numbers),
-            avoid=frozenset(name for name, epoch in self._avoid if epochs.get(name) == epoch),
+            avoid=frozenset(name for name, epoch in self._lessons.avoid if epochs.get(name) == epoch),
         )
 
     def _choose(self, numbers: tuple[int, ...]) -> tuple[Option, str]:

@@ -66,6 +66,9 @@ def board(status: Status) -> RenderableType:
     """In 80 columns, for names and engines of the usual length."""
     nodes: list[Node] = status["nodes"]
     reasons = [Text(f"{node['name']}: {_reason(node)}", _colour(node)) for node in nodes if node["why"]]
+    reasons += [
+        Text(f"{no['decode']} takes no cache of {no['prefill']}: {no['why']}", "red") for no in status["refusals"]
+    ]
     links = ", ".join(_link(link) for link in status["links"])
     about = [_model(model, nodes) for model in status["models"]] + ([f"links: {links}"] if links else [])
     verdict = Text(status["verdict"], "bold green" if status["verdict"] == _UP else "bold red")
@@ -96,7 +99,8 @@ def _queue(node: Node) -> str:
 
 
 def _memory(kv: dict[str, int]) -> str:
-    return f"{_gib(kv['held_bytes'])}/{_gib(kv['limit_bytes'])}" if kv["limit_bytes"] else "-"
+    most = kv.get("total_limit_bytes") or kv["limit_bytes"]
+    return f"{_gib(kv['held_bytes'])}/{_gib(most)}" if most else "-"
 
 
 def _gib(size_bytes: int) -> str:

@@ -16,7 +16,15 @@ from itertools import cycle
 
 import msgspec
 
-from disaggregated_inference.errors import Cancelled, ChecksumMismatch, DisaggError, PeerGone, ProtocolError
+from disaggregated_inference.errors import (
+    Cancelled,
+    ChecksumMismatch,
+    DisaggError,
+    NodeRestarted,
+    PeerFailed,
+    PeerGone,
+    ProtocolError,
+)
 from disaggregated_inference.kv import KVLayout, KVSlice
 from disaggregated_inference.kv.dtype import Array
 from disaggregated_inference.wire import paths as ways
@@ -108,8 +116,9 @@ def gather_tokens(
         question.require_wanted()
         try:
             return fetch_tokens(question.on(path.dial()), hello, count, vocabulary)
-        except (PeerGone, ChecksumMismatch) as error:
+        except (PeerGone, ChecksumMismatch, PeerFailed) as error:
             question.require_wanted()  # it broke because nobody wants it: the path is as good as before
+            _require_of_path(error)
             path.failed(error)
             if path is paths[-1] and time.monotonic() - since > _PATIENCE_S:
                 raise
@@ -123,7 +132,8 @@ def keep_waiting(hello: Hello, paths: Sequence[Path]) -> float:
     for path in paths:
         try:
             return renew(path.dial(), hello)
-        except PeerGone as error:
+        except (PeerGone, PeerFailed) as error:
+            _require_of_path(error)
             path.failed(error)
     raise PeerGone("the prefill node does not answer")
 
@@ -142,6 +152,12 @@ def withdraw(hello: Hello, paths: Sequence[Path]) -> None:
             finally:
                 connection.part()
             return
+
+
+def _require_of_path(error: DisaggError) -> None:
+    """Raise what another path would not mend. At the end of this one there may be another node."""
+    if isinstance(error, PeerFailed) and error.peer_code != NodeRestarted("").code:
+        raise error
 
 
 class Gather:
@@ -217,25 +233,28 @@ class Gather:
             self.stop(error)
 
     def _persist(self, stream: _Stream) -> None:
-        """Connection after connection, until the stream's END. Given up when every path has failed, and a moment has
-        passed, since something last came."""
+        """Connection after connection, until the stream's END. Given up when every path has failed since something last
+        came, and a moment has passed since the first did, or nobody listens any more."""
         failures, since = 0, time.monotonic()
         for path in cycle(self._paths):
             before = self._held(stream)
             try:
                 return self._connect(stream, path)
-            except (PeerGone, ChecksumMismatch) as error:
+            except (PeerGone, ChecksumMismatch, PeerFailed) as error:
                 if self._error:
                     raise
+                _require_of_path(error)
                 path.failed(error)
                 self._leave_path(path)
                 stream.resumed += self._held(stream) > before
                 if self._held(stream) > before and not stream.mute:
-                    failures, since = 0, time.monotonic()
-                else:
-                    failures += 1
+                    failures = 0
+                if not failures and not stream.mute:
+                    since = time.monotonic()
+                failures += 1
                 if failures >= len(self._paths):
-                    if time.monotonic() - since > _PATIENCE_S:
+                    nobody = isinstance(error.__cause__, ConnectionRefusedError)
+                    if nobody or time.monotonic() - since > _PATIENCE_S:
                         raise
                     time.sleep(_PATIENCE_S / 5)
 
