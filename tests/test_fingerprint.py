@@ -11,7 +11,7 @@ import pytest
 
 from disaggregated_inference.errors import FingerprintMismatch
 from disaggregated_inference.kv import Fingerprint, KVLayout, LayerPlan, require_same_model
-from disaggregated_inference.kv.fingerprint import Sampled, Weights
+from disaggregated_inference.kv.fingerprint import UNREAD, Sampled, Weights
 from disaggregated_inference.models import ModelFiles
 from tests.conftest import LoadTiny
 
@@ -98,6 +98,57 @@ def test_values_that_one_side_does_not_tell() -> None:
     for values in (floats(1, 2), b"odd"):
         mine = msgspec.structs.replace(REFERENCE, weights=_weights("BF16", values))
         assert mine.differences(other) == other.differences(mine) == []
+
+
+def _sampled(stored_as: str, rounding: float, *layers: bytes) -> Fingerprint:
+    values = tuple(Sampled(f"model.layers.{at}.v", rounding, each) for at, each in enumerate(layers))
+    return msgspec.structs.replace(REFERENCE, weights=Weights("nnn", stored_as, stored_as, values))
+
+
+def _both_ways(mine: Fingerprint, theirs: Fingerprint) -> list[str]:
+    assert mine.differences(theirs) == theirs.differences(mine)
+    return mine.differences(theirs)
+
+
+def test_the_layers_of_one_kind_are_judged_together() -> None:
+    """A row that is nearly zero, and all of it lost to rounding, is no difference; a whole layer is one."""
+    dead, mine = floats(1e-4, 1e-4), floats(1, 2)
+    here = _sampled("BF16", 0.01, mine, dead, mine)
+    assert _both_ways(here, _sampled("gguf:Q8_0", 0.02, mine, floats(0, 0), mine)) == []
+    said = _both_ways(here, _sampled("gguf:Q8_0", 0.02, mine, dead, floats(1.2, 2.4)))
+    assert said == ["weights: model.layers.*.v differs by 0.128 of its size, where rounding explains 0.0224"]
+
+
+def test_what_rounding_explains_on_two_sides_adds_up() -> None:
+    here = _sampled("gguf:Q5_0", 0.12, floats(100, 0))
+    assert _both_ways(here, _sampled("gguf:Q5_1", 0.12, floats(100, 16.9))) == []
+    assert "differs by 0.175 of its" in _both_ways(here, _sampled("gguf:Q5_1", 0.12, floats(100, 17.75)))[0]
+
+
+def test_what_cannot_be_read_is_not_compared() -> None:
+    unread = _sampled("mlx", UNREAD, b"", b"")
+    assert _both_ways(_sampled("BF16", 0.01, floats(1, 2), floats(3, 4)), unread) == []
+    assert unread.weights.rounding == UNREAD
+
+
+@pytest.mark.parametrize(
+    ("stored_as", "theirs", "same"),
+    [
+        ("gguf:F32+Q4_K", _weights("", floats(1.1, 2.1)), True),
+        ("gguf:F32+Q4_K", _weights("", floats(1.5, 2.5)), False),
+        ("gguf:F32+Q4_K", _weights("", b"", 1.0), False),
+        ("gguf:F32+Q4_K", Weights("nnn", "", ""), False),
+        ("gguf:F16+F32", _weights("", floats(1.0, 2.0)), False),
+        ("BF16", _weights("", floats(1.0, 2.0)), False),
+    ],
+)
+def test_other_bytes_of_the_same_quantization(stored_as: str, theirs: Weights, same: bool) -> None:
+    """Scales can be chosen in more ways than one; where nothing else can be compared, bytes decide."""
+    here, there = (
+        msgspec.structs.replace(REFERENCE, weights=msgspec.structs.replace(weights, format=stored_as, sample=sample))
+        for weights, sample in ((_weights("", floats(1, 2)), "one"), (theirs, "other"))
+    )
+    assert (here.differences(there) == []) is (there.differences(here) == []) is same
 
 
 def test_a_gguf_with_another_template_says_what_to_do() -> None:

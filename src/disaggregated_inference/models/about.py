@@ -21,6 +21,7 @@ from disaggregated_inference.models.store import ModelFiles, ModelStore
 _PATIENCE_S = 10.0
 _MOST_BYTES = 1 << 24
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]+):\d{1,5}(/.*)?")
+_WITH_EXPERTS = frozenset({"qwen3_moe", "gpt_oss"})
 _MOVES = "a cache may move between them"
 _LLAMACPP_ONLY = "llama.cpp rounds its YaRN range, so what a llama.cpp node reads goes to other llama.cpp nodes only"
 
@@ -149,20 +150,20 @@ def _needs_llamacpp(here: Told, there: Told) -> bool:
 
 def _compared(here: Told, there: Told, full: bool, only: str) -> Verdict:
     mine, theirs = here.fingerprint.weights, there.fingerprint.weights
+    alike = mine.format == theirs.format and (full or mine.sample == theirs.sample)
     if full:
         compared, how = _bytes(here, there)
-    elif mine.format == theirs.format:
+    elif alike:
         compared, how = [], "its norms and a sample of every tensor are equal"
         how += "; --full compares every byte" if here.model and there.model else ""
     else:
         compared, how = _values(here, there)
     if compared:
         return Verdict("not the same model", compared)
-    if mine.format == theirs.format:
+    if alike:
         return Verdict(f"the same model: {how}" + (f"; {only}" if only else ""), [])
-    return Verdict(
-        f"the same model, stored differently ({mine.format} and {theirs.format}): {only or _MOVES}; {how}", []
-    )
+    formats = f"{mine.format} and {theirs.format}" if mine.format != theirs.format else f"both {mine.format}"
+    return Verdict(f"the same model, stored differently ({formats}): {only or _MOVES}; {how}", [])
 
 
 def _values(here: Told, there: Told) -> tuple[list[str], str]:
@@ -170,11 +171,20 @@ def _values(here: Told, there: Told) -> tuple[list[str], str]:
     if here.model and there.model:
         tensors, differences = compare_values(here.model, there.model)
     else:
-        mine, theirs = ({each.tensor for each in told.fingerprint.weights.values} for told in (here, there))
-        tensors, differences = len(mine & theirs), []
+        mine, theirs = (
+            {each.tensor for each in told.fingerprint.weights.values if each.read} for told in (here, there)
+        )
+        tensors, differences = mine & theirs, []
     if not tensors:
         return [], "only their norms could be compared"
-    return differences, f"their norms are equal, and samples of {tensors} other tensors but for rounding"
+    how = f"their norms are equal, and samples of {len(tensors)} other tensors but for rounding"
+    return differences, how + _left_out(here.fingerprint.architecture, tensors)
+
+
+def _left_out(architecture: str, tensors: set[str]) -> str:
+    """Most of such a model."""
+    compared = architecture not in _WITH_EXPERTS or any(".experts." in name for name in tensors)
+    return "" if compared else "; experts were not compared"
 
 
 def _bytes(here: Told, there: Told) -> tuple[list[str], str]:

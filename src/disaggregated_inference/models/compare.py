@@ -4,32 +4,29 @@ More of them than a fingerprint carries: rows of every tensor that both sides ca
 """
 
 import hashlib
-import re
+import math
 from typing import NamedTuple
 
-import numpy as np
-
-from disaggregated_inference.models.identity import ROUNDING, rows
+from disaggregated_inference.kv.fingerprint import Pair, far_apart, kind_of
+from disaggregated_inference.models.identity import FIRST_ROW, ROUNDING, comparable, layer_of, rows
 from disaggregated_inference.models.safetensors import StoredTensor
 from disaggregated_inference.models.store import ModelFiles
 
-_COMPARED = re.compile(
-    r"model\.embed_tokens\.weight|lm_head\.weight|.*\.(self_attn\.[vo]_proj|mlp\.(gate|up|down)_proj)\.weight"
-)
 _ROWS = 16  # of each tensor, spread over it
 
 
 class Compared(NamedTuple):
-    """How many tensors could be, and what differs in them."""
+    """Which tensors could be, and what differs in them."""
 
-    tensors: int
+    tensors: set[str]
     differences: list[str]
 
 
 def compare_values(mine: ModelFiles, theirs: ModelFiles) -> Compared:
     here, there = (_readable(model) for model in (mine, theirs))
     both = sorted(here.keys() & there.keys())
-    return Compared(len(both), _some([line for name in both if (line := _difference(here[name], there[name]))]))
+    shapes = [line for name in both if (line := _shapes(here[name], there[name]))]
+    return Compared(set(both), _some(shapes or _differences([(here[name], there[name]) for name in both])))
 
 
 def compare_bytes(mine: ModelFiles, theirs: ModelFiles) -> list[str]:
@@ -40,19 +37,28 @@ def compare_bytes(mine: ModelFiles, theirs: ModelFiles) -> list[str]:
 
 
 def _readable(model: ModelFiles) -> dict[str, StoredTensor]:
-    return {each.name: each for each in model.tensors() if each.dtype in ROUNDING and _COMPARED.fullmatch(each.name)}
+    return {each.name: each for each in comparable(model.tensors()) if each.dtype in ROUNDING}
 
 
-def _difference(mine: StoredTensor, theirs: StoredTensor) -> str:
-    if mine.shape != theirs.shape:
-        return f"weights: {mine.name} is {mine.shape} here, {theirs.shape} there"
+def _shapes(mine: StoredTensor, theirs: StoredTensor) -> str:
+    """A vocabulary may be padded."""
+    same = mine.shape == theirs.shape or (layer_of(mine) < 0 and mine.shape[1:] == theirs.shape[1:])
+    return "" if same else f"weights: {mine.name} is {mine.shape} here, {theirs.shape} there"
+
+
+def _differences(tensors: list[tuple[StoredTensor, StoredTensor]]) -> list[str]:
+    """Each tensor for itself; but of Q and K there is a single row, so those of all layers together."""
+    groups: dict[str, list[Pair]] = {}
+    for mine, theirs in tensors:
+        group = kind_of(mine.name) if mine.name.endswith(FIRST_ROW) else mine.name
+        groups.setdefault(group, []).append(_pair(mine, theirs))
+    return [line for group, pairs in groups.items() if (line := far_apart(group, pairs))]
+
+
+def _pair(mine: StoredTensor, theirs: StoredTensor) -> Pair:
     ours, others = rows(mine, _ROWS), rows(theirs, _ROWS)
-    limit = max(ROUNDING[mine.dtype], ROUNDING[theirs.dtype])
-    far = float(np.linalg.norm(ours - others) / (np.linalg.norm(ours) or 1.0))
-    if far <= limit:
-        return ""
-    rounding = f"{mine.dtype} and {theirs.dtype} explain {limit}"
-    return f"weights: {mine.name} differs by {far:.2g} of its size, where {rounding}"
+    count = min(len(ours), len(others))
+    return Pair(ours[:count], others[:count], math.hypot(ROUNDING[mine.dtype], ROUNDING[theirs.dtype]))
 
 
 def _hashes(model: ModelFiles) -> dict[str, bytes]:

@@ -1,7 +1,7 @@
 """What tells the weights of two models apart without reading them all: two hashes, and a few values.
 
 Hashes are of bytes, and say nothing where one side is rounded to four bits; values are compared as far as that
-rounding explains. Rows of Q and K are never compared: a GGUF of a llama keeps them in another order.
+rounding explains. Of Q and K only the first row is compared: a GGUF of a llama keeps the others in another order.
 """
 
 import hashlib
@@ -12,14 +12,22 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from disaggregated_inference.errors import ModelDamaged
-from disaggregated_inference.kv.fingerprint import Sampled, Weights
+from disaggregated_inference.kv.fingerprint import UNREAD, Sampled, Weights
 from disaggregated_inference.models.gguf import ENCODINGS, Floats
 from disaggregated_inference.models.safetensors import StoredTensor
 
 _HASHED_BYTES = 1024  # of every tensor
 _NORM_SUFFIX = "norm.weight"
-_SAMPLED = re.compile(r".*\.layers\.(\d+)\.(?:self_attn\.[vo]_proj|mlp\.down_proj)\.weight")
-_SAMPLED_VALUES = 64
+_BUFFER_SUFFIX = "rotary_emb.inv_freq"  # old checkpoints hold it, though it is computed
+_COMPARED = re.compile(
+    r"model\.embed_tokens\.weight|lm_head\.weight|.*\.layers\.(?P<layer>\d+)\.(?:self_attn\.[qkvo]_proj"
+    r"|mlp\.(?:experts\.0\.)?(?:gate|up|down)_proj|mlp\.router)\.weight"
+)
+_ROUTER = re.compile(r"(ffn_gate_inp|mlp\.gate)\.weight$")
+_STACKED = re.compile(r"(?:ffn_(gate|up|down)_exps|mlp\.switch_mlp\.(gate|up|down)_proj)\.weight$")
+FIRST_ROW = ("q_proj.weight", "k_proj.weight")
+_TOKENS_APART = 40  # between the rows of a vocabulary
+_SAMPLED_ROWS, _SAMPLED_VALUES = 4, 32  # of a tensor, which is sampled in three layers, or as one that counts for three
 _MOST = float(np.finfo(np.float16).max)
 _BY_NAME = {encoding.name: encoding for encoding in ENCODINGS.values()}
 
@@ -35,7 +43,8 @@ ROUNDING = {
 
 def weights_identity(tensors: Iterable[StoredTensor], stored_as: str | None = None) -> Weights:
     """`stored_as` names a quantization, else the commonest dtype does."""
-    ordered = sorted(tensors, key=lambda tensor: tensor.name)
+    kept = (tensor for tensor in tensors if not tensor.name.endswith(_BUFFER_SUFFIX))
+    ordered = sorted(kept, key=lambda tensor: tensor.name)
     norms, sample = hashlib.sha256(), hashlib.sha256()
     dtypes: dict[str, int] = {}
     for tensor in ordered:
@@ -49,32 +58,71 @@ def weights_identity(tensors: Iterable[StoredTensor], stored_as: str | None = No
         norms=norms.hexdigest()[:32],
         format=stored_as or max(dtypes, key=lambda dtype: dtypes[dtype]),
         sample=sample.hexdigest()[:32],
-        values=tuple(_sampled(tensor) for tensor in _of_three_layers(ordered)),
+        values=tuple(_sampled(tensor) for tensor in _of_three_layers(comparable(ordered))),
     )
 
 
+def comparable(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
+    """Those whose rows mean the same in every kind of file, under the same names, whether or not they can be read. Of
+    experts only the first: a GGUF and MLX keep all of a layer in one tensor."""
+    named = (_first_expert(tensor._replace(name=_ROUTER.sub("mlp.router.weight", tensor.name))) for tensor in tensors)
+    tables = (tensor for tensor in named if len(tensor.shape) == 2 and 0 not in tensor.shape)
+    return [tensor for tensor in tables if _COMPARED.fullmatch(tensor.name)]
+
+
+def _first_expert(tensor: StoredTensor) -> StoredTensor:
+    found = _STACKED.search(tensor.name)
+    if not found or len(tensor.shape) != 3 or 0 in tensor.shape:
+        return tensor
+    name = f"{tensor.name[: found.start()]}mlp.experts.0.{found[1] or found[2]}_proj.weight"
+    return StoredTensor(name, tensor.dtype, tensor.shape[1:], tensor.data[: len(tensor.data) // tensor.shape[0]])
+
+
 def _of_three_layers(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
-    """Of the first, the middle and the last layer, whatever of it can be read as numbers."""
-    layers = {tensor.name: int(found[1]) for tensor in tensors if (found := _SAMPLED.fullmatch(tensor.name))}
-    last = max(layers.values(), default=0)
-    chosen = {0, last // 2, last}
-    return [
-        tensor for tensor in tensors if layers.get(tensor.name) in chosen and tensor.dtype in ROUNDING and tensor.shape
-    ]
+    """Of the first, the middle and the last layer, and of the vocabulary; nothing where no layer is known by its name,
+    which would look as if the weights were as fine as the vocabulary's."""
+    layers = {tensor.name: layer_of(tensor) for tensor in tensors}
+    last = max(layers.values(), default=-1)
+    return [tensor for tensor in tensors if layers[tensor.name] in {-1, 0, last // 2, last}] if last >= 0 else []
+
+
+def layer_of(tensor: StoredTensor) -> int:
+    """-1 for those of none."""
+    found = _COMPARED.fullmatch(tensor.name)
+    return int(found["layer"] or -1) if found else -1
 
 
 def _sampled(tensor: StoredTensor) -> Sampled:
-    """The begin of its middle row. Float16 is finer than the finest rounding above."""
-    values = np.clip(rows(tensor, 1)[:_SAMPLED_VALUES], -_MOST, _MOST).astype("<f2")
-    return Sampled(tensor=tensor.name, rounding=ROUNDING[tensor.dtype], values=values.tobytes())
+    """Values from all over it, so that no dead row and no outlier's block decides alone. Float16 is finer than the
+    finest rounding above."""
+    if tensor.dtype not in ROUNDING:
+        return Sampled(tensor=tensor.name, rounding=UNREAD, values=b"")
+    times = 1 if layer_of(tensor) >= 0 else 3
+    read = rows(tensor, _SAMPLED_ROWS * times)
+    each = _SAMPLED_VALUES * times // len(read)
+    values = read[:, :: max(1, tensor.shape[-1] // each)][:, :each]
+    clipped = np.clip(values, -_MOST, _MOST).astype("<f2")
+    return Sampled(tensor=tensor.name, rounding=ROUNDING[tensor.dtype], values=clipped.tobytes())
 
 
 def rows(tensor: StoredTensor, count: int) -> Floats:
-    """The values of so many of its rows, spread over it."""
+    """So many of its rows, or fewer where no more can be compared."""
     encoding, width = _BY_NAME[tensor.dtype], tensor.shape[-1]
-    if len(tensor.data) * encoding.block != math.prod(tensor.shape) * encoding.block_bytes:
+    whole = len(tensor.data) * encoding.block == math.prod(tensor.shape) * encoding.block_bytes
+    if not whole or width % encoding.block:
         raise ModelDamaged(f"tensor {tensor.name} has not the size of its shape; fetch the model again")
     raw = np.frombuffer(tensor.data, np.uint8).reshape(-1, width // encoding.block * encoding.block_bytes)
-    step = max(1, len(raw) // count)
-    values: Floats = encoding.decode(raw[step // 2 :: step][:count].ravel())
-    return values.reshape(-1)
+    values: Floats = encoding.decode(raw[_places(tensor, len(raw), count)].ravel())
+    return values.reshape(-1, width)
+
+
+def _places(tensor: StoredTensor, height: int, count: int) -> list[int]:
+    """Spread over it; in a vocabulary, which may be padded, the same whatever its height; of Q and K the first, which
+    every order leaves where it is."""
+    if tensor.name.endswith(FIRST_ROW):
+        return [0]
+    if layer_of(tensor) < 0:
+        first = range(_TOKENS_APART, _TOKENS_APART * (count + 1), _TOKENS_APART)
+        return [row for row in first if row < height] or [height - 1]
+    step = max(1, height // count)
+    return list(range(step // 2, height, step))[:count]

@@ -2,8 +2,8 @@
 
 Fingerprints say that both hold the same model; the canary says that both compute the same thing with it. Rows are
 compared by their relative distance, the median over the prompt's tokens: quantized weights move rows by a few
-hundredths, and a router may send a token elsewhere, while a wrong rotation, a swapped head or other weights move all
-of them by about one.
+hundredths (those of small models, to four bits, by up to 0.7, and logits by up to 0.24), and a router may send a token
+elsewhere, while a wrong rotation, a swapped head or other weights move all of them by about one.
 """
 
 from collections.abc import Iterator
@@ -18,6 +18,12 @@ from disaggregated_inference.kv.dtype import Array
 
 TOKENS = 48
 LIMIT = 0.3
+_COARSE_LIMIT = 0.8  # for keys and values
+_COARSE = 0.1  # a rounding of weights: that of five bits and less, and of those that nobody knows
+_FINE_HERE = (
+    " This node's weights have six bits or more: a prefill node whose weights have four or five may differ that much."
+    " Give it finer ones, or this node the same file."
+)
 
 
 def canary_tokens(vocabulary: int) -> list[int]:
@@ -32,24 +38,35 @@ class Reading(NamedTuple):
     logits: NDArray[np.float32]  # after the prompt, and after one more token
 
 
-def require_same(ours: Reading, theirs: Reading) -> float:
-    """The largest distance anywhere, or `PeerRefused` with the first place where it is too large."""
+def require_same(ours: Reading, theirs: Reading, rounding: float = 0.0) -> float:
+    """The largest distance anywhere, or `PeerRefused` with the first place where it is too large. `rounding` is that of
+    this node's weights (`Weights.rounding`); nobody says the prefill node's."""
+    rows = _worst(_of_rows(ours, theirs), _COARSE_LIMIT if rounding >= _COARSE else LIMIT, _FINE_HERE)
+    return max(rows, _worst(_of_logits(ours, theirs), LIMIT))
+
+
+def _worst(places: Iterator[tuple[str, float]], limit: float, hint: str = "") -> float:
+    """`hint` is for what would be within the limit of coarse weights."""
     worst = 0.0
-    for where, far in _distances(ours, theirs):
-        if not far <= LIMIT:  # also when it is no number at all
+    for where, far in places:
+        if not far <= limit:  # also when it is no number at all
             raise PeerRefused(
                 f"the prefill node computes something else than this node: on the canary prompt, {where} differ by"
-                f" {far:.2f} of their size (limit {LIMIT}). Do both hold the same model files?"
+                f" {far:.3g} of their size (limit {limit}). Do both hold the same model files?"
+                + (hint if far <= _COARSE_LIMIT else "")
             )
         worst = max(worst, far)
     return worst
 
 
-def _distances(ours: Reading, theirs: Reading) -> Iterator[tuple[str, float]]:
+def _of_rows(ours: Reading, theirs: Reading) -> Iterator[tuple[str, float]]:
     for mine, other in zip(ours.slices, theirs.slices, strict=True):
         for name in ("keys", "values"):
             pair = (_rows(getattr(piece, name), piece.dtype) for piece in (mine, other))
             yield f"the {name} of layer {mine.layer}", distance(*pair)
+
+
+def _of_logits(ours: Reading, theirs: Reading) -> Iterator[tuple[str, float]]:
     for row, when in enumerate(("after the prompt", "one token later")):
         yield f"the logits {when}", distance(ours.logits[row : row + 1], theirs.logits[row : row + 1])
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from disaggregated_inference.engines import Sequence
-from disaggregated_inference.errors import BadRequest, ProtocolError, SliceRefused, WireError
+from disaggregated_inference.errors import BadRequest, PeerRefused, ProtocolError, SliceRefused, WireError
 from disaggregated_inference.kv import KVSlice
 from disaggregated_inference.kv.dtype import Array
 from disaggregated_inference.kv.prefixes import Insertion
@@ -91,8 +91,14 @@ class Intake:
         ]
 
     def prove(self, context: Context, hello: Hello, task: Task) -> None:
-        """Before the request takes the memory that it was promised: the canary may need it."""
-        task.answer.metrics.canary_time += self.proofs.require(context, hello, task.answer)
+        """Before the request takes the memory that it was promised: the canary may need it. A prefill node that is
+        refused is told that its cache is not wanted: else it would keep it for its whole lease."""
+        try:
+            task.answer.metrics.canary_time += self.proofs.require(context, hello, task.answer)
+        except PeerRefused:
+            if withdraw := task.withdraw:
+                threading.Thread(target=withdraw, name="withdraw", daemon=True).start()
+            raise
         task.answer.require_wanted()
 
     def fetch(self, context: Context, hello: Hello, task: Task) -> None:

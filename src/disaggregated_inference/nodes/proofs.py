@@ -92,7 +92,7 @@ class Proofs:
             received = self._worker.call(lambda: self._stepped(theirs, logits, tokens))
         with self._opened(len(tokens) + 1, answer) as ours:
             computed = self._worker.call(lambda: self._stepped(ours, self._read(ours, tokens), tokens))
-        return require_same(computed, received)
+        return require_same(computed, received, self._engine.fingerprint.weights.rounding)
 
     @contextmanager
     def _opened(self, capacity: int, answer: Answer) -> Iterator[Sequence]:

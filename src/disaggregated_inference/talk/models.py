@@ -101,8 +101,9 @@ def verify_models(
 ) -> None:
     """Whether two copies, here or on two machines, are one model between which a cache may move.
 
-    Norms are compared, and a sample of every tensor; of files stored differently, a sample of values, if both are here
-    and can be read as numbers. A node only tells hashes: stored differently there, only norms are compared.
+    Norms are compared, and a sample of every tensor; of weights stored differently, values, but for rounding: rows of
+    most tensors where both files are here, else the few that a node tells. Of what cannot be read as numbers (MLX's own
+    quantization, FP8, IQ4_NL) only norms are compared. The answer says what was.
     The exit code is 0 if they are. For a machine that runs no node: `disagg models inspect NAME --json > there.json`.
     """
     from disaggregated_inference.models import ModelStore

@@ -1,0 +1,63 @@
+"""How far two nodes may be from each other on the canary prompt, and what becomes of a cache that is refused."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from disaggregated_inference.errors import PeerRefused
+from disaggregated_inference.kv import KVSlice
+from disaggregated_inference.nodes.canary import TOKENS, Reading, require_same
+from tests.conftest import Pair, until
+from tests.handoff import prompt_of
+
+FINE, FIVE_BITS, UNKNOWN = 0.06, 0.12, 1.0  # roundings of weights
+
+
+def _reading(rows: float = 0.0, logits: float = 0.0) -> Reading:
+    """So far from one without arguments."""
+    ones = np.ones((TOKENS, 2, 4), np.float32)
+    piece = KVSlice(0, 0, "float32", ones * np.float32(1 + rows), ones)
+    return Reading([piece], np.ones((2, 8), np.float32) * np.float32(1 + logits))
+
+
+@pytest.mark.parametrize(
+    ("rounding", "rows", "logits", "same"),
+    [
+        (FINE, 0.29, 0.29, True),
+        (FINE, 0.31, 0.0, False),
+        (FIVE_BITS, 0.7, 0.24, True),
+        (UNKNOWN, 0.7, 0.24, True),
+        (UNKNOWN, 0.81, 0.0, False),
+        (UNKNOWN, 0.0, 0.31, False),
+        (UNKNOWN, float("nan"), 0.0, False),
+    ],
+)
+def test_coarse_weights_may_move_rows_further(rounding: float, rows: float, logits: float, same: bool) -> None:
+    if same:
+        assert require_same(_reading(), _reading(rows, logits), rounding) == pytest.approx(max(rows, logits), rel=1e-3)
+    else:
+        with pytest.raises(PeerRefused, match="differ by"):
+            require_same(_reading(), _reading(rows, logits), rounding)
+
+
+def test_a_fine_node_says_that_the_other_may_be_coarse() -> None:
+    with pytest.raises(PeerRefused, match=r"differ by 0\.301 of their size \(limit 0\.3\).*may differ that much"):
+        require_same(_reading(), _reading(0.3012), FINE)
+    for refused, rounding in ((_reading(0.9), FINE), (_reading(0.9), UNKNOWN), (_reading(logits=0.5), FINE)):
+        with pytest.raises(PeerRefused) as told:
+            require_same(_reading(), refused, rounding)
+        assert "may differ that much" not in str(told.value)
+
+
+def test_a_cache_that_is_refused_is_not_kept(nodes: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by the first request, which reads the canary, nor by the next, for which the verdict is known."""
+    monkeypatch.setattr("disaggregated_inference.nodes.canary.LIMIT", -1.0)
+    prefill, decode = nodes()
+    for _ in range(2):
+        context, reading = prefill.begin(prompt_of(300))
+        reading.result(10)
+        assert len(prefill.book) == 1
+        with pytest.raises(PeerRefused):
+            list(decode.fetch_and_write(context, 4))
+        assert until(lambda: len(prefill.book) == 0 and not prefill._attempts)
