@@ -120,12 +120,68 @@ def test_memory_that_is_not_in_one_piece() -> None:
     gate = Gate()
     other = gate.ask("other", 20)
     broken = gate.ask("broken", 60)
-    gate.ask("behind", 30)
+    behind = gate.ask("behind", 30)
     gate.admission.again(broken)
-    assert gate.admission.held_bytes == 20
-    assert gate.started == ["other", "broken"], "neither it nor those behind it, before someone else ends"
+    assert gate.admission.held_bytes == 50
+    assert gate.started == ["other", "broken", "behind"], "it waits for someone to end; the others need not"
+    gate.ask("impatient", 10, wait_s=0)
+    assert gate.started[-1] == "impatient"
     gate.admission.release(other)
-    assert gate.started == ["other", "broken", "broken", "behind"]
+    assert gate.started[-1] == "broken"
+    gate.admission.again(broken)
+    gate.admission.release(behind)
+    assert gate.started[-2:] == ["broken", "broken"], "those that passed it are waited for, too"
+
+
+def test_who_passes_keeps_the_order() -> None:
+    gate = Gate()
+    first, broken = gate.ask("first", 40), gate.ask("broken", 50)
+    gate.ask("long", 70)
+    gate.ask("short", 10)
+    gate.admission.again(broken)
+    assert gate.started == ["first", "broken"], "long is not blocked: short waits behind it"
+    with pytest.raises(NodeBusy, match="3 requests wait"):
+        gate.ask("impatient", 10, wait_s=0)
+    gate.admission.release(first)
+    assert gate.started == ["first", "broken", "broken"], "and it comes before both of them"
+
+
+def test_nobody_is_passed_for_ever() -> None:
+    """Short ones come all the time and end; what they leave is never one piece, until there are none."""
+    gate = Gate()
+    holding = [gate.ask("other", 20)]
+    broken = gate.ask("broken", 60, wait_s=10)
+    gate.admission.again(broken)
+    for gate.now in (1, 2, 3, 4):
+        holding.append(gate.ask("short", 20))
+        gate.admission.release(holding.pop(0))
+        gate.admission.again(broken)
+    assert gate.started.count("short") == 4
+    assert gate.admission.retry_after_s() == 1, "for someone who needs little there is room"
+    gate.now = 5
+    gate.ask("short", 20)
+    gate.ask("short", 20)
+    with pytest.raises(NodeBusy):
+        gate.ask("impatient", 1, wait_s=0)
+    assert gate.started.count("short") == 4, "in the second half of its time it is passed no more"
+    gate.admission.release(holding.pop())
+    assert gate.started[-3:] == ["broken", "short", "short"]
+
+
+def test_the_words_for_memory_in_pieces() -> None:
+    gate = Gate()
+    gate.ask("other", 20)
+    gate.admission.again(gate.ask("broken", 60, wait_s=5))
+    gate.now = 5.5
+    gate.admission.sweep()
+    assert isinstance(refused := gate.refused["broken"], KVMemoryFull)
+    assert "no 60 bytes of KV memory in one piece, nor had for 5.5 s" in str(refused)
+    assert "others hold only 20 of the 100; ask for a shorter answer" in str(refused)
+    gate.admission.again(gate.ask("broken", 60, wait_s=5))
+    gate.ask("short", 30)
+    gate.now = 11
+    gate.admission.sweep()
+    assert "within 5.5 s: 60 bytes and 1 slots are needed, 50 of 100 bytes" in str(gate.refused["broken"])
 
 
 def test_someone_ended_before_it_could_come_back() -> None:
@@ -154,22 +210,22 @@ def test_those_that_come_back_keep_their_order() -> None:
     claims = [gate.ask(name, 20) for name in "ab"]
     for claim in claims:
         gate.admission.again(claim)
-    gate.ask("c", 20)
+    gate.admission.again(gate.ask("c", 20))
     gate.admission.release(other)
-    assert gate.started == ["other", "a", "b", "a", "b", "c"]
+    assert gate.started == ["other", "a", "b", "c", "a", "b", "c"]
 
 
 def test_back_in_line_with_nobody_else_there() -> None:
     gate = Gate()
-    first, second = gate.ask("first", 50), gate.ask("second", 50)
-    gate.ask("third", 10)
+    first, second = gate.ask("first", 30), gate.ask("second", 60)
+    gate.ask("third", 50)
     gate.admission.again(first)
     gate.admission.again(second)
     assert isinstance(gate.refused["second"], KVMemoryFull)
-    assert "50 bytes of KV memory in one piece" in str(gate.refused["second"])
+    assert "60 bytes of KV memory in one piece, though nobody else holds any" in str(gate.refused["second"])
     assert gate.started == ["first", "second", "first", "third"], "there was one less to wait for"
     gate.admission.again(second)
-    assert gate.admission.held_bytes == 60, "one that ended does not come back"
+    assert gate.admission.held_bytes == 80, "one that ended does not come back"
 
 
 def test_closed() -> None:

@@ -89,6 +89,40 @@ def test_a_node_that_could_serve_nobody_does_not_start() -> None:
     assert "more --kv-memory, or less --prefix-memory" in done.stderr
 
 
+@pytest.mark.parametrize("size", ["200K", "40K"])
+def test_a_small_node_starts_all_the_same(size: str, tiny_folder: Any) -> None:
+    """A token takes a kilobyte: there is no room for the longer prompt that shows how fast it reads, nor for both."""
+    common = "--engine", "torch", "--dtype", "float32", "--prefix-memory", "0"
+    node = Node("decode", *common, "--model", str(tiny_folder("llama")), "--kv-memory", size)
+    try:
+        rates = node.ask("/status")[1]["rates"]["local_prefill"]
+        assert [rate["size"] for rate in rates] == ([64] if size == "200K" else [])
+        status, answer = node.ask("/generate", {"tokens": prompt_of(20), "max_tokens": 4, "ignore_eos": True})
+        assert (status, len(answer["tokens"])) == (200, 4)
+    finally:
+        node.stop()
+
+
+def test_one_answer_of_a_node_of_both_roles_may_have_half() -> None:
+    """The other half is for caches that wait: a router must not count on it."""
+    node = Node("both", "--engine", "simulated", "--kv-memory", "8M", "--prefix-memory", "0")
+    try:
+        kv, token_bytes = (node.ask("/status")[1][name] for name in ("kv", "kv_token_bytes"))
+        assert kv["limit_bytes"] == node.ready["kv_limit_bytes"] == 4 << 20
+        assert kv["total_limit_bytes"] == scraped(node)["disagg_kv_limit_bytes"] == 8 << 20
+        assert node.ask("/prefill", {"tokens": prompt_of(100), "ticket": "waits"})[0] == 200
+        kv = node.ask("/status")[1]["kv"]
+        assert (kv["reserved_bytes"], kv["total_reserved_bytes"] >= 100 * token_bytes) == (0, True)
+        most = (kv["limit_bytes"] - kv["reserved_bytes"]) // token_bytes
+        asked = {"tokens": prompt_of(10), "ignore_eos": True}
+        assert node.ask("/generate", asked | {"max_tokens": most - 10})[0] == 200
+        refused = node.ask("/generate", asked | {"max_tokens": most - 9})[1]
+        assert refused["error"]["code"] == "request_too_large"
+    finally:
+        node.ask("/prefill/waits", method="DELETE")
+        node.stop()
+
+
 def test_prefixes_must_leave_something(tiny_engine: LoadTiny) -> None:
     worker = EngineThread(lambda: tiny_engine("torch", "llama"))
     worker.engine.own_memory, before = False, worker.engine.own_memory

@@ -325,6 +325,38 @@ def test_a_budget_for_eight(tiny_folder: Any, tiny_engine: LoadTiny) -> None:
         worker.stop()
 
 
+def test_who_waits_for_one_piece_keeps_nobody_from_the_rest(tiny_folder: Any, tiny_engine: LoadTiny) -> None:
+    """Three hold a third of the memory each, the first and the last go: two thirds are free, but not in one piece."""
+    model = ModelFiles("llama", tiny_folder("llama"))
+    worker = EngineThread(partial(load_engine, "torch", model, **ENGINE_OPTIONS["torch"] | {"kv_bytes": 6001 << 10}))
+    room = Room(worker, prefix_bytes=0)
+    node, admission = DecodeNode(room, model.tokenizer), room.admission
+    cost = room.engine.kv_cost(2000)
+    claims = [admission.ask(cost, 1, lambda claim: None, lambda error: None, 0) for _ in range(3)]
+    holds = [(claim, worker.call(lambda: room.open(2000))) for claim in claims]
+
+    def end(number: int) -> None:
+        claim, sequence = holds[number]
+        worker.call(lambda: room.close(sequence))
+        admission.release(claim)
+
+    end(0)
+    end(2)
+    assert 3 * admission.held_bytes == admission.limit_bytes
+    large = node.read_and_write(prompt_of(2990), rules=Rules(max_tokens=10, timeout_s=600, queue_s=600))
+    assert until(lambda: admission.waiting == 1)
+    small = node.read_and_write(prompt_of(20), rules=Rules(max_tokens=3, timeout_s=600, queue_s=60))
+    assert list(small) == alone(tiny_engine("torch", "llama"), prompt_of(20), 3)
+    assert until(lambda: admission.waiting == 1), "it was tried once more, in vain"
+    assert large.metrics.completion_tokens == 0
+    end(1)
+    assert list(large) == alone(tiny_engine("torch", "llama"), prompt_of(2990), 10)
+    assert until(lambda: not room.held_bytes and not admission.held_bytes)
+    node.close()
+    room.close_all()
+    worker.stop()
+
+
 def _outcome(node: DecodeNode, prompt: list[int]) -> str:
     try:
         node.read_and_write(prompt, rules=Rules(max_tokens=8, queue_s=100))

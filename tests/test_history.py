@@ -247,6 +247,7 @@ def test_a_locked_file_makes_nobody_wait(
 ) -> None:
     monkeypatch.setattr(module, "_BUSY_S", 0.05)
     monkeypatch.setattr(module, "_MOST_PENDING", 10)
+    monkeypatch.setattr(module, "_MOST_UNWRITTEN", 0)
     file = tmp_path / "h.sqlite"
     with opened(500, file) as history:
         with locked(file):
@@ -260,6 +261,58 @@ def test_a_locked_file_makes_nobody_wait(
         history.add({"n": 201})
         assert until(lambda: len(rows(file)) == 1), "the trouble passed"
         assert history.lost == 201
+
+
+def written_numbers(file: Path) -> list[int]:
+    return [json.loads(row)["n"] for row in rows(file)]
+
+
+def test_what_a_locked_file_did_not_take_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BUSY_S", 0.05)
+    monkeypatch.setattr(module, "_MOST_UNWRITTEN", 3)
+    file = tmp_path / "h.sqlite"
+    with opened(500, file) as history:
+        with locked(file):
+            history.add({"n": 0})
+            assert until(lambda: "database is locked" in caplog.text)
+            for n in range(1, 5):
+                history.add({"n": n})
+            assert until(lambda: history.lost == 2), "of five the last three are kept"
+        history.add({"n": 5})
+        assert until(lambda: written_numbers(file) == [2, 3, 4, 5]), "with the next, in their order, each once"
+        assert len(warnings(caplog)) == 1
+    assert (written_numbers(file), history.lost) == ([2, 3, 4, 5], 2)
+
+
+def test_what_was_not_written_is_tried_once_more_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BUSY_S", 0.05)
+    file = tmp_path / "h.sqlite"
+    with opened(5, file) as history, locked(file):
+        history.add({"n": 1})
+        assert until(lambda: "database is locked" in caplog.text)
+    assert (written_numbers(file), history.lost) == ([1], 0)
+    with opened(5, file) as history, locked(file):
+        history.add({"n": 2})
+        history.close(timeout_s=60)
+        assert history.lost == 1
+    assert written_numbers(file) == [1]
+
+
+def test_what_will_never_be_written_is_not_kept(tmp_path: Path) -> None:
+    file = tmp_path / "h.sqlite"
+    with opened(5, file) as history:
+        with closing(sqlite3.connect(file)) as database, database:
+            database.execute("CREATE UNIQUE INDEX once ON requests (model)")
+        history.add({"n": 1, "model": "a"})
+        assert until(lambda: written_numbers(file) == [1])
+        history.add({"n": 2, "model": "a"})
+        assert until(lambda: history.lost == 1)
+        history.add({"n": 3, "model": "b"})
+    assert written_numbers(file) == [1, 3]
 
 
 def test_closing_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,9 @@ def test_a_router_finds_what_it_needs(both: Node) -> None:
     status = both.ask("/status")[1]
     assert status["queue"]["waiting"] == status["running"] == status["slots"]["used"] == 0
     assert status["kv"]["reserved_bytes"] == status["kv"]["held_bytes"] == 0
-    assert 0 < status["kv"]["peak_held_bytes"] <= status["kv"]["peak_reserved_bytes"] <= status["kv"]["limit_bytes"]
+    assert (
+        0 < status["kv"]["peak_held_bytes"] <= status["kv"]["peak_reserved_bytes"] <= status["kv"]["total_limit_bytes"]
+    )
     assert status["prefixes"]["hits"] >= 2
     assert status["prefixes"]["size_bytes"] <= status["prefixes"]["limit_bytes"] == 16 << 20
     assert status["integrity_faults"] == 0
@@ -87,7 +89,7 @@ def test_a_router_finds_what_it_needs(both: Node) -> None:
     assert metrics["disagg_requests_total[read][prefill]"] >= 2
     assert metrics["disagg_generation_tokens_total"] >= 80
     assert metrics["disagg_time_to_first_token_seconds_count"] >= 4
-    assert metrics["disagg_kv_limit_bytes"] == status["kv"]["limit_bytes"]
+    assert metrics["disagg_kv_limit_bytes"] == status["kv"]["total_limit_bytes"] == 2 * status["kv"]["limit_bytes"]
     assert metrics["disagg_tickets_ended_total[fetched]"] >= 2
     assert metrics["disagg_transfer_exposed_seconds_count"] >= 2
 

@@ -35,12 +35,18 @@ class Claim:
     held_after: int = 0  # releases, when its memory was reserved
     blocked: bool = False  # came back; trying again is useless before another claim gives memory back
 
+    def may_be_passed(self, now: float) -> bool:
+        """Who waits for one piece of memory need not keep the others from the rest. In the second half of its time it
+        does all the same: each of them takes something of what is to become one piece."""
+        return self.blocked and now < (self.asked_at + self.deadline) / 2
+
 
 _Due = list[tuple[Claim, DisaggError | None]]
 
 
 class Admission:
-    """Who may take KV memory, in order of asking. Nothing overtakes: a long prompt is not starved by short ones."""
+    """Who may take KV memory, in order of asking: a long prompt is not starved by short ones. Nobody is overtaken but
+    who has found the memory in pieces only, and not for ever: `Claim.may_be_passed`."""
 
     def __init__(
         self,
@@ -79,7 +85,7 @@ class Admission:
                 raise self._closed.with_traceback(None)
             now, self._asked = self._clock(), self._asked + 1
             claim = Claim(cost_bytes, slots, start, refuse, self._asked, now, now + wait_s)
-            if self._line or not self._fits(cost_bytes, slots):
+            if not self._is_free(cost_bytes, slots):
                 self._require_place(claim, wait_s)
             self._line.append(claim)
             due = self._let_in()
@@ -146,7 +152,7 @@ class Admission:
     def _retry_after_s(self, cost_bytes: int, slots: int) -> int:
         """Those in line, at the pace of the last releases: as long as memory was held for each of them, shared by those
         who hold some now. So time in which nobody held any does not count, nor how few they were."""
-        if not self._line and self._fits(cost_bytes, slots):
+        if self._is_free(cost_bytes, slots):
             return 1
         if not self._held_s:
             return _UNKNOWN_S
@@ -189,12 +195,17 @@ class Admission:
     def _fits(self, cost_bytes: int, slots: int) -> bool:
         return self.held_bytes + cost_bytes <= self.limit_bytes and self.held_slots + slots <= self.most_slots
 
+    def _is_free(self, cost_bytes: int, slots: int) -> bool:
+        """For someone new, now."""
+        now = self._clock()
+        return self._fits(cost_bytes, slots) and all(claim.may_be_passed(now) for claim in self._line)
+
     def _let_in(self) -> _Due:
-        """From the head of the line as long as they fit."""
+        """One after the other as long as they fit."""
         due: _Due = []
         self._look_at_clock()
         while (claim := self._next()) and self._fits(claim.cost_bytes, claim.slots):
-            self._line.popleft()
+            self._line.remove(claim)
             claim.state, claim.held_after = "held", self._releases
             self._held.add(claim)
             self.held_bytes += claim.cost_bytes
@@ -204,7 +215,10 @@ class Admission:
         return due
 
     def _next(self) -> Claim | None:
-        return self._line[0] if self._line and not self._line[0].blocked else None
+        """The first in line, without those that it may pass."""
+        now = self._clock()
+        first = next((claim for claim in self._line if not claim.may_be_passed(now)), None)
+        return first if first and not first.blocked else None
 
     def _give_back(self, claim: Claim) -> None:
         self._look_at_clock()
@@ -221,16 +235,20 @@ class Admission:
         return claim, error
 
     def _waited(self, claim: Claim, now: float) -> str:
+        waited_s = now - claim.asked_at
+        if claim.blocked and self._fits(claim.cost_bytes, claim.slots):
+            return self._fragmented(claim, f", nor had for {waited_s:.1f} s")
         return (
-            f"no KV memory within {now - claim.asked_at:.1f} s: {claim.cost_bytes} bytes and {claim.slots} slots are "
+            f"no KV memory within {waited_s:.1f} s: {claim.cost_bytes} bytes and {claim.slots} slots are "
             f"needed, {self.held_bytes} of {self.limit_bytes} bytes and {self.held_slots} of {self.most_slots} slots "
             "are held; try again later"
         )
 
-    def _fragmented(self, claim: Claim) -> str:
+    def _fragmented(self, claim: Claim, waited: str = "") -> str:
+        others = f"others hold only {self.held_bytes}" if self.held_bytes else "nobody else holds any"
         return (
-            f"the engine has no {claim.cost_bytes} bytes of KV memory in one piece, though nobody else holds any of "
-            f"the {self.limit_bytes}; ask for a shorter answer, or give the node more memory"
+            f"the engine has no {claim.cost_bytes} bytes of KV memory in one piece{waited}, though {others} of the "
+            f"{self.limit_bytes}; ask for a shorter answer, or give the node more memory"
         )
 
     def _tell(self, due: _Due) -> None:

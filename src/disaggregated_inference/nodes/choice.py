@@ -75,11 +75,21 @@ class Choice:
         elif not self.left():
             self.finish = "length"
         if self.finish:
-            text += self._stops.push(self._text.flush()) + self._stops.flush()
+            text += self._rest()
         self.answer.metrics.completion_tokens += 1
         self.answer.put(Piece(token, text, self.number, chosen.logprob, chosen.top, self.finish))
 
     def _show(self, token: int) -> str:
+        return self._stops.push(self._text.push(token), self._stops_count)
+
+    def _rest(self) -> str:
+        """No more will come: what was held back, which may be the end of a stop string."""
+        text = self._stops.push(self._text.flush(), self._stops_count) + self._stops.flush()
+        if self._stops.found is not None:
+            self.finish = "stop"
+        return text
+
+    @property
+    def _stops_count(self) -> bool:
         """Stop strings, too, count from `min_tokens` on: those that end there."""
-        counts = self.sampler.written >= self.answer.rules.sampling.min_tokens
-        return self._stops.push(self._text.push(token), counts)
+        return self.sampler.written >= self.answer.rules.sampling.min_tokens

@@ -217,9 +217,14 @@ def parse_size(text: str) -> int | None:
 def _warm_up(engine: Engine) -> None:
     """The first request must not pay for the libraries' first time."""
     for length in engine.warm_lengths:
-        if length + 1 < engine.spec.context_window:
+        if _has_room(engine, length):
             _read_once(engine, length)
     engine.counters.prompt_tokens = engine.counters.step_tokens = 0
+
+
+def _has_room(engine: Engine, length: int) -> bool:
+    """For a prompt so long and a token of its answer. A small node need not try what it will never be asked."""
+    return length + 1 < engine.spec.context_window and engine.kv_cost(length + 1) <= engine.kv_limit_bytes
 
 
 def _read_once(engine: Engine, length: int) -> None:
@@ -234,7 +239,7 @@ def _measure(served: Served) -> None:
     is touched for the first time is slow."""
     engine = served.room.engine
     for length in _MEASURED_TOKENS:
-        if length + 2 > engine.spec.context_window:
+        if not _has_room(engine, length):
             break
         reading_s, step_s = map(min, zip(_timed(engine, length), _timed(engine, length), strict=True))
         for rates in (served.prefill and served.prefill.reading, served.decode and served.decode.intake.reading):

@@ -86,13 +86,7 @@ class Served:
                 "retry_after_s": self.retry_after_s(),
             },
             "slots": {"used": room.held_slots, "most": engine.max_batch},
-            "kv": {
-                "limit_bytes": sum(admission.limit_bytes for admission in room.admissions),
-                "reserved_bytes": room.promised_bytes,
-                "peak_reserved_bytes": sum(admission.peak_bytes for admission in room.admissions),
-                "held_bytes": room.held_bytes,
-                "peak_held_bytes": room.peak_held_bytes,
-            },
+            "kv": _memory_status(room),
             "prefixes": msgspec.to_builtins(room.prefixes.seen()),
             "integrity_faults": room.faults,
             "prompt_tokens_computed": engine.counters.prompt_tokens - self._canary_tokens,
@@ -106,6 +100,20 @@ class Served:
             about |= _decode_status(self.decode)
             rates |= {"decode": self.decode.batch.rates.seen(), "local_prefill": self.decode.intake.reading.seen()}
         return about | {"rates": msgspec.to_builtins(rates)}
+
+
+def _memory_status(room: Room) -> dict[str, int]:
+    """What one answer may have, and of that what is promised. A node of both roles has two purses, and nobody may take
+    from both: `total_`, the peaks and what was measured are of both."""
+    return {
+        "limit_bytes": room.admission.limit_bytes,
+        "reserved_bytes": room.admission.held_bytes,
+        "total_limit_bytes": sum(admission.limit_bytes for admission in room.admissions),
+        "total_reserved_bytes": room.promised_bytes,
+        "peak_reserved_bytes": sum(admission.peak_bytes for admission in room.admissions),
+        "held_bytes": room.held_bytes,
+        "peak_held_bytes": room.peak_held_bytes,
+    }
 
 
 def _prefill_status(node: PrefillNode) -> dict[str, Any]:

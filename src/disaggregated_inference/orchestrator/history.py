@@ -1,7 +1,8 @@
 """What became of requests: the last ones in memory, and many more in an SQLite file if there is one.
 
 Nobody waits for the file. A thread of its own writes it, what it cannot keep up with is counted and left out, and a
-file that is damaged or cannot be written costs a warning, never a request.
+file that is damaged or cannot be written costs a warning, never a request. What a locked file or a full disk did not
+take is tried again with what comes next.
 """
 
 import json
@@ -22,6 +23,7 @@ Record = dict[str, Any]
 Row = tuple[float, str, bool, float | None, str]
 
 _MOST_PENDING = 4096
+_MOST_UNWRITTEN = 1000  # tried in vain; of more than these the oldest are given up
 _FILE_TIMES = 100  # as many rows in the file as there are in memory
 _BUSY_S = 2.0  # for how long another process may hold the file
 _TABLE = """CREATE TABLE IF NOT EXISTS requests
@@ -109,9 +111,13 @@ class History:
         self._writer.start()
 
     def _write(self, path: Path, database: sqlite3.Connection) -> None:
+        unwritten: Sequence[Row] = ()
         with closing(database):
             while batch := self._next_batch():
-                self._store(path, database, [row for record in batch if (row := _row(record))])
+                new = [row for record in batch if (row := _row(record))]
+                unwritten = self._store(path, database, [*unwritten, *new], keep=_MOST_UNWRITTEN)
+            if unwritten:
+                self._store(path, database, unwritten, keep=0)
 
     def _next_batch(self) -> list[Record]:
         """Empty when closed and done."""
@@ -121,19 +127,23 @@ class History:
             self._pending.clear()
         return batch
 
-    def _store(self, path: Path, database: sqlite3.Connection, rows: Sequence[Row]) -> None:
-        """A full disk or a locked file may pass, so the next batch tries again; one warning per trouble is enough."""
+    def _store(self, path: Path, database: sqlite3.Connection, rows: Sequence[Row], keep: int) -> Sequence[Row]:
+        """The last `keep` of those that are to be tried again: a full disk or a locked file may pass, other trouble
+        does not. One warning per trouble is enough."""
         try:
             with database:
                 database.executemany(_INSERT, rows)
                 database.execute(_PRUNE, (_FILE_TIMES * self._most,))
             self._is_failing = False
+            return ()
         except sqlite3.Error as error:
-            with self._changed:
-                self.lost += len(rows)
             if not self._is_failing:
                 _warn(path, error)
             self._is_failing = True
+            given_up = max(0, len(rows) - keep) if isinstance(error, sqlite3.OperationalError) else len(rows)
+        with self._changed:
+            self.lost += given_up
+        return rows[given_up:]
 
 
 def _identity(record: Record) -> tuple[float, str]:
