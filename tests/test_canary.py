@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 
 from disaggregated_inference.errors import PeerRefused
 from disaggregated_inference.kv import KVSlice
+from disaggregated_inference.kv.fingerprint import Sampled, Weights
+from disaggregated_inference.nodes import proofs
 from disaggregated_inference.nodes.canary import TOKENS, Reading, require_same
 from tests.conftest import Pair, until
 from tests.handoff import prompt_of
@@ -41,13 +44,25 @@ def test_coarse_weights_may_move_rows_further(rounding: float, rows: float, logi
             require_same(_reading(), _reading(rows, logits), rounding)
 
 
-def test_a_fine_node_says_that_the_other_may_be_coarse() -> None:
-    with pytest.raises(PeerRefused, match=r"differ by 0\.301 of their size \(limit 0\.3\).*may differ that much"):
-        require_same(_reading(), _reading(0.3012), FINE)
-    for refused, rounding in ((_reading(0.9), FINE), (_reading(0.9), UNKNOWN), (_reading(logits=0.5), FINE)):
-        with pytest.raises(PeerRefused) as told:
-            require_same(_reading(), refused, rounding)
-        assert "may differ that much" not in str(told.value)
+def test_the_coarser_side_decides(nodes: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever it is: the sender says how coarse it is."""
+    asked: list[float] = []
+
+    def allowed(ours: Reading, theirs: Reading, rounding: float) -> float:
+        asked.append(rounding)
+        return require_same(ours, theirs, rounding)
+
+    monkeypatch.setattr(proofs, "require_same", allowed)
+    for coarse in (0, 1):
+        pair = nodes()
+        engine = pair[coarse].engine
+        weights = Weights("n", "gguf:Q4_0", "s", (Sampled(tensor="v", rounding=0.25, values=b""),))
+        monkeypatch.setattr(engine, "fingerprint", msgspec.structs.replace(engine.fingerprint, weights=weights))
+        other = pair[1 - coarse].engine
+        norms = msgspec.structs.replace(other.fingerprint.weights, norms="n")
+        monkeypatch.setattr(other, "fingerprint", msgspec.structs.replace(other.fingerprint, weights=norms))
+        list(pair[1].fetch_and_write(pair[0].begin(prompt_of(20))[0], 2))
+    assert asked == [0.25, 0.25]
 
 
 def test_a_cache_that_is_refused_is_not_kept(nodes: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,6 @@ TOKENS = 48
 LIMIT = 0.3
 _COARSE_LIMIT = 0.8  # for keys and values
 _COARSE = 0.1  # a rounding of weights: that of five bits and less, and of those that nobody knows
-_FINE_HERE = (
-    " This node's weights have six bits or more: a prefill node whose weights have four or five may differ that much."
-    " Give it finer ones, or this node the same file."
-)
 
 
 def canary_tokens(vocabulary: int) -> list[int]:
@@ -40,20 +36,18 @@ class Reading(NamedTuple):
 
 def require_same(ours: Reading, theirs: Reading, rounding: float = 0.0) -> float:
     """The largest distance anywhere, or `PeerRefused` with the first place where it is too large. `rounding` is that of
-    this node's weights (`Weights.rounding`); nobody says the prefill node's."""
-    rows = _worst(_of_rows(ours, theirs), _COARSE_LIMIT if rounding >= _COARSE else LIMIT, _FINE_HERE)
+    the weights (`Weights.rounding`), of the side where they are coarser."""
+    rows = _worst(_of_rows(ours, theirs), _COARSE_LIMIT if rounding >= _COARSE else LIMIT)
     return max(rows, _worst(_of_logits(ours, theirs), LIMIT))
 
 
-def _worst(places: Iterator[tuple[str, float]], limit: float, hint: str = "") -> float:
-    """`hint` is for what would be within the limit of coarse weights."""
+def _worst(places: Iterator[tuple[str, float]], limit: float) -> float:
     worst = 0.0
     for where, far in places:
         if not far <= limit:  # also when it is no number at all
             raise PeerRefused(
                 f"the prefill node computes something else than this node: on the canary prompt, {where} differ by"
                 f" {far:.3g} of their size (limit {limit}). Do both hold the same model files?"
-                + (hint if far <= _COARSE_LIMIT else "")
             )
         worst = max(worst, far)
     return worst

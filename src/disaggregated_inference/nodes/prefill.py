@@ -271,6 +271,7 @@ class PrefillNode:
             codec=codec,
             chunk_tokens=rows,
             lease_s=self.book.lease_s,
+            rounding=self.engine.fingerprint.weights.rounding,
         )
 
     def _serve(self, sock: socket.socket) -> None:
@@ -281,8 +282,7 @@ class PrefillNode:
         def admit(hello: Hello) -> tuple[Welcome, Outbox]:
             if hello.epoch not in ("", self.epoch):
                 raise NodeRestarted("this is not the node that gave out the ticket, or it was started again since")
-            taken = self._canary if hello.canary else self._renew if hello.renew_only else self._redeem
-            attempt = taken(hello)
+            attempt = (self._canary if hello.canary else self._renew if hello.renew_only else self._redeem)(hello)
             if not hello.canary and hello.prompt_hash not in ("", prompt_hash(attempt.tokens)):
                 raise TicketRefused("the tokens that came with this ticket are not those of its prompt")
             served.append((hello, attempt))

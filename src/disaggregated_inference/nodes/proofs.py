@@ -88,11 +88,11 @@ class Proofs:
         """One after the other: there may be room for no more than one of them."""
         tokens = canary_tokens(self._engine.spec.vocabulary)
         with self._opened(len(tokens) + 1, answer) as theirs:
-            logits = self._receive(context, hello, theirs, len(tokens), answer)
+            logits, rounding = self._receive(context, hello, theirs, len(tokens), answer)
             received = self._worker.call(lambda: self._stepped(theirs, logits, tokens))
         with self._opened(len(tokens) + 1, answer) as ours:
             computed = self._worker.call(lambda: self._stepped(ours, self._read(ours, tokens), tokens))
-        return require_same(computed, received, self._engine.fingerprint.weights.rounding)
+        return require_same(computed, received, max(rounding, self._engine.fingerprint.weights.rounding))
 
     @contextmanager
     def _opened(self, capacity: int, answer: Answer) -> Iterator[Sequence]:
@@ -111,7 +111,10 @@ class Proofs:
         finally:
             self._worker.post(lambda: self._room.close(sequence))
 
-    def _receive(self, context: Context, hello: Hello, target: Sequence, count: int, answer: Answer) -> Array:
+    def _receive(
+        self, context: Context, hello: Hello, target: Sequence, count: int, answer: Answer
+    ) -> tuple[Array, float]:
+        """The canary's cache, into its place; its logits, and how coarse the weights are that made them."""
         logits: list[Array] = []
         sink = Sink(
             place=lambda piece: self._worker.call(lambda: self._engine.place(target, piece)),
@@ -121,8 +124,8 @@ class Proofs:
         spec, asked = self._engine.spec, msgspec.structs.replace(hello, canary=True)
         gather = Gather(asked, spec.layout, spec.vocabulary, count, self._paths.ordered(context.addresses), sink)
         answer.on_cancel(gather.stop)  # the client may leave; whoever waits for the same proof tries for itself
-        gather.run()
-        return logits[0]
+        gathered = gather.run()
+        return logits[0], gathered.rounding
 
     def _read(self, sequence: Sequence, tokens: list[int]) -> Array:
         """On the engine's thread."""

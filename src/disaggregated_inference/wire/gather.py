@@ -52,6 +52,7 @@ class Gathered:
     end: End
     epoch: str
     codec: str
+    rounding: float  # of the sender's weights
     payload_bytes: int
     seconds: float
     resumed: int  # connections that took over from broken ones
@@ -220,6 +221,7 @@ class Gather:
             end=end,
             epoch=welcome.epoch,
             codec=welcome.codec,
+            rounding=welcome.rounding,
             payload_bytes=sum(stream.received_bytes for stream in self._streams),
             seconds=seconds,
             resumed=sum(stream.resumed for stream in self._streams),

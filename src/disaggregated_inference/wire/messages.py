@@ -37,6 +37,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     codec: str
     chunk_tokens: int  # no slice has more rows
     lease_s: float = 30.0  # a receiver that says nothing for so long is taken for gone
+    rounding: float = 1.0  # how coarse its weights are: so much more may a canary differ
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
