@@ -11,12 +11,15 @@ import pytest
 from aiohttp import web
 
 from disaggregated_inference.client import DisaggregatedClient
-from disaggregated_inference.cluster.config import load_config
+from disaggregated_inference.cluster.config import Policies, load_config
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.kv.fingerprint import Fingerprint, Sampled, Weights
 from disaggregated_inference.orchestrator.legs import LegFailed, Legs
+from disaggregated_inference.orchestrator.lessons import Lessons
 from disaggregated_inference.orchestrator.nodes import About, Peer, Status
 from disaggregated_inference.orchestrator.pulse import Pulses
+from disaggregated_inference.orchestrator.record import Attempt
+from disaggregated_inference.orchestrator.view import Option
 from disaggregated_inference.orchestrator.watch import Watch
 from tests.cluster import Process, config_of
 from tests.conftest import until
@@ -174,5 +177,23 @@ def test_a_refused_pair_is_not_asked_again() -> None:
                 view = watch.view("m")
                 assert (set(view.met), set(view.refused)) == (met, refused)
                 assert [no["decode"] for no in watch.refusals("m")] == [decode for _, decode in refused]
+
+    asyncio.run(run())
+
+
+def test_both_of_a_refused_pair_are_well_with_others() -> None:
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            watch = watched(session, ("p", "prefill", BASE), ("d1", "decode", BASE), ("d2", "decode", BASE))
+            lessons = Lessons(watch, "m", Policies())
+            options = {name: Option(decode=name, prefill="p", first_token_s=0, total_s=0) for name in ("d1", "d2")}
+            attempt = Attempt(options["d1"], "", "", 0.0, watch.epochs("m"))
+            failure = LegFailed("d1", "peer_refused", "it computes something else")
+            assert lessons.learn(failure, attempt)
+            assert lessons.wants_a_look(failure)
+            assert [lessons.allows(options[name]) for name in ("d1", "d2")] == [False, True]
+            assert [lessons.has_readers(name) for name in ("d1", "d2")] == [False, True]
+            assert (lessons.avoid, lessons.pinned) == (set(), None)
+            assert all(node.usable for node in watch.nodes.values())
 
     asyncio.run(run())

@@ -210,7 +210,9 @@ def _pace(streams: list[Stream], cpu_s: float, tap: Tap, since: float, until: fl
             came - left for left, came in zip(tap.token_at[stream.name], times, strict=False) if since <= came < until
         ]
         silence_s = max([silence_s, *_gaps_s([at for at in times if since <= at < until])])
-    return _Pace(cpu_s / max(1, len(delays)), delays, silence_s)
+    if not delays:
+        raise DisaggError("not one token came while it was measured: this machine is too busy")
+    return _Pace(cpu_s / len(delays), delays, silence_s)
 
 
 def _gaps_s(times: list[float]) -> Iterator[float]:

@@ -23,6 +23,7 @@ from rich.console import Console
 from disaggregated_inference.bench import machines
 from disaggregated_inference.bench.machines import Bare, Machine, Seen, orchestrated, plain, prompt_of, running
 from disaggregated_inference.bench.report import Report, Row, percentile
+from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.orchestrator import DisaggregatedInference
 
 STREAMS = (1, 32, 256)
@@ -225,7 +226,10 @@ async def _steady_cpu_s(ask: Ask) -> float:
         await asyncio.sleep(0.2)
         before, cpu = sum(each.tokens for each in seen), time.process_time()
         await asyncio.sleep(_STEADY_S)
-        return (time.process_time() - cpu) / max(1, sum(each.tokens for each in seen) - before)
+        spent, came = time.process_time() - cpu, sum(each.tokens for each in seen) - before
+    if not came:
+        raise DisaggError("not one token came while it was measured: this machine is too busy")
+    return spent / came
 
 
 async def _predictions(report: Report, pair: Pair, requests: int, progress: Progress) -> None:

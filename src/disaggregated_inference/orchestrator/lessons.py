@@ -32,8 +32,11 @@ class Lessons:
     def has_readers(self, decode: str) -> bool:
         """Or the config has no prefill nodes for this model: a decode node that reads is then as it should be."""
         readers = [node for node in self._watch.of(self._model) if node.server.role != "decode" and node.name != decode]
-        refused = self._refused | self._watch.view(self._model).refused
-        return not readers or any(node.usable and (node.name, decode) not in refused for node in readers)
+        return not readers or any(node.usable and not self._is_refused(node, decode) for node in readers)
+
+    def _is_refused(self, prefill: Node, decode: str) -> bool:
+        verdict = self._watch.nodes[decode].verdict_on(prefill)
+        return (prefill.name, decode) in self._refused or bool(verdict and verdict.refused)
 
     def learn(self, failure: LegFailed, attempt: Attempt) -> bool:
         """About the nodes, and for the next attempt; whether there is one."""
