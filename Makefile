@@ -33,7 +33,7 @@ bench: $(READY)
 
 # Frames, handshakes, tapes and contexts of any shape, for some minutes.
 fuzz: $(READY)
-	DISAGG_FUZZ_EXAMPLES=$${DISAGG_FUZZ_EXAMPLES:-5000} $(BIN)/python -m pytest tests/test_fuzz.py
+	DISAGG_FUZZ_EXAMPLES=$${DISAGG_FUZZ_EXAMPLES:-5000} $(BIN)/python -m pytest tests/kv_transfer/test_fuzz.py
 
 format: $(READY)
 	$(BIN)/ruff format .

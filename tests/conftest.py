@@ -14,13 +14,13 @@ import pytest
 
 from disaggregated_inference.engines import Engine, load_engine
 from disaggregated_inference.engines.mlx.blas import load_blas
+from disaggregated_inference.kv_transfer import paths
 from disaggregated_inference.models import ModelFiles, ModelStore, embedded
 from disaggregated_inference.models.store import default_home
-from disaggregated_inference.nodes.decode import DecodeNode
-from disaggregated_inference.nodes.prefill import PrefillNode
-from disaggregated_inference.nodes.room import Room
-from disaggregated_inference.nodes.worker import EngineThread
-from disaggregated_inference.wire import paths
+from disaggregated_inference.node.decode import DecodeNode
+from disaggregated_inference.node.kv_memory import KVMemory
+from disaggregated_inference.node.prefill import PrefillNode
+from disaggregated_inference.node.scheduler import Scheduler
 
 # Some virtual machines announce AMX and then trap on it; torch's bfloat16 on the CPU would take the process down.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
@@ -81,7 +81,7 @@ hypothesis.settings.load_profile("busy")
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folder of the tiny model of an architecture."""
-    from tests.tiny import save_tiny
+    from tests.support.tiny_models import save_tiny
 
     root = tmp_path_factory.mktemp("tiny")
     return lru_cache(lambda architecture: save_tiny(architecture, root / architecture))
@@ -90,7 +90,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 @lru_cache
 def twin_of(folder: Path) -> Path:
     """The same weights as a GGUF, beside the folder's own files."""
-    from tests.twins import write_twin
+    from tests.support.gguf_twins import write_twin
 
     return write_twin(folder, folder / "model.gguf")
 
@@ -152,8 +152,8 @@ def nodes(tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -
     ) -> Pair:
         model = ModelFiles(architecture, tiny_folder(architecture))
         both = (reader, ENGINE_OPTIONS[reader]), (writer, ENGINE_OPTIONS[writer] | (writer_options or {}))
-        threads = [EngineThread(partial(load_engine, name, model, **settings)) for name, settings in both]
-        rooms = [Room(thread, prefix_bytes=prefix_bytes) for thread in threads]
+        threads = [Scheduler(partial(load_engine, name, model, **settings)) for name, settings in both]
+        rooms = [KVMemory(thread, prefix_bytes=prefix_bytes) for thread in threads]
         prefill = PrefillNode(rooms[0], **({"chunk_tokens": 77} | options))
         decode = DecodeNode(rooms[1], model.tokenizer, chunk_tokens=50, streams=streams, codecs=codecs)
         made.append((prefill, decode))
@@ -163,7 +163,7 @@ def nodes(tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -
     for prefill, decode in made:
         prefill.close()
         decode.close()
-        for room in (prefill.room, decode.room):
-            room.worker.stop()
-            room.close_all()
-            assert room.faults == 0
+        for kv_memory in (prefill.kv_memory, decode.kv_memory):
+            kv_memory.scheduler.stop()
+            kv_memory.close_all()
+            assert kv_memory.faults == 0

@@ -1,5 +1,5 @@
 """`python -m disaggregated_inference` is `disagg`."""
 
-from disaggregated_inference.cli import main
+from disaggregated_inference.cli.main import main
 
 main()

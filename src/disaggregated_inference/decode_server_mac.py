@@ -1,6 +1,6 @@
 """python -m disaggregated_inference.decode_server_mac: takes KV and writes answers with MLX."""
 
-from disaggregated_inference.entry import run_server
+from disaggregated_inference.cli.server_scripts import run_server
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """python -m disaggregated_inference.decode_server_ollama: whole answers from a running Ollama."""
 
-from disaggregated_inference.entry import run_server
+from disaggregated_inference.cli.server_scripts import run_server
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """python -m disaggregated_inference.prefill_server_dgx: reads prompts with torch and hands out their KV."""
 
-from disaggregated_inference.entry import run_server
+from disaggregated_inference.cli.server_scripts import run_server
 
 
 def main() -> None:

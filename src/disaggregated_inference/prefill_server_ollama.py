@@ -1,6 +1,6 @@
 """python -m disaggregated_inference.prefill_server_ollama: has a running Ollama read prompts ahead of time."""
 
-from disaggregated_inference.entry import run_server
+from disaggregated_inference.cli.server_scripts import run_server
 
 
 def main() -> None:

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from disaggregated_inference.bench import machines
-from disaggregated_inference.bench.machines import Machine, Seen, orchestrated, plain, prompt_of, running
+from disaggregated_inference.bench.machines import ClientView, Machine, orchestrated, plain, prompt_of, running
 from disaggregated_inference.bench.report import Report, Row
+from disaggregated_inference.cli.progress import steps
+from disaggregated_inference.cluster.local_nodes import LocalNode
 from disaggregated_inference.engines import require_engine
 from disaggregated_inference.engines.simulated.profiles import MACHINES
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.models import ModelFiles, ModelStore
-from disaggregated_inference.nodes.local import LocalNode
 from disaggregated_inference.orchestrator import DisaggregatedInference
-from disaggregated_inference.progress import steps
 
 READER, WRITER = "dgx-spark", "m3-ultra"
 ENGINES = ("torch", "mlx")  # of `real`: one reads, one writes
@@ -33,7 +33,7 @@ BOTH, DECODE_ALONE, PREFILL_ALONE = "disaggregated", "decode machine alone", "pr
 Progress = Callable[[str], None]
 
 
-class _Served(NamedTuple):
+class _ModelRun(NamedTuple):
     """A model on the machines that hold it; `alone` is the prefill machine again, for both roles."""
 
     model: str
@@ -62,7 +62,7 @@ class _Plan(NamedTuple):
 
     title: str
     label: str
-    served: list[_Served]
+    served: list[_ModelRun]
     prompts: Sequence[int]
     tokens: int
     notes: Sequence[str] = ()
@@ -104,11 +104,11 @@ def _published(prompts: Sequence[int], tokens: int, shapes: Sequence[str] = SHAP
     )
 
 
-def _simulated(shape: str) -> _Served:
+def _simulated(shape: str) -> _ModelRun:
     def machine(name: str, role: str) -> Machine:
         return machines.simulated(f"{name} {shape} {role}", role, shape, name, "--prefix-memory", "0")
 
-    return _Served(
+    return _ModelRun(
         shape,
         machine(READER, "prefill"),
         machine(WRITER, "decode"),
@@ -132,7 +132,7 @@ def _real(prompts: Sequence[int], tokens: int) -> _Plan:
     return _Plan(title, "", served, prompts or (128, 512, 1500), tokens)
 
 
-def _computed(model: ModelFiles, name: str, alone: bool) -> _Served:
+def _computed(model: ModelFiles, name: str, alone: bool) -> _ModelRun:
     """The same weights under another name are another model to the orchestrator."""
     text = model.tokenizer.encode(_TEXT)
 
@@ -140,7 +140,7 @@ def _computed(model: ModelFiles, name: str, alone: bool) -> _Served:
         options = ("--model", str(model.path), "--dtype", "float32", "--prefix-memory", "0")
         return Machine(f"{name} {role}", name, LocalNode(role, engine, *options))
 
-    return _Served(
+    return _ModelRun(
         name,
         machine("prefill", ENGINES[0]),
         machine("decode", ENGINES[1]),
@@ -169,19 +169,19 @@ async def _measure(report: Report, plan: _Plan, repeats: int, progress: Progress
     await _together(report, plan)
 
 
-async def _asked(core: DisaggregatedInference, served: _Served, length: int, tokens: int) -> Seen:
-    seen = Seen()
+async def _asked(core: DisaggregatedInference, served: _ModelRun, length: int, tokens: int) -> ClientView:
+    seen = ClientView()
     await machines.follow(core, seen, plain(served.prompt(length), tokens))
     return seen
 
 
-async def _best(core: DisaggregatedInference, served: _Served, length: int, tokens: int, repeats: int) -> Seen:
+async def _best(core: DisaggregatedInference, served: _ModelRun, length: int, tokens: int, repeats: int) -> ClientView:
     """Of all, the one that took least: noise only ever adds."""
     runs = [await _asked(core, served, length, tokens) for _ in range(repeats)]
     return min(runs, key=lambda seen: seen.total_s)
 
 
-def _rows(report: Report, name: str, served: _Served, length: int, best: dict[str, Seen]) -> None:
+def _rows(report: Report, name: str, served: _ModelRun, length: int, best: dict[str, ClientView]) -> None:
     ours, against = best[BOTH], (DECODE_ALONE, PREFILL_ALONE)
     assert ours.metrics["tokens"] == best[DECODE_ALONE].metrics["tokens"], "the hand-off changed the answer"
     for other in against:
@@ -197,7 +197,7 @@ def _rows(report: Report, name: str, served: _Served, length: int, best: dict[st
         report.add(Row(f"{name}: first token, beyond the reading itself", added_s * 1e3, "ms"))
 
 
-def _rate(seen: Seen) -> float:
+def _rate(seen: ClientView) -> float:
     return seen.tokens / seen.total_s
 
 

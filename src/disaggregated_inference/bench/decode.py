@@ -11,15 +11,15 @@ from typing import Any
 from rich.console import Console
 
 from disaggregated_inference.bench.report import Report, Row, compared, in_turn, percentile
+from disaggregated_inference.cli.progress import steps
 from disaggregated_inference.engines import load_engine, require_engine
 from disaggregated_inference.models import ModelFiles, ModelStore
-from disaggregated_inference.nodes.answers import Answer, Item, Piece, Rules
-from disaggregated_inference.nodes.decode import DecodeNode
-from disaggregated_inference.nodes.prefill import PrefillNode
-from disaggregated_inference.nodes.room import Room
-from disaggregated_inference.nodes.sampling import Sampling
-from disaggregated_inference.nodes.worker import EngineThread
-from disaggregated_inference.progress import steps
+from disaggregated_inference.node.decode import DecodeNode
+from disaggregated_inference.node.generation import Generation, GenerationParams, Item, TokenOutput
+from disaggregated_inference.node.kv_memory import KVMemory
+from disaggregated_inference.node.prefill import PrefillNode
+from disaggregated_inference.node.sampling import SamplingParams
+from disaggregated_inference.node.scheduler import Scheduler
 
 _BATCHES = (1, 4, 16)
 _CONTEXT = 32
@@ -44,8 +44,8 @@ def run(engine: str, reader: str, model_name: str, tokens: int, rounds: int, out
         console.print(f"a prompt of {_ARRIVING} tokens arrives", style="dim", highlight=False)
         _arrival_rows(report, node, reader, model)
     finally:
-        node.room.close_all()
-        node.worker.stop()
+        node.kv_memory.close_all()
+        node.scheduler.stop()
     report.show(console)
     path = output / "decode.json"
     report.save(path)
@@ -54,14 +54,14 @@ def run(engine: str, reader: str, model_name: str, tokens: int, rounds: int, out
 
 
 def _decode_node(engine: str, model: ModelFiles) -> DecodeNode:
-    worker = EngineThread(partial(load_engine, engine, model, dtype="float32"))
-    return DecodeNode(Room(worker, prefix_bytes=0), model.tokenizer)
+    scheduler = Scheduler(partial(load_engine, engine, model, dtype="float32"))
+    return DecodeNode(KVMemory(scheduler, prefix_bytes=0), model.tokenizer)
 
 
-class _Stream:
+class _DecodeStream:
     """When each token of an answer came."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Generation) -> None:
         self.answer = answer
         self.times: list[float] = []
         self.done = threading.Event()
@@ -69,13 +69,13 @@ class _Stream:
         answer.listen(self._take)
 
     def _take(self, item: Item) -> None:
-        if isinstance(item, Piece):
+        if isinstance(item, TokenOutput):
             self.times.append(time.perf_counter())
         elif item is None or isinstance(item, BaseException):
             self.error = item
             self.done.set()
 
-    def wait(self) -> "_Stream":
+    def wait(self) -> "_DecodeStream":
         self.done.wait()
         if self.error:
             raise self.error
@@ -90,9 +90,9 @@ def _prompt(number: int, length: int) -> list[int]:
     return [(17 * at + number) % 400 + 10 for at in range(length)]
 
 
-def _write(node: DecodeNode, number: int, tokens: int) -> _Stream:
-    rules = Rules(max_tokens=tokens, sampling=Sampling(ignore_eos=True), timeout_s=3600)
-    return _Stream(node.read_and_write(_prompt(number, _CONTEXT), rules=rules))
+def _write(node: DecodeNode, number: int, tokens: int) -> _DecodeStream:
+    rules = GenerationParams(max_tokens=tokens, sampling=SamplingParams(ignore_eos=True), timeout_s=3600)
+    return _DecodeStream(node.read_and_write(_prompt(number, _CONTEXT), rules=rules))
 
 
 def _node_seconds(node: DecodeNode, batch: int, tokens: int) -> float:
@@ -108,12 +108,12 @@ def _node_seconds(node: DecodeNode, batch: int, tokens: int) -> float:
     return (until - since) / written * batch
 
 
-def _await_tokens(streams: list[_Stream], count: int) -> None:
+def _await_tokens(streams: list[_DecodeStream], count: int) -> None:
     while min(len(stream.times) for stream in streams) < count:
         time.sleep(0.002)
 
 
-def _leave(streams: list[_Stream]) -> None:
+def _leave(streams: list[_DecodeStream]) -> None:
     for stream in streams:
         stream.answer.cancel()
     for stream in streams:
@@ -126,8 +126,8 @@ def _batch_rows(report: Report, node: DecodeNode, engine: str, batch: int, token
     ours, theirs, bare = in_turn(
         rounds,
         lambda: _node_seconds(node, batch, tokens),
-        lambda: node.worker.call(partial(baseline.decode_seconds, _CONTEXT, batch, tokens)) / tokens,
-        lambda: node.worker.call(partial(_engine_seconds, node, batch, tokens)) / tokens,
+        lambda: node.scheduler.call(partial(baseline.decode_seconds, _CONTEXT, batch, tokens)) / tokens,
+        lambda: node.scheduler.call(partial(_engine_seconds, node, batch, tokens)) / tokens,
     )
     goal = 0.95 if engine == "mlx" else None
     report.add(compared(f"batch {batch}", batch, "tok/s", ours, theirs, f"{baseline.label}'s own", goal))
@@ -157,8 +157,8 @@ def _engine_seconds(node: DecodeNode, batch: int, tokens: int) -> float:
 
 def _arrival_rows(report: Report, node: DecodeNode, reader: str, model: ModelFiles) -> None:
     """The prompt was read before it is handed over: on this one machine, reading would take the decoder's cores."""
-    worker = EngineThread(partial(load_engine, reader, model, dtype="float32"))
-    prefill = PrefillNode(Room(worker, prefix_bytes=0), chunk_tokens=512, lease_s=600)
+    scheduler = Scheduler(partial(load_engine, reader, model, dtype="float32"))
+    prefill = PrefillNode(KVMemory(scheduler, prefix_bytes=0), chunk_tokens=512, lease_s=600)
     gaps: dict[str, list[float]] = {"quiet": [], "hand-over": [], "local prefill": []}
     arrivals: dict[str, list[float]] = {"hand-over": [], "local prefill": []}
     try:
@@ -169,8 +169,8 @@ def _arrival_rows(report: Report, node: DecodeNode, reader: str, model: ModelFil
                     arrivals[way].append(seconds)
     finally:
         prefill.close()
-        prefill.room.close_all()
-        worker.stop()
+        prefill.kv_memory.close_all()
+        scheduler.stop()
     name = f"{_STREAMS} streams, gap between tokens, p99"
     quiet = percentile(gaps["quiet"], 99) * 1e3
     report.add(Row(f"{name}, nobody arrives", quiet, "ms"))
@@ -195,7 +195,7 @@ def _disturbed(node: DecodeNode, prefill: PrefillNode, way: str, gaps: list[floa
     if way == "quiet":
         time.sleep(2.0)
     else:
-        newcomer = _Stream(node.fetch_and_write(context, 1) if context else node.read_and_write(prompt, 1)).wait()
+        newcomer = _DecodeStream(node.fetch_and_write(context, 1) if context else node.read_and_write(prompt, 1)).wait()
         seconds = newcomer.times[0] - since
     until = time.perf_counter()
     for stream in streams:

@@ -18,13 +18,13 @@ from rich.table import Table
 
 from disaggregated_inference.bench.report import save_rows
 from disaggregated_inference.bench.texts import TEXTS
+from disaggregated_inference.cli.progress import steps
 from disaggregated_inference.engines import ENGINES, Engine, chunks, file_kind, load_engine, require_engine
 from disaggregated_inference.engines import Sequence as Cache
 from disaggregated_inference.kv import KVSlice, require_same_model
+from disaggregated_inference.kv_transfer import codecs
 from disaggregated_inference.models import ModelStore
 from disaggregated_inference.models.tokenizer import ModelTokenizer
-from disaggregated_inference.progress import steps
-from disaggregated_inference.wire import codecs
 
 _KV_BYTES = 1 << 30
 

@@ -13,11 +13,11 @@ from rich.console import Console
 
 from disaggregated_inference.bench.pairs import bench_pairs
 from disaggregated_inference.bench.report import Report, Row, compared, in_turn
+from disaggregated_inference.cli.progress import steps
 from disaggregated_inference.engines import ENGINES, Engine, Sequence, chunks, file_kind, load_engine, require_engine
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.kv import KVSlice
 from disaggregated_inference.models import ModelFiles, ModelStore
-from disaggregated_inference.progress import steps
 
 # The attention and expert shape of Qwen3-Coder-30B-A3B.
 QWEN3_30B_A3B: dict[str, Any] = {

@@ -19,7 +19,17 @@ from rich.console import Console
 from disaggregated_inference.bench.crowd import Stream, Tap, clients, closed_loop
 from disaggregated_inference.bench.machines import Machine, running
 from disaggregated_inference.bench.report import Report, Row, percentile
-from disaggregated_inference.bench.servers import BARE, LITELLM, MODEL, OURS, Server, Servers, node_of, port_of, serving
+from disaggregated_inference.bench.servers import (
+    BARE,
+    LITELLM,
+    MODEL,
+    OURS,
+    BenchServer,
+    Servers,
+    node_of,
+    port_of,
+    serving,
+)
 from disaggregated_inference.errors import DisaggError
 
 STREAMS = (1, 32, 256)
@@ -115,7 +125,7 @@ async def _in_turn(
     return found, sizes
 
 
-async def _block(server: Server, numbers: list[int], at_once: int, tokens: int) -> _Block:
+async def _block(server: BenchServer, numbers: list[int], at_once: int, tokens: int) -> _Block:
     waiting = [Stream(number, tokens) for number in numbers]
     cpu, wall = server.process.cpu_s(), time.perf_counter()
     done = await closed_loop(waiting, at_once, server.url, MODEL)

@@ -9,10 +9,10 @@ from rich.console import Console
 from disaggregated_inference.bench.report import Report, Row
 from disaggregated_inference.bench.streaming import bench_streaming
 from disaggregated_inference.bench.texts import prompt_of
+from disaggregated_inference.cli.progress import steps
+from disaggregated_inference.cluster.local_nodes import LocalNode, StreamedAnswer, finished, hand_over, write_alone
 from disaggregated_inference.engines import require_engine
 from disaggregated_inference.models import ModelFiles, ModelStore
-from disaggregated_inference.nodes.local import LocalNode, Written, finished, hand_over, write_alone
-from disaggregated_inference.progress import steps
 
 _PROMPTS = (128, 512, 2000)
 _ANSWER = 32
@@ -89,8 +89,8 @@ def _nodes(
 
 def _rows(report: Report, reader: LocalNode, writer: LocalNode, tokens: list[int], repeats: int) -> None:
     """In turn, the best of each; the first round is the warm-up, and the canary's."""
-    ours: list[Written] = []
-    alone: list[Written] = []
+    ours: list[StreamedAnswer] = []
+    alone: list[StreamedAnswer] = []
     for turn in range(repeats + 1):
         runs = (
             finished(hand_over(reader, writer, tokens, _ANSWER)),

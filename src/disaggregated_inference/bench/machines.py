@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
+from disaggregated_inference.cluster.local_nodes import LocalNode
 from disaggregated_inference.errors import DisaggError
-from disaggregated_inference.nodes.local import LocalNode
 from disaggregated_inference.orchestrator import DisaggregatedInference
 
 _PLAIN: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -51,7 +51,7 @@ def running(machines: Sequence[Machine]) -> Iterator[None]:
 
 def orchestrated(*machines: Machine, **policies: Any) -> DisaggregatedInference:
     """That a node was found is news to an operator, not in a benchmark."""
-    logging.getLogger("disaggregated_inference.orchestrator.watch").setLevel(logging.ERROR)
+    logging.getLogger("disaggregated_inference.orchestrator.registry").setLevel(logging.ERROR)
     return DisaggregatedInference(
         {
             "prefill_servers": [machine.entry for machine in machines if machine.node.role == "prefill"],
@@ -72,7 +72,7 @@ def plain(prompt: list[int], tokens: int, **more: Any) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class Seen:
+class ClientView:
     """One answer as its client sees it, while it comes."""
 
     started: float = field(default_factory=time.perf_counter)
@@ -89,7 +89,7 @@ class Seen:
         self.total_s = time.perf_counter() - self.started
 
 
-async def follow(core: DisaggregatedInference, seen: Seen, asked: dict[str, Any]) -> None:
+async def follow(core: DisaggregatedInference, seen: ClientView, asked: dict[str, Any]) -> None:
     """Through the orchestrator."""
     async for delta in core.stream(**asked):
         if delta.token is not None:
@@ -104,7 +104,7 @@ class Bare:
     def __init__(self, session: aiohttp.ClientSession, prefill: Machine, decode: Machine) -> None:
         self._session, self._prefill, self._decode = session, prefill.node.url, decode.node.url
 
-    async def follow(self, seen: Seen, asked: dict[str, Any]) -> None:
+    async def follow(self, seen: ClientView, asked: dict[str, Any]) -> None:
         reading = msgspec.json.encode({"tokens": asked["tokens"], "wait": False})
         async with self._session.post(self._prefill + "/prefill", data=reading, headers=_JSON) as response:
             context = msgspec.json.decode(await response.read())["context"]
@@ -119,7 +119,7 @@ class Bare:
         seen.ended()
 
 
-def _take(seen: Seen, event: dict[str, Any]) -> None:
+def _take(seen: ClientView, event: dict[str, Any]) -> None:
     if "error" in event:
         raise DisaggError(event["error"]["message"])
     if "token" in event:

@@ -21,7 +21,7 @@ import aiohttp
 from rich.console import Console
 
 from disaggregated_inference.bench import machines
-from disaggregated_inference.bench.machines import Bare, Machine, Seen, orchestrated, plain, prompt_of, running
+from disaggregated_inference.bench.machines import Bare, ClientView, Machine, orchestrated, plain, prompt_of, running
 from disaggregated_inference.bench.report import Report, Row, percentile
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.orchestrator import DisaggregatedInference
@@ -35,7 +35,7 @@ _LEARNING = (50, 100, 200, 400, 800, 1600, 3200)
 _TIMES = (("first token", "first_token_s"), ("whole answer", "total_s"))
 
 Pair = tuple[Machine, Machine]
-Ask = Callable[[Seen, dict[str, Any]], Awaitable[None]]
+Ask = Callable[[ClientView, dict[str, Any]], Awaitable[None]]
 Progress = Callable[[str], None]
 _numbers = itertools.count()
 
@@ -43,7 +43,7 @@ _numbers = itertools.count()
 class _Round(NamedTuple):
     """Requests that were made at once."""
 
-    seen: list[Seen]
+    seen: list[ClientView]
     cpu_s: float
     wall_s: float
 
@@ -87,7 +87,7 @@ def _pair(shape: str, prefill: str, decode: str, *arguments: str) -> Pair:
 async def _overhead(
     report: Report, pair: Pair, levels: Sequence[int], tokens: int, requests: int, progress: Progress
 ) -> None:
-    seen: list[Seen] = []
+    seen: list[ClientView] = []
     async with _asks(pair) as asks:
         for ask in asks.values():
             await _at_once(ask, 4, tokens)
@@ -120,7 +120,7 @@ def _some_prompt() -> list[int]:
 async def _at_once(ask: Ask, streams: int, tokens: int) -> _Round:
     asked = [plain(_some_prompt(), tokens) for _ in range(streams)]
     cpu, wall = time.process_time(), time.perf_counter()
-    seen = [Seen() for _ in asked]
+    seen = [ClientView() for _ in asked]
     await asyncio.gather(*map(ask, seen, asked))
     return _Round(seen, time.process_time() - cpu, time.perf_counter() - wall)
 
@@ -178,9 +178,9 @@ def _request_cpu_s(rounds: list[_Round]) -> float:
 
 
 @asynccontextmanager
-async def _writing(ask: Ask, streams: int) -> AsyncIterator[list[Seen]]:
+async def _writing(ask: Ask, streams: int) -> AsyncIterator[list[ClientView]]:
     """Streams that all have begun, and go on until they are left."""
-    seen = [Seen() for _ in range(streams)]
+    seen = [ClientView() for _ in range(streams)]
     tasks = [asyncio.ensure_future(ask(each, plain(_some_prompt(), 8000))) for each in seen]
     try:
         while not all(each.tokens for each in seen):

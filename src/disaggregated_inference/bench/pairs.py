@@ -6,10 +6,17 @@ from contextlib import ExitStack, contextmanager
 
 from disaggregated_inference.bench.report import Report, Row
 from disaggregated_inference.bench.texts import prompt_of
+from disaggregated_inference.cli.progress import steps
+from disaggregated_inference.cluster.local_nodes import (
+    LocalNode,
+    StreamedAnswer,
+    finished,
+    hand_over,
+    shared_cores,
+    write_alone,
+)
 from disaggregated_inference.engines import file_kind, require_engine
 from disaggregated_inference.models import ModelStore
-from disaggregated_inference.nodes.local import LocalNode, Written, finished, hand_over, shared_cores, write_alone
-from disaggregated_inference.progress import steps
 
 _ANSWER = 4  # the first token is what is measured
 _CHUNK = 256
@@ -59,8 +66,8 @@ def _writer_rows(
     report: Report, readers: Nodes, writer: LocalNode, tokens: list[int], repeats: int, progress: Progress
 ) -> None:
     """In turn, the best of each; the first round is the warm-up, and the canary's."""
-    alone: list[Written] = []
-    handed: dict[str, list[Written]] = {name: [] for name in readers}
+    alone: list[StreamedAnswer] = []
+    handed: dict[str, list[StreamedAnswer]] = {name: [] for name in readers}
     for turn in range(repeats + 1):
         progress(f"{writer.engine} writes, round {turn} of {repeats}")
         alone.append(finished(write_alone(writer, tokens, _ANSWER)))
@@ -72,7 +79,9 @@ def _writer_rows(
         _pair_rows(report, f"{name} → {writer.engine}", runs[1:], alone[1:], f"{writer.engine} alone")
 
 
-def _pair_rows(report: Report, pair: str, runs: list[Written], alone: list[Written], against: str) -> None:
+def _pair_rows(
+    report: Report, pair: str, runs: list[StreamedAnswer], alone: list[StreamedAnswer], against: str
+) -> None:
     first, bare_first = (min(run.first_token_s for run in some) for some in (runs, alone))
     report.add(Row(f"{pair}, first token", first, "s", bare_first, against))
     exposed = min(run.metrics["exposed_transfer_time"] for run in runs)

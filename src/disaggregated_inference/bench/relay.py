@@ -67,7 +67,7 @@ def _chunk(before: bytes, line: bytes) -> bytes:
     return before + msgspec.json.encode(choice) + b"]}\n\n"
 
 
-class _Server(uvicorn.Server):
+class _RelayServer(uvicorn.Server):
     async def startup(self, sockets: list[Any] | None = None) -> None:
         await super().startup(sockets)
         sys.stdout.write(json.dumps({"port": self.servers[0].sockets[0].getsockname()[1]}) + "\n")
@@ -76,4 +76,4 @@ class _Server(uvicorn.Server):
 
 if __name__ == "__main__":
     settings = uvicorn.Config(relay_app(sys.argv[1]), port=0, log_level="warning", access_log=False)
-    asyncio.run(_Server(settings).serve())
+    asyncio.run(_RelayServer(settings).serve())

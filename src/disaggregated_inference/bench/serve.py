@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from disaggregated_inference.bench.report import Report, Row, percentile
+from disaggregated_inference.cli.progress import steps
+from disaggregated_inference.cluster.local_nodes import LocalNode, shared_cores
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.models import ModelFiles, ModelStore
-from disaggregated_inference.nodes.local import LocalNode, shared_cores
-from disaggregated_inference.progress import steps
 
 _TEXT = "Tell me about number {number}: where it appears in nature, in mathematics and in the history of people. "
 
 _STREAMED = 256  # tokens, of an engine that takes no time: for what each of them costs
 
 
-class Served(NamedTuple):
+class ServeResult(NamedTuple):
     """One request as its client saw it."""
 
     first_token_s: float
@@ -35,7 +35,7 @@ class Served(NamedTuple):
     tokens: int
 
 
-Ask = Callable[[str, int], Served]
+Ask = Callable[[str, int], ServeResult]
 
 
 def run(model_name: str, clients: int, each: int, tokens: int, output: Path) -> Report:
@@ -46,7 +46,7 @@ def run(model_name: str, clients: int, each: int, tokens: int, output: Path) -> 
         f"{clients} clients x {each} requests, about 60 tokens in, {tokens} out, mlx, {model.name}, float32"
     )
 
-    def measured(name: str, ask: Ask) -> tuple[list[Served], float]:
+    def measured(name: str, ask: Ask) -> tuple[list[ServeResult], float]:
         console.print(name, style="dim", highlight=False)
         ask(_prompt(10_000), 4)
         started = time.perf_counter()
@@ -73,7 +73,7 @@ def _prompt(number: int) -> str:
     return _TEXT.format(number=number) * 2
 
 
-def _rows(report: Report, ours: tuple[list[Served], float], theirs: tuple[list[Served], float]) -> None:
+def _rows(report: Report, ours: tuple[list[ServeResult], float], theirs: tuple[list[ServeResult], float]) -> None:
     against = "mlx_lm.server"
     rates = [sum(each.tokens for each in served) / seconds for served, seconds in (ours, theirs)]
     report.add(Row("throughput", rates[0], "tok/s", rates[1], against))
@@ -97,7 +97,7 @@ def _ours(engine: str, *arguments: str) -> Iterator[Ask]:
     try:
         port = node.ready()
 
-        def ask(prompt: str, tokens: int) -> Served:
+        def ask(prompt: str, tokens: int) -> ServeResult:
             body = {"prompt": prompt, "max_new_tokens": tokens, "ignore_eos": True, "stream": True}
             return _stream(port, "/generate", body, lambda event: "token" in event)
 
@@ -121,7 +121,7 @@ def _theirs(model: ModelFiles) -> Iterator[Ask]:
     )
     eos = model.spec.eos_tokens
 
-    def ask(prompt: str, tokens: int) -> Served:
+    def ask(prompt: str, tokens: int) -> ServeResult:
         bias = {str(token): -100.0 for token in eos}  # it knows no ignore_eos
         body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "temperature": 0.0, "logit_bias": bias}
         return _stream(port, "/v1/completions", body, lambda event: bool(event.get("choices")))
@@ -175,7 +175,7 @@ def _posted(port: int, path: str, body: str) -> tuple[http.client.HTTPConnection
     raise DisaggError(f"port {port} accepts no connection")
 
 
-def _stream(port: int, path: str, body: dict[str, Any], is_token: Callable[[dict[str, Any]], bool]) -> Served:
+def _stream(port: int, path: str, body: dict[str, Any], is_token: Callable[[dict[str, Any]], bool]) -> ServeResult:
     started, first, tokens = time.perf_counter(), 0.0, 0
     connection, response = _posted(port, path, json.dumps(body))
     if response.status != 200:
@@ -185,4 +185,4 @@ def _stream(port: int, path: str, body: dict[str, Any], is_token: Callable[[dict
             first = first or time.perf_counter() - started
             tokens += 1
     connection.close()
-    return Served(first, time.perf_counter() - started, tokens)
+    return ServeResult(first, time.perf_counter() - started, tokens)

@@ -18,12 +18,12 @@ MODEL = "tiny"
 _AT_HOME = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it would fetch a list of prices first
 
 
-class Server(NamedTuple):
+class BenchServer(NamedTuple):
     process: Process
     url: str
 
 
-Servers = dict[str, Server]
+Servers = dict[str, BenchServer]
 
 
 def node_of(role: str, profile: str) -> Machine:
@@ -50,7 +50,7 @@ def serving(prefill: Machine, decode_port: int, bare_port: int, litellm: str = "
             command, port = litellm_command(litellm, folder, urls[BARE]), free_port()
             started[LITELLM] = Process("LiteLLM", [*command, "--port", str(port)], port, **_AT_HOME)
             urls[LITELLM] = started[LITELLM].ready()
-        yield {name: Server(process, urls[name]) for name, process in started.items()}
+        yield {name: BenchServer(process, urls[name]) for name, process in started.items()}
 
 
 @contextmanager

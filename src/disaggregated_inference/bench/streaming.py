@@ -16,11 +16,11 @@ from disaggregated_inference.bench.report import Report, Row
 from disaggregated_inference.engines import Engine, chunks
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.kv import Fingerprint
-from disaggregated_inference.nodes.context import Context
-from disaggregated_inference.nodes.prefill import PrefillNode
-from disaggregated_inference.nodes.room import Room
-from disaggregated_inference.nodes.worker import EngineThread
-from disaggregated_inference.wire import Gather, Hello, Paths, Sink
+from disaggregated_inference.kv_transfer import Hello, KVFetch, Paths, Sink
+from disaggregated_inference.node.context import PrefillContext
+from disaggregated_inference.node.kv_memory import KVMemory
+from disaggregated_inference.node.prefill import PrefillNode
+from disaggregated_inference.node.scheduler import Scheduler
 
 _GOALS: dict[int, tuple[float | None, float | None]] = {1500: (0.9, None), 8192: (0.95, 26_900), 32768: (0.95, 20_000)}
 
@@ -43,18 +43,18 @@ def bench_streaming(shape: str, device: str, chunk: int, streams: int, repeats: 
         raise DisaggError(f"no shape {shape!r}; there are {', '.join(SHAPES)}")
     progress(f"torch: making random weights of shape {shape} on {device}")
     baseline = importlib.import_module("disaggregated_inference.engines.torch.baseline")
-    worker = EngineThread(partial(baseline.random_engine, SHAPES[shape], device, 24 << 30))
-    node = PrefillNode(Room(worker, prefix_bytes=0), chunk_tokens=chunk)
-    title = f"streamed prefill, {shape}, {worker.engine.dtype} on {device}, chunks of {chunk}, {streams} connections"
+    scheduler = Scheduler(partial(baseline.random_engine, SHAPES[shape], device, 24 << 30))
+    node = PrefillNode(KVMemory(scheduler, prefix_bytes=0), chunk_tokens=chunk)
+    title = f"streamed prefill, {shape}, {scheduler.engine.dtype} on {device}, chunks of {chunk}, {streams} connections"
     report = Report(title)
     try:
-        with _receiver(worker.engine.fingerprint, streams) as pipe:
+        with _receiver(scheduler.engine.fingerprint, streams) as pipe:
             for length in (1500, 8192, 32768):
                 progress(f"prefill of {length} tokens, plain and streamed")
                 _rows(report, node, pipe, length, repeats)
     finally:
         node.close()
-        worker.stop()
+        scheduler.stop()
     return report
 
 
@@ -78,7 +78,7 @@ def _rows(report: Report, node: PrefillNode, pipe: Pipe, length: int, repeats: i
 
 
 def _plain(node: PrefillNode, tokens: list[int]) -> float:
-    return node.worker.call(lambda: _plain_seconds(node.engine, tokens, node.chunk_tokens))
+    return node.scheduler.call(lambda: _plain_seconds(node.engine, tokens, node.chunk_tokens))
 
 
 def _plain_seconds(engine: Engine, tokens: list[int], chunk: int) -> float:
@@ -122,12 +122,12 @@ def _receive(pipe: Any, fingerprint: Fingerprint, streams: int) -> None:
     sink = Sink(place=lambda piece: None, commit=lambda length: None, logits=lambda logits: None)
     while True:
         try:
-            context: Context = pipe.recv()
+            context: PrefillContext = pipe.recv()
         except EOFError:
             return
         paths = Paths()
         hello = Hello(ticket=context.ticket, secret=context.secret, fetch="bench", fingerprint=fingerprint)
-        gathered = Gather(
+        gathered = KVFetch(
             hello,
             fingerprint.layout,
             fingerprint.vocabulary,

@@ -16,8 +16,8 @@ from rich.console import Console
 from disaggregated_inference.bench.report import Report, Row
 from disaggregated_inference.kv import Fingerprint, KVLayout, KVSlice, LayerPlan
 from disaggregated_inference.kv.fingerprint import Weights
-from disaggregated_inference.wire import End, Hello, Outbox, Welcome, fetch, serve
-from disaggregated_inference.wire.frames import Connection, bytes_of
+from disaggregated_inference.kv_transfer import End, Hello, Outbox, Welcome, fetch, serve
+from disaggregated_inference.kv_transfer.frames import Connection, bytes_of
 
 # Qwen3-30B-A3B's rows in chunks of 8,192 tokens: 16.8 MB a slice.
 LAYOUT = KVLayout(layers=(LayerPlan(),) * 48, kv_heads=4, head_dim=128)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from disaggregated_inference.cluster.reading import Reader, did_you_mean, is_address, is_host, parse, shown, spoken
+from disaggregated_inference.cluster.reader import Reader, did_you_mean, is_address, is_host, parse, shown, spoken
 from disaggregated_inference.errors import BadRequest, ConfigError, ModelNotFound
 
 PLACES = ("cluster.json", "cluster.toml", "disaggregated_inference/config_current.json")

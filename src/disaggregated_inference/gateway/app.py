@@ -12,11 +12,15 @@ from starlette.responses import Response
 
 from disaggregated_inference.errors import BadRequest, Cancelled, DisaggError
 from disaggregated_inference.gateway import openapi
-from disaggregated_inference.gateway.adapters import anthropic, cluster, ollama, openai, responses
-from disaggregated_inference.gateway.answers import json_response
-from disaggregated_inference.gateway.auth import Guard, Keys
-from disaggregated_inference.gateway.deadlines import READ_S, BodyDeadline
-from disaggregated_inference.gateway.request_id import request_id_of
+from disaggregated_inference.gateway.anthropic import routes as anthropic
+from disaggregated_inference.gateway.auth import AuthMiddleware, Keys
+from disaggregated_inference.gateway.cluster import routes as cluster
+from disaggregated_inference.gateway.ollama import routes as ollama
+from disaggregated_inference.gateway.openai import responses
+from disaggregated_inference.gateway.openai import routes as openai
+from disaggregated_inference.http.deadlines import READ_S, BodyDeadline
+from disaggregated_inference.http.request_id import request_id_of
+from disaggregated_inference.http.sse import json_response
 from disaggregated_inference.orchestrator import DisaggregatedInference
 
 log = logging.getLogger(__name__)
@@ -34,7 +38,7 @@ def gateway_app(
 ) -> Starlette:
     """`app.state.core` may be another one later: a new config is a new orchestrator."""
     routes = [route for adapter in _ADAPTERS for route in adapter.routes()]
-    guards = [Middleware(Guard, keys=keys, describe=describe), Middleware(BodyDeadline, read_s=read_s)]
+    guards = [Middleware(AuthMiddleware, keys=keys, describe=describe), Middleware(BodyDeadline, read_s=read_s)]
     if cors_origins:
         anything: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["*"]}
         guards.insert(0, Middleware(CORSMiddleware, allow_origins=cors_origins, **anything))

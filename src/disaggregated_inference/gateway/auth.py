@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from disaggregated_inference.cluster.config import ClusterConfig, ModelOptions, bare_name
 from disaggregated_inference.errors import BadRequest, DisaggError, NotForThisKey, RateLimited, Unauthorized
-from disaggregated_inference.gateway.keyfile import HOW, Key, read_keys
-from disaggregated_inference.gateway.request_id import request_id_of
+from disaggregated_inference.gateway.key_file import HOW, Key, read_keys
+from disaggregated_inference.http.request_id import request_id_of
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def _caller(key: Key) -> Caller:
     return Caller(name=key.name, models=key.models or (), per_minute=key.per_minute)
 
 
-class Guard:
+class AuthMiddleware:
     """Before everything else: who is it? `scope["state"]["caller"]` says so from here on. `describe` makes a response
     of an error, in the shape of the API that has the path."""
 

@@ -50,7 +50,7 @@ class GatewayMetrics:
 
     def __init__(self, core: Callable[[], DisaggregatedInference]) -> None:
         self.registry = CollectorRegistry()
-        self._core, self._live = core, _Live()
+        self._core, self._live = core, _GatewayGauges()
         self._make_standard()
         self._make_own()
         self.registry.register(self._live)
@@ -217,7 +217,7 @@ def _error_type(record: Record) -> str:
     return _one_of(record["error"].get("code"), STATUS_OF) if record.get("error") else ""
 
 
-class _Live(Collector):
+class _GatewayGauges(Collector):
     """The orchestrator's status at the last look. Before the first there is nothing."""
 
     def __init__(self) -> None:

@@ -5,14 +5,11 @@ from typing import Any
 import msgspec
 
 from disaggregated_inference.gateway import openapi_told as told
-from disaggregated_inference.gateway.adapters import (
-    anthropic_shapes,
-    cluster_asked,
-    ollama_asked,
-    openai_asked,
-    responses,
-    responses_shapes,
-)
+from disaggregated_inference.gateway.anthropic import requests as anthropic_requests
+from disaggregated_inference.gateway.cluster import requests as cluster_requests
+from disaggregated_inference.gateway.ollama import requests as ollama_requests
+from disaggregated_inference.gateway.openai import requests as openai_requests
+from disaggregated_inference.gateway.openai import responses, responses_requests
 
 Object = dict[str, Any]
 
@@ -90,7 +87,7 @@ _OPENAI = Api(
             path="/v1/chat/completions",
             method="post",
             summary="Answer a conversation.",
-            asked=openai_asked.ChatAsked,
+            asked=openai_requests.ChatCompletionRequest,
             example={"model": "qwen", "messages": _HELLO, "max_tokens": 200},
             told=told.ChatCompletion,
             items=(told.ChatCompletionChunk, told.Error),
@@ -102,7 +99,7 @@ _OPENAI = Api(
             path="/v1/completions",
             method="post",
             summary="Go on from a prompt, or from several.",
-            asked=openai_asked.CompletionAsked,
+            asked=openai_requests.CompletionRequest,
             example={"model": "qwen", "prompt": "The sky is", "max_tokens": 20},
             told=told.Completion,
             items=(told.Completion, told.Error),
@@ -140,7 +137,7 @@ _RESPONSES = Api(
             path="/v1/responses",
             method="post",
             summary="Answer, and keep the answer so that the next request may go on from it.",
-            asked=responses_shapes.Create,
+            asked=responses_requests.CreateResponse,
             example={"model": "qwen", "input": "Why is the sky blue?", "max_output_tokens": 200},
             told=responses.Response,
             items=(told.ResponseEvent,),
@@ -189,8 +186,8 @@ _OLLAMA = Api(
     error=told.OllamaError,
     stream=NDJSON,
     typed_fields=(
-        (ollama_asked.GenerateAsked, "options", ollama_asked.Options),
-        (ollama_asked.ChatAsked, "options", ollama_asked.Options),
+        (ollama_requests.OllamaGenerateRequest, "options", ollama_requests.OllamaOptions),
+        (ollama_requests.OllamaChatRequest, "options", ollama_requests.OllamaOptions),
     ),
     operations=(
         Operation(id="ollamaRunning", path="/", summary="Whether anyone is there.", text=True, statuses=(500,)),
@@ -199,7 +196,7 @@ _OLLAMA = Api(
             path="/api/generate",
             method="post",
             summary="Answer a prompt. Without one: is the model there?",
-            asked=ollama_asked.GenerateAsked,
+            asked=ollama_requests.OllamaGenerateRequest,
             example={"model": "qwen", "prompt": "Why is the sky blue?", "options": {"num_predict": 200}},
             told=told.Generated,
             items=(told.Generated, told.OllamaError),
@@ -211,7 +208,7 @@ _OLLAMA = Api(
             path="/api/chat",
             method="post",
             summary="Answer a conversation. Without one: is the model there?",
-            asked=ollama_asked.ChatAsked,
+            asked=ollama_requests.OllamaChatRequest,
             example={"model": "qwen", "messages": _HELLO, "options": {"num_predict": 200}},
             told=told.Chatted,
             items=(told.Chatted, told.OllamaError),
@@ -223,7 +220,7 @@ _OLLAMA = Api(
             path="/api/show",
             method="post",
             summary="What is known of a model.",
-            asked=ollama_asked.Named,
+            asked=ollama_requests.OllamaModelRequest,
             example={"model": "qwen"},
             told=told.Shown,
             statuses=_READS,
@@ -233,7 +230,7 @@ _OLLAMA = Api(
             path="/api/pull",
             method="post",
             summary="Nothing is fetched: success, if the cluster has the model.",
-            asked=ollama_asked.Named,
+            asked=ollama_requests.OllamaModelRequest,
             example={"model": "qwen"},
             items=(told.Pulled,),
             statuses=(400, 401, 408, 413, 429, 500, 501),
@@ -254,7 +251,7 @@ _ANTHROPIC = Api(
             path="/v1/messages",
             method="post",
             summary="Answer a conversation.",
-            asked=anthropic_shapes.Asked,
+            asked=anthropic_requests.MessagesRequest,
             example={"model": "qwen", "max_tokens": 200, "messages": _HELLO},
             told=told.AnthropicMessage,
             items=(told.AnthropicEvent,),
@@ -266,7 +263,7 @@ _ANTHROPIC = Api(
             path="/v1/messages/count_tokens",
             method="post",
             summary="How many tokens a conversation is.",
-            asked=anthropic_shapes.Counted,
+            asked=anthropic_requests.CountTokensRequest,
             example={"model": "qwen", "messages": _HELLO},
             told=told.TokensCounted,
             headers=_ID,
@@ -285,7 +282,7 @@ _OURS = Api(
             path="/tokenize",
             method="post",
             summary="Text, or a conversation as the model would get it, as tokens.",
-            asked=cluster_asked.TokenizeAsked,
+            asked=cluster_requests.TokenizeRequest,
             example={"model": "qwen", "prompt": "Why is the sky blue?"},
             told=told.Tokens,
             headers=_ID,
@@ -296,7 +293,7 @@ _OURS = Api(
             path="/detokenize",
             method="post",
             summary="Tokens as text.",
-            asked=cluster_asked.DetokenizeAsked,
+            asked=cluster_requests.DetokenizeRequest,
             example={"model": "qwen", "tokens": [300, 301]},
             told=told.Detokenized,
             headers=_ID,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from disaggregated_inference.gateway.targets import Target
+from disaggregated_inference.gateway.slo import Target
 
 Object = dict[str, Any]
 

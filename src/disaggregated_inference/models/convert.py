@@ -10,7 +10,7 @@ import numpy as np
 from disaggregated_inference.errors import ModelDamaged, ModelUnsupported
 from disaggregated_inference.kv.dtype import Array
 from disaggregated_inference.kv.fingerprint import Weights
-from disaggregated_inference.models.complete import require_whole_gguf
+from disaggregated_inference.models.completeness import require_whole_gguf
 from disaggregated_inference.models.gguf import GGUFFile
 from disaggregated_inference.models.gguf_metadata import ARCHITECTURES
 from disaggregated_inference.models.gguf_tokenizer import end_tokens, special_texts, tokenizer_of

@@ -20,13 +20,13 @@ from disaggregated_inference.errors import ModelExists, ModelNotFound, ModelUnsu
 from disaggregated_inference.kv import Fingerprint
 from disaggregated_inference.kv.fingerprint import Weights
 from disaggregated_inference.models import embedded, ollama_store, simulated
-from disaggregated_inference.models.complete import require_whole_folder, shards_of
+from disaggregated_inference.models.completeness import require_whole_folder, shards_of
 from disaggregated_inference.models.convert import Progress, config_from_gguf, stored, weights_of_gguf
 from disaggregated_inference.models.gguf import GGUFFile, is_gguf, is_later_part
 from disaggregated_inference.models.gguf_tokenizer import tokenizer_of
 from disaggregated_inference.models.identity import weights_identity
-from disaggregated_inference.models.names import FileKind as FileKind
-from disaggregated_inference.models.names import Named, bare_name, changing, read_names
+from disaggregated_inference.models.registered_names import FileKind as FileKind
+from disaggregated_inference.models.registered_names import RegisteredName, bare_name, changing, read_names
 from disaggregated_inference.models.safetensors import StoredTensor, read_tensors
 from disaggregated_inference.models.spec import ModelSpec, spec_from_config
 from disaggregated_inference.models.tokenizer import TOKENIZER_FILES, ModelTokenizer, read_json
@@ -194,7 +194,7 @@ class ModelStore:
         if copy:
             found = ModelFiles(name, self._copied(found))
         with changing(self._names_file) as names:
-            named = names.setdefault(name, Named())
+            named = names.setdefault(name, RegisteredName())
             if not copy:
                 _require_no_copy(name, named, found)
             if named.paths().get(found.kind) != str(found.path) or copy:
@@ -215,7 +215,7 @@ class ModelStore:
                 shutil.rmtree(copy)
         return copies
 
-    def _copies(self, named: Named) -> list[Path]:
+    def _copies(self, named: RegisteredName) -> list[Path]:
         """Folders right below the root, as `_copied` makes them: nothing else is ours to delete."""
         made = [named.copy_of(kind) for kind in named.paths()]
         ours = [folder for folder in made if folder and folder.parent == self.root and not folder.is_symlink()]
@@ -324,7 +324,7 @@ def _named(name: str, path: str, kind: FileKind) -> ModelFiles:
     return ModelFiles(name, _require_model(Path(path), kind))
 
 
-def _require_no_copy(name: str, named: Named, found: ModelFiles) -> None:
+def _require_no_copy(name: str, named: RegisteredName, found: ModelFiles) -> None:
     """Else nothing would know any more that the copy is ours to delete."""
     copy = named.copy_of(found.kind)
     if copy and copy.exists() and str(found.path) != named.paths()[found.kind]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from disaggregated_inference.engines.llamacpp.engine import LlamaEngine
 
 
-class Baseline:
+class LlamaBaseline:
     label = "llama.cpp"
     decode_goal = 0.95
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from disaggregated_inference.engines.llamacpp.library import Batch, Library, heard
+from disaggregated_inference.engines.llamacpp.library import Library, LlamaBatch, heard
 from disaggregated_inference.errors import EngineMismatch, KVMemoryFull, ModelDamaged, SliceRefused
 from disaggregated_inference.kv import KVDType
 from disaggregated_inference.kv.dtype import Array
@@ -42,7 +42,7 @@ class Setting(NamedTuple):
     flash: bool = True
 
 
-class Context:
+class LlamaContext:
     def __init__(self, library: Library, path: Path, size: Size, setting: Setting) -> None:
         self.library, self.size, self._call = library, size, library.call
         heard.errors.clear()
@@ -57,7 +57,7 @@ class Context:
             raise KVMemoryFull(f"llama.cpp cannot make a context of {size.cells} tokens: {heard.take()}")
         self._memory = self._call.llama_get_memory(self._context)
         self.vocabulary: int = self._call.llama_vocab_n_tokens(self._call.llama_model_get_vocab(self.model))
-        self._rows = _Rows(size.batch_tokens)
+        self._rows = _FreeCells(size.batch_tokens)
 
     def _params(self, setting: Setting) -> Any:
         """Everything that decides how a state looks is set here, and nothing of it left to llama.cpp."""
@@ -125,7 +125,7 @@ class Context:
             raise SliceRefused(f"llama.cpp does not take a state of {len(state)} bytes: {heard.take()}")
 
 
-class _Rows:
+class _FreeCells:
     """The arrays that a batch points to, made once."""
 
     def __init__(self, most: int) -> None:
@@ -134,7 +134,7 @@ class _Rows:
         first = self._sequences.ctypes.data
         pointers = (first + self._sequences.itemsize * np.arange(most, dtype=np.uint64)).astype(np.uint64)
         self._kept = (ones, pointers)  # the batch has their addresses only
-        self._batch = Batch(
+        self._batch = LlamaBatch(
             token=_pointer(self._tokens, ctypes.c_int32),
             pos=_pointer(self._positions, ctypes.c_int32),
             n_seq_id=_pointer(ones, ctypes.c_int32),
@@ -142,7 +142,7 @@ class _Rows:
             logits=_pointer(self._wanted, ctypes.c_int8),
         )
 
-    def fill(self, tokens: Items[int], positions: Items[int], sequences: Items[int], wanted: int) -> Batch:
+    def fill(self, tokens: Items[int], positions: Items[int], sequences: Items[int], wanted: int) -> LlamaBatch:
         count = len(tokens)
         self._tokens[:count], self._positions[:count], self._sequences[:count] = tokens, positions, sequences
         self._wanted[:count] = 0

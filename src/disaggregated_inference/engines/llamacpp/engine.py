@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, Tokens, chunks, token_list
-from disaggregated_inference.engines.llamacpp.context import Context, Setting, Size
+from disaggregated_inference.engines.llamacpp.context import LlamaContext, Setting, Size
 from disaggregated_inference.engines.llamacpp.library import load_library
 from disaggregated_inference.engines.llamacpp.probe import prove
 from disaggregated_inference.engines.llamacpp.state import Pair, StateCodec
@@ -48,7 +48,7 @@ class LlamaLogits:
     and most steps want the likeliest tokens alone. llama.cpp keeps them for one call; who still has them then gets
     one."""
 
-    def __init__(self, array: NDArray[np.float32], owner: Context) -> None:
+    def __init__(self, array: NDArray[np.float32], owner: LlamaContext) -> None:
         self._array, self._owner = array, owner  # whose memory it is
 
     def keep(self) -> None:
@@ -62,7 +62,7 @@ class LlamaLogits:
 
 
 @dataclass(eq=False, slots=True)
-class Held:
+class LlamaSequence:
     """A sequence's number in llama.cpp, and the rows that have arrived for it, layer by layer, until they are whole."""
 
     number: int
@@ -85,7 +85,7 @@ class LlamaEngine(Engine):
     name = "llamacpp"
     own_memory = True
 
-    def __init__(self, model: Context, spec: ModelSpec, fingerprint: Fingerprint, codec: StateCodec) -> None:
+    def __init__(self, model: LlamaContext, spec: ModelSpec, fingerprint: Fingerprint, codec: StateCodec) -> None:
         super().__init__(spec, fingerprint, codec.dtype)
         self.model = model
         self._codec = codec
@@ -103,14 +103,14 @@ class LlamaEngine(Engine):
         rows = sum(self.spec.kv_bytes(sequence.length, self.dtype) for sequence in live)
         return rows + sum(sequence.state.arriving_bytes for sequence in live)
 
-    def _open(self, capacity: int) -> Held:
+    def _open(self, capacity: int) -> LlamaSequence:
         """Cells are taken as tokens come, so what was promised to others is reckoned, not looked up."""
         free = self.model.size.cells - sum(sequence.capacity for sequence in self.live)
         if capacity > free:
             raise KVMemoryFull(f"no room for {capacity} tokens of KV: {free} of {self.model.size.cells} free")
         if not self._numbers:
             raise KVMemoryFull(f"all {self.max_batch} sequences of this engine are open")
-        return Held(self._numbers.pop())
+        return LlamaSequence(self._numbers.pop())
 
     def _close(self, sequence: Sequence) -> None:
         self.model.forget(sequence.state.number)
@@ -171,7 +171,7 @@ class LlamaEngine(Engine):
 
     def _commit(self, sequence: Sequence, length: int) -> None:
         """llama.cpp takes all layers of a range at once, so this is where rows go in."""
-        held: Held = sequence.state
+        held: LlamaSequence = sequence.state
         if held.arriving:
             rows = [held.arriving[layer] for layer in range(len(sequence.placed))]
             self.model.restore(self._spare, self._codec.encode(rows, length, self._spare))
@@ -203,7 +203,7 @@ def load(
     spec, kind = model.spec, dtype or "float16"
     size = Size(_cells(spec, kind, kv_bytes or default_kv_bytes(spec, kind), sequences), sequences + 1)
     setting = Setting(kind, threads or default_threads(), _yarn_range(model))
-    context = Context(load_library(), model.path, size, setting)
+    context = LlamaContext(load_library(), model.path, size, setting)
     rounded = as_llamacpp_rotates(model.config, spec.layout.head_dim)
     codec, rope = prove(context, spec, kind, (spec.rope, rounded))
     fingerprint = model.fingerprint

@@ -34,7 +34,7 @@ def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
-class Batch(ctypes.Structure):
+class LlamaBatch(ctypes.Structure):
     """Tokens for one call; the same in every build we know."""
 
     _fields_ = (
@@ -90,7 +90,7 @@ _FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("llama_model_n_swa", c_int32, (c_void_p,)),
     ("llama_n_ctx", c_uint32, (c_void_p,)),
     ("llama_n_seq_max", c_uint32, (c_void_p,)),
-    ("llama_decode", c_int32, (c_void_p, Batch)),
+    ("llama_decode", c_int32, (c_void_p, LlamaBatch)),
     ("llama_get_logits", ctypes.POINTER(c_float), (c_void_p,)),
     ("llama_get_memory", c_void_p, (c_void_p,)),
     ("llama_memory_seq_rm", c_bool, (c_void_p, c_int32, c_int32, c_int32)),
@@ -118,7 +118,7 @@ class Library:
         return self.call.llama_context_default_params()
 
 
-class Heard:
+class LogCapture:
     """What llama.cpp says of itself: into our log, and its last errors kept, because its calls only return zero."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class Heard:
         return said or "it does not say why"
 
 
-heard = Heard()
+heard = LogCapture()
 
 
 @cache

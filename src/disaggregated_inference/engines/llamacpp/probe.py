@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from disaggregated_inference.engines.llamacpp.context import Context
+from disaggregated_inference.engines.llamacpp.context import LlamaContext
 from disaggregated_inference.engines.llamacpp.state import PERMUTED, StateCodec
 from disaggregated_inference.errors import EngineMismatch, EngineUnavailable
 from disaggregated_inference.kv import KVDType, KVSlice, as_dtype
@@ -27,7 +27,7 @@ _TOKEN = 5
 _TOLERANCE: dict[KVDType, float] = {"float32": 1e-3, "float16": 5e-3, "bfloat16": 2e-2}
 
 
-def prove(context: Context, spec: ModelSpec, dtype: KVDType, ropes: Iterable[Rope]) -> tuple[StateCodec, Rope]:
+def prove(context: LlamaContext, spec: ModelSpec, dtype: KVDType, ropes: Iterable[Rope]) -> tuple[StateCodec, Rope]:
     """The codec for this context's states, and which of `ropes` it rotates by; refused when nothing fits."""
     _require_shape(context, spec)
     scratch = context.size.sequences - 1
@@ -43,7 +43,7 @@ def prove(context: Context, spec: ModelSpec, dtype: KVDType, ropes: Iterable[Rop
     )
 
 
-def _require_shape(context: Context, spec: ModelSpec) -> None:
+def _require_shape(context: LlamaContext, spec: ModelSpec) -> None:
     layout = spec.layout
     window = max(plan.window for plan in layout.layers)
     expected = (len(layout.layers), layout.kv_heads, window, spec.vocabulary)
@@ -54,14 +54,14 @@ def _require_shape(context: Context, spec: ModelSpec) -> None:
         )
 
 
-def _state_of(context: Context, scratch: int, position: int) -> Array:
+def _state_of(context: LlamaContext, scratch: int, position: int) -> Array:
     context.evaluate([_TOKEN], [position], [scratch], wanted=0)
     state = context.dump(scratch)
     context.forget(scratch)
     return state
 
 
-def _codec_of(context: Context, spec: ModelSpec, dtype: KVDType, size_bytes: int) -> StateCodec:
+def _codec_of(context: LlamaContext, spec: ModelSpec, dtype: KVDType, size_bytes: int) -> StateCodec:
     permuted = spec.architecture in PERMUTED
     known = [StateCodec(spec.layout, dtype, permuted, rotations) for rotations in (True, False)]
     sizes = [codec.size_bytes([1] * len(codec.sections)) for codec in known]

@@ -9,7 +9,7 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from disaggregated_inference.engines.mlx.engine import MlxEngine
 
 
-class Baseline:
+class MlxBaseline:
     label = "mlx-lm"
     decode_goal = 0.95
 

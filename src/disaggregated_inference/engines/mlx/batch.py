@@ -22,7 +22,7 @@ def capacity_class(capacity: int, smallest: int = SMALLEST_CLASS) -> int:
     return max(smallest, 1 << (capacity - 1).bit_length())
 
 
-class Batch:
+class MlxBatch:
     """The sequences of one class, row by row.
 
     Changes go layer by layer, each evaluated before the next: old and new exist side by side for one layer only. One
@@ -139,7 +139,7 @@ class Arrangement(NamedTuple):
 class Batches:
     def __init__(self, smallest: int = SMALLEST_CLASS) -> None:
         self._smallest = smallest
-        self._by_class: dict[int, Batch] = {}
+        self._by_class: dict[int, MlxBatch] = {}
 
     def arrange(self, sequences: Items[Sequence]) -> Arrangement:
         """Caches for one step of `sequences`. Classes that have no part in it stay as they are."""
@@ -163,8 +163,8 @@ class Batches:
     def nbytes(self) -> int:
         return sum(batch.nbytes for batch in tuple(self._by_class.values()))
 
-    def _batch(self, sequence: Sequence) -> Batch:
-        return self._by_class.setdefault(capacity_class(sequence.capacity, self._smallest), Batch())
+    def _batch(self, sequence: Sequence) -> MlxBatch:
+        return self._by_class.setdefault(capacity_class(sequence.capacity, self._smallest), MlxBatch())
 
 
 def _grouped(parts: list[tuple[list[Any], Items[Sequence]]]) -> list[GroupedCache]:

@@ -17,7 +17,7 @@ from disaggregated_inference.kv.dtype import Array, storage_dtype
 
 
 @dataclass(eq=False, slots=True)
-class Held:
+class SimulatedRows:
     """One sequence's memory, and how far its hash has come."""
 
     first: int
@@ -32,7 +32,7 @@ class Held:
         return sum(ring.nbytes for rings in (self.rings, self.arriving) for ring in tuple(rings.values()))
 
 
-class Arena:
+class SimulatedArena:
     def __init__(self, layout: KVLayout, dtype: KVDType, budget_bytes: int) -> None:
         self._layout, self._storage = layout, storage_dtype(dtype)
         self._width = layout.kv_heads * layout.head_dim
@@ -46,7 +46,7 @@ class Arena:
         self._rows = np.zeros((len(full), 2, self._count if full else 0, self._width), self._storage)
         self._taken: list[tuple[int, int]] = []  # first row and rows, in order
 
-    def take(self, capacity: int, start_hash: int) -> Held:
+    def take(self, capacity: int, start_hash: int) -> SimulatedRows:
         """The first run of rows that is long enough."""
         first = index = 0
         for start, rows in self._taken:
@@ -59,19 +59,19 @@ class Arena:
         self._taken.insert(index, (first, capacity))
         windows = {layer: plan.window for layer, plan in enumerate(self._layout.layers) if plan.window}
         rings = {layer: np.zeros((2, window, self._width), self._storage) for layer, window in windows.items()}
-        return Held(first, capacity, rings, start_hash)
+        return SimulatedRows(first, capacity, rings, start_hash)
 
-    def give_back(self, held: Held) -> None:
+    def give_back(self, held: SimulatedRows) -> None:
         self._taken.remove((held.first, held.rows))
         held.rings, held.arriving = {}, {}
 
-    def area(self, held: Held, layer: int) -> Array:
+    def area(self, held: SimulatedRows, layer: int) -> Array:
         """A layer's K and V: [2, rows, elements], for a sliding layer its ring."""
         if layer in held.rings:
             return held.arriving.get(layer, held.rings[layer])
         return self._rows[self._places[layer], :, held.first : held.first + held.rows]
 
-    def arriving(self, held: Held, layer: int) -> Array:
+    def arriving(self, held: SimulatedRows, layer: int) -> Array:
         """The same, to be written to before it is known whether it will be whole."""
         if layer in held.rings and layer not in held.arriving:
             held.arriving[layer] = held.rings[layer].copy()

@@ -12,7 +12,7 @@ import numpy as np
 
 from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, Tokens, token_list
 from disaggregated_inference.engines.memory import available_bytes
-from disaggregated_inference.engines.simulated.arena import Arena, Held
+from disaggregated_inference.engines.simulated.arena import SimulatedArena, SimulatedRows
 from disaggregated_inference.engines.simulated.device import Device, wait_until
 from disaggregated_inference.engines.simulated.marks import MARK, MOST_LAYERS, MOST_TOKENS, Chain, Marks, words
 from disaggregated_inference.engines.simulated.profiles import INSTANT, Profile, parse_profile
@@ -42,7 +42,7 @@ class SimulatedEngine(Engine):
         self.model = profile  # all there is of one
         self.kv_limit_bytes = kv_bytes or min(_KV_BYTES, available_bytes() // 2)
         self.chunk_tokens = profile.chunk_tokens
-        self._arena = Arena(spec.layout, dtype, self.kv_limit_bytes)
+        self._arena = SimulatedArena(spec.layout, dtype, self.kv_limit_bytes)
         self._chain, self._marks = Chain(fingerprint.weights.norms, spec.vocabulary), Marks(dtype)
         self._voice, self._device = Voice(spec, profile.answer_tokens), Device()
         full = [layer for layer, plan in enumerate(spec.layout.layers) if not plan.window]
@@ -51,7 +51,7 @@ class SimulatedEngine(Engine):
     def _kv_held(self) -> int:
         return self._arena.used_bytes() + sum(sequence.state.ring_bytes for sequence in tuple(self.live))
 
-    def _open(self, capacity: int) -> Held:
+    def _open(self, capacity: int) -> SimulatedRows:
         return self._arena.take(capacity, self._chain.start)
 
     def _close(self, sequence: Sequence) -> None:
@@ -87,7 +87,7 @@ class SimulatedEngine(Engine):
         return SimulatedLogits(self._voice, hashes, begin + seconds)
 
     def _write_steps(self, sequence: Sequence) -> None:
-        held: Held = sequence.state
+        held: SimulatedRows = sequence.state
         if held.unwritten:
             start = sequence.length - len(held.unwritten)
             block = self._marks.block(np.array(held.unwritten, np.uint64), start)
@@ -95,7 +95,7 @@ class SimulatedEngine(Engine):
                 self._write(held, layer, block, start)
             held.unwritten.clear()
 
-    def _write(self, held: Held, layer: int, block: Array, start: int) -> None:
+    def _write(self, held: SimulatedRows, layer: int, block: Array, start: int) -> None:
         """Marks of new rows; of a sliding layer those that stay."""
         stop = start + len(block)
         first = self.spec.layout.layers[layer].first_row(start, stop)
@@ -103,7 +103,7 @@ class SimulatedEngine(Engine):
         for kind in (0, 1):
             area[kind, where, :MARK] = self._marks.label(block, layer, kind)[first - start :]
 
-    def _slice(self, held: Held, layer: int, start: int, stop: int) -> KVSlice:
+    def _slice(self, held: SimulatedRows, layer: int, start: int, stop: int) -> KVSlice:
         """A view of a full layer's rows; a ring's rows are copied, the next chunk overwrites them."""
         layout = self.spec.layout
         first = layout.layers[layer].first_row(start, stop)
@@ -119,13 +119,13 @@ class SimulatedEngine(Engine):
             area[kind, where] = as_dtype(rows, piece.dtype, self.dtype).reshape(piece.tokens, -1)
 
     def _commit(self, sequence: Sequence, length: int) -> None:
-        held: Held = sequence.state
+        held: SimulatedRows = sequence.state
         if length > sequence.length:
             held.hash = self._read(held, sequence.length, length)
         held.rings |= held.arriving
         held.arriving.clear()
 
-    def _read(self, held: Held, start: int, stop: int) -> int:
+    def _read(self, held: SimulatedRows, start: int, stop: int) -> int:
         """The hash of the last row, once every row was found to be where it belongs and to be the same in all layers:
         what no real engine could check, and the reason to trust what is measured with this one."""
         rows = self._marked(held, self._reference, 0, start, stop)
@@ -143,7 +143,7 @@ class SimulatedEngine(Engine):
             raise SliceRefused(f"layer {self._reference}: the K of token {stop - 1} was not written by this engine")
         return read
 
-    def _marked(self, held: Held, layer: int, kind: int, start: int, stop: int) -> Array:
+    def _marked(self, held: SimulatedRows, layer: int, kind: int, start: int, stop: int) -> Array:
         first = self.spec.layout.layers[layer].first_row(start, stop)
         marks: Array = self._arena.area(held, layer)[kind, self._arena.where(layer, first, stop), :MARK]
         return marks

@@ -28,7 +28,7 @@ class _Gap(NamedTuple):
     size: int
 
 
-class _Rows:
+class _LayerRows:
     """First-fit allocation of runs of rows."""
 
     def __init__(self, count: int) -> None:
@@ -60,7 +60,7 @@ class _Rows:
         return sum(self._taken.values())
 
 
-class Arena:
+class TorchArena:
     """The tensors and who owns which rows. The first ring and a row of padding serve unused places of a batch."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Arena:
         full_rows = max((budget_bytes - ring_bytes) // token_bytes, 0)
         if full_rows < 2:
             raise KVMemoryFull(f"a KV budget of {budget_bytes} bytes holds no token; one takes {token_bytes}")
-        self._rows = {0: _Rows(full_rows)} | {window: _Rows(rows) for window, rows in ring_rows.items()}
+        self._rows = {0: _LayerRows(full_rows)} | {window: _LayerRows(rows) for window, rows in ring_rows.items()}
         self.padding = {window: rows.take(max(window, 1)) for window, rows in self._rows.items()}
         self.limit_bytes = (full_rows - 1) * token_bytes  # rings have room of their own, one for each sequence
         self.keys = [self._tensor(plan.window) for plan in layout.layers]

@@ -15,7 +15,7 @@ from disaggregated_inference.engines.torch.engine import TorchEngine, require_de
 from disaggregated_inference.engines.torch.passes import ATTENTION_NAME
 
 
-class Baseline:
+class TorchBaseline:
     """The same weights under transformers' own attention and cache."""
 
     label = "transformers"

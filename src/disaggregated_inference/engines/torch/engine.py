@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, Tokens, token_list
 from disaggregated_inference.engines.memory import available_bytes
 from disaggregated_inference.engines.torch import fused
-from disaggregated_inference.engines.torch.arena import TORCH_DTYPES, Arena, Starts, host_array, host_tensor
+from disaggregated_inference.engines.torch.arena import TORCH_DTYPES, Starts, TorchArena, host_array, host_tensor
 from disaggregated_inference.engines.torch.attention import has_flash
 from disaggregated_inference.engines.torch.graphs import ChunkGraphs, DecodeGraphs
 from disaggregated_inference.engines.torch.passes import ATTENTION_NAME, ChunkPass, DecodePass, HostCopies, PrefillPass
@@ -61,7 +61,7 @@ class TorchState:
     starts: Starts
     shadows: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def shadow(self, arena: Arena, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def shadow(self, arena: TorchArena, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         if layer not in self.shadows:
             keys, values = arena.ring(self.starts, layer)
             self.shadows[layer] = (keys.clone(), values.clone())
@@ -85,7 +85,7 @@ class TorchEngine(Engine):
         self.device = torch.device(model.device)
         dtype: KVDType = next(name for name, kind in TORCH_DTYPES.items() if kind == model.dtype)
         super().__init__(spec, fingerprint, dtype)
-        self.arena = Arena(spec.layout, dtype, self.device, kv_bytes or _default_budget(self.device), sequences)
+        self.arena = TorchArena(spec.layout, dtype, self.device, kv_bytes or _default_budget(self.device), sequences)
         self.kv_limit_bytes = self.arena.limit_bytes
         self._host = HostCopies(self.arena)
         self._places = Places(self.arena, sequences)

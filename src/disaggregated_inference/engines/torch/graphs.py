@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from disaggregated_inference.engines.base import Emit, Sequence
-from disaggregated_inference.engines.torch.arena import Arena
+from disaggregated_inference.engines.torch.arena import TorchArena
 from disaggregated_inference.engines.torch.passes import ChunkPass, HostCopies
 from disaggregated_inference.engines.torch.tables import ChunkTable, Places
 
@@ -71,7 +71,7 @@ class ChunkGraphs:
 
     sizes = (32, 64, *range(128, 2049, 128))
 
-    def __init__(self, compute: Chunk, arena: Arena, host: HostCopies) -> None:
+    def __init__(self, compute: Chunk, arena: TorchArena, host: HostCopies) -> None:
         self._compute, self._arena, self._host = compute, arena, host
         self._table = ChunkTable(arena, self.sizes[-1])
         self._sets: dict[int, _Pieces] = {}

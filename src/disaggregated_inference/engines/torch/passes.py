@@ -12,7 +12,7 @@ import torch
 from transformers import AttentionInterface
 
 from disaggregated_inference.engines.base import Emit, Sequence
-from disaggregated_inference.engines.torch.arena import TORCH_DTYPES, Arena, host_array
+from disaggregated_inference.engines.torch.arena import TORCH_DTYPES, TorchArena, host_array
 from disaggregated_inference.engines.torch.attention import Rows, attend, attend_rows, flash_ranges, has_flash
 from disaggregated_inference.engines.torch.tables import ChunkTable, Places
 from disaggregated_inference.kv import KVSlice
@@ -43,7 +43,9 @@ AttentionInterface.register(ATTENTION_NAME, _attention)
 class PrefillPass:
     """A chunk of one sequence. Queries are the last n of the rows that `update` returns."""
 
-    def __init__(self, arena: Arena, sequence: Sequence, tokens: int, emit: Emit | None, host: "HostCopies") -> None:
+    def __init__(
+        self, arena: TorchArena, sequence: Sequence, tokens: int, emit: Emit | None, host: "HostCopies"
+    ) -> None:
         self.arena, self.starts = arena, sequence.state.starts
         self.begin, self.tokens, self.emit, self.host = sequence.length, tokens, emit, host
         if emit:
@@ -102,7 +104,7 @@ class HostCopies:
     bound by how fast the host launches kernels, so what can be prepared is prepared once per chunk.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: TorchArena) -> None:
         self.arena, self.dtype = arena, arena.dtype
         self.stream = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None
         if self.stream is not None:
@@ -146,7 +148,7 @@ class ChunkPass:
     """A chunk of `size` places with every number in a table on the device: what a CUDA graph can repeat. `wrote` is
     called when a layer's K and V are in the arena. Full layers only."""
 
-    def __init__(self, arena: Arena, table: ChunkTable, size: int, wrote: Callable[[], None]) -> None:
+    def __init__(self, arena: TorchArena, table: ChunkTable, size: int, wrote: Callable[[], None]) -> None:
         self.arena, self.table, self.size, self.wrote = arena, table, size, wrote
         self.rows = table.rows[:size].long()
 
@@ -174,7 +176,7 @@ class ChunkPass:
 class DecodePass:
     """One new token for each of `size` sequences."""
 
-    def __init__(self, arena: Arena, places: Places, size: int) -> None:
+    def __init__(self, arena: TorchArena, places: Places, size: int) -> None:
         self.arena, self.places, self.size = arena, places, size
         self.query_starts = torch.arange(size + 1, dtype=torch.int32, device=arena.device)
         self._known: dict[int, Rows] = {}

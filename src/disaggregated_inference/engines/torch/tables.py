@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from disaggregated_inference.engines.base import Sequence
-from disaggregated_inference.engines.torch.arena import Arena
+from disaggregated_inference.engines.torch.arena import TorchArena
 
 
 class Table:
@@ -42,7 +42,7 @@ class Table:
 class Places(Table):
     """For each window of the model: where a batch writes its next row, where its rows begin, how many there are."""
 
-    def __init__(self, arena: Arena, capacity: int) -> None:
+    def __init__(self, arena: TorchArena, capacity: int) -> None:
         self.arena = arena
         self.windows = sorted({plan.window for plan in arena.layout.layers})
         super().__init__((3 * len(self.windows) + 1, capacity + 1), arena.device)
@@ -82,7 +82,7 @@ class ChunkTable(Table):
     second sequence that lives in the padding region and repeats the chunk's tokens: its rows are numbers, and go to no
     experts that the chunk does not need anyway."""
 
-    def __init__(self, arena: Arena, capacity: int) -> None:
+    def __init__(self, arena: TorchArena, capacity: int) -> None:
         self.arena = arena
         super().__init__((4, capacity), arena.device)
         self.ids, self.positions, self.rows, numbers = self.table

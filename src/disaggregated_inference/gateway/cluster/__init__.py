@@ -1,0 +1,1 @@
+"""The gateway's own paths: health, cluster status, history, events, tokenize."""

@@ -1,0 +1,1 @@
+"""The one HTTP layer that nodes, Ollama nodes and the gateway share."""

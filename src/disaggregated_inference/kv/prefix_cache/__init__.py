@@ -1,0 +1,7 @@
+"""The KV of finished requests, kept for the next request that begins with the same tokens."""
+
+from disaggregated_inference.kv.prefix_cache.cache import PrefixCache, PrefixCacheStats
+from disaggregated_inference.kv.prefix_cache.disk import DiskTier
+from disaggregated_inference.kv.prefix_cache.insertion import Insertion
+
+__all__ = ["DiskTier", "Insertion", "PrefixCache", "PrefixCacheStats"]

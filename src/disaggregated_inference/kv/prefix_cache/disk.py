@@ -1,0 +1,263 @@
+"""The second tier of a prefix store: one file per block, so that a restart does not forget.
+
+Files are <folder>/<root of the model>/<hash of the block>.kv, written by one thread under a temporary name and then
+renamed. Nothing is synced: a file that is not whole is known by its size and its checksum, and is never served. A disk
+that is full, read-only or gone costs hits, never a request; the log says so once.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import re
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+
+from disaggregated_inference.kv.prefix_cache.block_file import (
+    Damaged,
+    Label,
+    encoded,
+    read_block,
+    read_label,
+    write_block,
+)
+from disaggregated_inference.kv.prefix_cache.blocks import HASH_BYTES, Address, Block, BlockShape
+
+log = logging.getLogger(__name__)
+
+_LAST_WRITES_S = 10.0
+_STALE_S = 3600.0  # a temporary file this old has lost its writer
+_NAME = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
+
+
+class DiskTier:
+    """All blocks under one folder, of any model, in order of use. Any thread may call; writing is done by one."""
+
+    def __init__(self, folder: Path, limit_bytes: int, queue_blocks: int = 1024) -> None:
+        self.folder, self.limit_bytes = folder, limit_bytes
+        self.size_bytes = self.hits = self.damaged = self.dropped = 0
+        self._labels: OrderedDict[bytes, Label] = OrderedDict()
+        self._children: dict[bytes, dict[bytes, Label]] = {}
+        self._used: set[bytes] = set()  # since their files were last touched
+        self._lock = threading.Lock()
+        self._warned = self._closed = False
+        self._scan()
+        # Weak: a block that leaves memory before its turn is not kept alive by the queue, whose length is no limit in
+        # bytes. It is lost for the disk, and counted.
+        self._queue: queue.Queue[tuple[bytes, BlockShape, weakref.ref[Block]] | None] = queue.Queue(queue_blocks)
+        self._writer = threading.Thread(target=self._write_queued, name="prefix-disk", daemon=True)
+        self._writer.start()
+
+    @property
+    def blocks(self) -> int:
+        return len(self._labels)
+
+    def find(self, wanted: Address) -> Label | None:
+        with self._lock:
+            label = self._labels.get(wanted.hash)
+        return label if label and label.address == wanted else None
+
+    def children(self, parent: bytes) -> list[Label]:
+        with self._lock:
+            return list(self._children.get(parent, {}).values())
+
+    def used(self, hashes: Iterable[bytes]) -> None:
+        """These were hit, here or in memory: they are the last to go. The order reaches the files at `close`."""
+        with self._lock:
+            for hash in hashes:
+                if hash in self._labels:
+                    self._labels.move_to_end(hash)
+                    self._used.add(hash)
+
+    def read(self, label: Label, shape: BlockShape) -> Block | None:
+        """The block, checked; None when it is gone or damaged, and then it will not be found again."""
+        path = self._path(label)
+        try:
+            block = read_block(path, label, shape)
+        except Damaged as error:
+            log.warning("a kept prefix is damaged and was removed: %s: %s", path.name, error)
+            self._remove(label)
+            with self._lock:
+                self.damaged += 1
+            return None
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):  # another process may have made room
+                self._warn(error)
+            self._forget(label)
+            return None
+        with self._lock:
+            self.hits += 1
+        self._touch(label)
+        return block
+
+    def write(self, root: bytes, shape: BlockShape, block: Block) -> None:
+        """Queue a block, unless it is there already. A full queue drops it."""
+        if self._closed or self._has(block):
+            return
+        try:
+            self._queue.put_nowait((root, shape, weakref.ref(block)))
+        except queue.Full:
+            self.dropped += 1
+
+    def flush(self) -> None:
+        """Wait until everything queued so far is written."""
+        if not self._closed:
+            self._queue.join()
+
+    def clear(self, root: bytes) -> None:
+        """Forget one model's blocks."""
+        self.flush()
+        with self._lock:
+            labels = [label for label in self._labels.values() if label.root == root]
+        for label in labels:
+            self._remove(label)
+
+    def close(self) -> None:
+        """Write what is queued, for so long as a node that stops can wait, and the order of use, for the next start."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=_LAST_WRITES_S)
+        self._writer.join(_LAST_WRITES_S)
+        for label in [label for hash, label in self._labels.items() if hash in self._used]:
+            self._touch(label)
+
+    def _path(self, label: Label) -> Path:
+        return self.folder / label.root.hex() / f"{label.address.hash.hex()}.kv"
+
+    def _has(self, block: Block) -> bool:
+        label = self.find(block.address)
+        return label is not None and set(block.positions) <= set(label.positions)
+
+    def _touch(self, label: Label) -> None:
+        now = time.time_ns()  # the kernel's own clock is too coarse to keep the order
+        with contextlib.suppress(OSError):
+            os.utime(self._path(label), ns=(now, now))
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("prefixes are not kept on disk as they should be, and this is said once: %s", error)
+
+    def _write_queued(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                self._write(*item)
+            except OSError as error:
+                self._warn(error)
+            except Exception:
+                log.exception("a prefix could not be written")
+            finally:
+                self._queue.task_done()
+        self._queue.task_done()
+
+    def _write(self, root: bytes, shape: BlockShape, queued: weakref.ref[Block]) -> None:
+        block = queued()
+        if block is None:
+            self.dropped += 1
+        elif not self._has(block):
+            # A copy: the store may add a snapshot meanwhile.
+            self._write_block(root, shape, Block(block.address, block.keys, block.values, block.snapshots))
+
+    def _write_block(self, root: bytes, shape: BlockShape, block: Block) -> None:
+        label, head = encoded(root, shape, block)
+        if not self._make_room(label.file_bytes, block.address.parent):
+            self.dropped += 1
+            return
+        path = self._path(label)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                write_block(file, head, block)
+            temporary.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        self._remember(label)
+        self._supersede(label)
+
+    def _supersede(self, label: Label) -> None:
+        """A block's shorter beginnings, from when its sequence was shorter, are in it."""
+        for other in self.children(label.address.parent):
+            if other.address.hash != label.address.hash and label.address.tokens.startswith(other.address.tokens):
+                self._remove(other)
+
+    def _make_room(self, size: int, parent: bytes) -> bool:
+        """Remove what was not used for longest, children before parents, never the `parent` of what is to come."""
+        while size <= self.limit_bytes:
+            with self._lock:
+                if self.size_bytes + size <= self.limit_bytes:
+                    return True
+                leaves = (each for hash, each in self._labels.items() if hash != parent and hash not in self._children)
+                victim = next(leaves, None)
+            if victim is None:
+                return False
+            self._remove(victim)
+        return False
+
+    def _remember(self, label: Label) -> None:
+        self._forget(label)
+        with self._lock:
+            self._labels[label.address.hash] = label
+            self._children.setdefault(label.address.parent, {})[label.address.hash] = label
+            self.size_bytes += label.file_bytes
+
+    def _forget(self, label: Label) -> None:
+        hash, parent = label.address.hash, label.address.parent
+        with self._lock:
+            known = self._labels.pop(hash, None)
+            if known is None:
+                return
+            self.size_bytes -= known.file_bytes
+            self._used.discard(hash)
+            siblings = self._children[parent]
+            del siblings[hash]
+            if not siblings:
+                del self._children[parent]
+
+    def _remove(self, label: Label) -> None:
+        self._forget(label)
+        self._unlink(self._path(label))
+
+    def _unlink(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            self._warn(error)
+
+    def _scan(self) -> None:
+        """Learn from the files' heads what is here. Only folders named like ours are looked into."""
+        found: list[tuple[int, Label]] = []
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds what people said
+            for folder in self.folder.iterdir():
+                if _NAME.fullmatch(folder.name) and folder.is_dir():
+                    found += self._scan_root(folder)
+        except OSError as error:
+            self._warn(error)
+        for _, label in sorted(found, key=lambda each: each[0]):
+            self._remember(label)
+        self._make_room(0, b"")
+
+    def _scan_root(self, folder: Path) -> list[tuple[int, Label]]:
+        found = []
+        for path in folder.iterdir():
+            try:
+                seen = path.stat()
+                if path.suffix == ".kv":
+                    found.append((seen.st_mtime_ns, read_label(path, bytes.fromhex(folder.name), seen.st_size)))
+                elif path.suffix == ".tmp" and seen.st_mtime < time.time() - _STALE_S:
+                    self._unlink(path)
+            except Damaged:
+                self.damaged += 1
+                self._unlink(path)
+            except OSError as error:
+                self._warn(error)
+        return found

@@ -1,0 +1,41 @@
+"""A context: everything a decode node needs to fetch a cache, as one opaque word people can paste into curl."""
+
+import base64
+import binascii
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+
+from disaggregated_inference.errors import TicketRefused
+from disaggregated_inference.kv_transfer.paths import Address
+
+MOST_ADDRESSES = 16
+
+
+def prompt_hash(tokens: Sequence[int]) -> str:
+    return hashlib.blake2b(array("I", tokens).tobytes(), digest_size=12).hexdigest()
+
+
+class PrefillContext(msgspec.Struct, frozen=True, kw_only=True):
+    ticket: str
+    secret: str
+    epoch: str  # of the prefill node: a restarted node is a new one
+    tokens: int
+    prompt_hash: str
+    addresses: tuple[Address, ...]  # in order of preference
+
+    def encode(self) -> str:
+        return base64.urlsafe_b64encode(msgspec.json.encode(self)).decode()
+
+    @classmethod
+    def decode(cls, word: str) -> "PrefillContext":
+        try:
+            context = msgspec.json.decode(base64.urlsafe_b64decode(word.encode()), type=cls)
+        except (binascii.Error, msgspec.DecodeError, ValueError) as error:
+            raise TicketRefused("this context is not one that a prefill node gave out") from error
+        hosts = all(0 < len(host) <= 253 and 0 < port < 65536 for host, port in context.addresses)
+        if context.tokens < 1 or not context.epoch or not hosts or not 0 < len(context.addresses) <= MOST_ADDRESSES:
+            raise TicketRefused("this context is not one that a prefill node gave out")
+        return context

@@ -1,0 +1,169 @@
+"""Who may start next: a bounded line for each model, on one event loop."""
+
+import asyncio
+import math
+import time
+from bisect import insort
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+
+from disaggregated_inference.errors import DeadlineExceeded, QueueFull
+
+_LAST_SERVED = 32
+_UNKNOWN_S = 5  # what to tell people when nothing was served yet
+_LONGEST_RETRY_S = 60
+
+
+class QueueStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One model's line, for status."""
+
+    waiting: int
+    running: int
+    places: int
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    priority: int
+    turn: "asyncio.Future[bool]"  # True: it has a place. False: its time was over before
+
+    @property
+    def has_place(self) -> bool:
+        return self.turn.done() and not self.turn.cancelled() and self.turn.result()
+
+
+@dataclass(slots=True, eq=False)
+class _ModelQueue:
+    places: int
+    running: int = 0
+    last_turn: int = 0
+    waiters: list[_Waiter] = field(default_factory=list)  # by priority, then by arrival
+    served_s: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST_SERVED))
+
+    @property
+    def is_due(self) -> bool:
+        return bool(self.waiters) and self.running < self.places
+
+    def retry_after_s(self) -> int:
+        """When someone new might have a turn: all before it, as many at once as have places, at the recent pace."""
+        if not self.served_s:
+            return _UNKNOWN_S
+        each_s = sum(self.served_s) / len(self.served_s)
+        ahead_s = (len(self.waiters) + 1) * each_s / max(self.places, 1)
+        return max(1, min(_LONGEST_RETRY_S, math.ceil(ahead_s)))
+
+
+class RequestQueue:
+    """Places to run, by model, and the requests that wait for one: no more than `most_waiting` together.
+
+    Models take turns, so where `most_running` bounds all of them a crowd before one keeps nobody from another. Inside a
+    model a higher priority goes first, then who came first. `model` is a name that the cluster knows, or there would be
+    no bound on their number.
+    """
+
+    def __init__(
+        self,
+        most_waiting: int,
+        most_running_per_model: int,
+        most_running: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.most_waiting, self.most_running_per_model = most_waiting, most_running_per_model
+        self.most_running = math.inf if most_running is None else most_running
+        self._clock, self._turns = clock, 0
+        self._queues: dict[str, _ModelQueue] = {}
+
+    @property
+    def waiting(self) -> int:
+        return sum(len(queue.waiters) for queue in self._queues.values())
+
+    @property
+    def running(self) -> int:
+        return sum(queue.running for queue in self._queues.values())
+
+    def seen(self) -> dict[str, QueueStatus]:
+        return {
+            model: QueueStatus(waiting=len(queue.waiters), running=queue.running, places=queue.places)
+            for model, queue in sorted(self._queues.items())
+        }
+
+    def allow(self, model: str, places: int) -> None:
+        """So many at once from now on. Those that run beyond it end in peace, and nobody takes their places."""
+        self._queue(model).places = places
+        self._let_in()
+
+    @asynccontextmanager
+    async def turn(self, model: str, priority: int = 0, deadline: float = math.inf) -> AsyncIterator[None]:
+        """Wait for a place and keep it inside the `with`. `deadline` is on the line's clock."""
+        queue = self._queue(model)
+        await self._enter(queue, model, priority, deadline)
+        started_at = self._clock()
+        try:
+            yield
+        finally:
+            queue.served_s.append(self._clock() - started_at)
+            self._leave(queue)
+
+    async def _enter(self, queue: _ModelQueue, model: str, priority: int, deadline: float) -> None:
+        if (left_s := deadline - self._clock()) <= 0:
+            raise DeadlineExceeded(f"the request for {model} came after its deadline")
+        loop = asyncio.get_running_loop()
+        waiter = self._join(queue, model, _Waiter(priority, loop.create_future()))
+        timer = None if math.isinf(left_s) else loop.call_later(left_s, self._expire, queue, waiter)
+        try:
+            if not await waiter.turn:
+                raise DeadlineExceeded(f"no place for {model} within {left_s:.1f} s; try again later")
+        except BaseException:
+            self._withdraw(queue, waiter)
+            raise
+        finally:
+            if timer:
+                timer.cancel()
+
+    def _join(self, queue: _ModelQueue, model: str, waiter: _Waiter) -> _Waiter:
+        is_free = queue.running < queue.places and self.running < self.most_running
+        share = self.most_waiting // len(self._queues)  # a crowd before one model refuses nobody of another
+        if not is_free and self.waiting >= self.most_waiting and len(queue.waiters) >= share:
+            raise QueueFull(f"{self.waiting} requests wait already, {model}'s turn is far", queue.retry_after_s())
+        insort(queue.waiters, waiter, key=lambda each: -each.priority)
+        self._let_in()
+        return waiter
+
+    def _queue(self, model: str) -> _ModelQueue:
+        return self._queues.setdefault(model, _ModelQueue(self.most_running_per_model))
+
+    def _let_in(self) -> None:
+        """All for whom there is a place, first of the model that had no turn for the longest time."""
+        while self.running < self.most_running:
+            due = (queue for queue in self._queues.values() if queue.is_due)
+            if not (queue := min(due, key=lambda each: each.last_turn, default=None)):
+                return
+            self._grant(queue, queue.waiters.pop(0))
+
+    def _grant(self, queue: _ModelQueue, waiter: _Waiter) -> None:
+        """A cancelled request stands in line until its task wakes up; a place would be lost on it."""
+        if not waiter.turn.done():
+            waiter.turn.set_result(True)
+            self._turns += 1
+            queue.running, queue.last_turn = queue.running + 1, self._turns
+
+    def _expire(self, queue: _ModelQueue, waiter: _Waiter) -> None:
+        """Grants and this run on one loop: what comes first counts, and the other finds it done."""
+        if not waiter.turn.done():
+            waiter.turn.set_result(False)
+            queue.waiters.remove(waiter)
+
+    def _withdraw(self, queue: _ModelQueue, waiter: _Waiter) -> None:
+        """A task may be cancelled after it was given a place and before it woke up: then the place goes on."""
+        if waiter.has_place:
+            self._leave(queue)
+        elif waiter in queue.waiters:
+            queue.waiters.remove(waiter)
+
+    def _leave(self, queue: _ModelQueue) -> None:
+        queue.running -= 1
+        self._let_in()

@@ -1,0 +1,76 @@
+"""The benchmarks of the engines run to their end, on tiny models and at sizes that measure nothing."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from disaggregated_inference.bench import drift, engines
+from disaggregated_inference.bench.pairs import bench_pairs
+from disaggregated_inference.bench.report import Report
+from disaggregated_inference.errors import EngineUnavailable
+from tests.conftest import ENGINE_OPTIONS, LLAMACPP, LoadTiny, twin_of
+from tests.support.handoff import prompt_of
+
+NAMES = (*ENGINE_OPTIONS, *LLAMACPP)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_engine_beside_its_library(name: str, tiny_engine: LoadTiny) -> None:
+    report = Report("")
+    engines.measure(tiny_engine(name, "twin_llama"), report, (16,), (1, 2), 1, 2, print)
+    assert all(math.isfinite(row.value) and row.value >= 0 for row in report.rows)
+    found = [row.what for row in report.rows]
+    assert found[:3] == ["prefill 16, export off", "prefill 16, export on", "prefill 16, export on"]
+    assert found[3:7] == ["decode, batch 1", "decode, batch 2", "export of 0 MB", "import of 0 MB"]
+    assert [row.goal for row in report.rows[:3]] == [None, 0.97, None]
+
+
+def test_each_pair_over_nodes(tiny_folder: Callable[[str], Path]) -> None:
+    """Of one engine: starting nodes is what takes time here."""
+    folder, names = tiny_folder("twin_llama"), NAMES[-1:]
+    if LLAMACPP:
+        twin_of(folder)
+    report = bench_pairs(names, str(folder), 40, 1, print)
+    pairs = [f"{reader} → {writer}" for writer in names for reader in names]
+    rows = [f"{pair}, {what}" for pair in pairs for what in ("first token", "exposed transfer")]
+    assert [row.what for row in report.rows] == rows
+    assert all(row.value >= 0 for row in report.rows)
+
+
+def test_drift_of_each_pair(tiny_engine: LoadTiny) -> None:
+    loaded = {name: tiny_engine(name, "twin_llama") for name in NAMES}
+    found = drift.bench_drift(loaded, [prompt_of(40), prompt_of(9)], 6, print)
+    assert {(told.prefill, told.decode) for told in found} == {(one, other) for one in NAMES for other in NAMES}
+    assert len(found) == len(NAMES) ** 2 * 2
+    assert all(0 < told.positions <= 12 and 0 <= told.mean_kl <= told.max_kl < 1 for told in found)
+    assert all(told.top1_agreement == 1 and told.max_kl < 1e-9 for told in found if _is_exact(told))
+    assert not any(engine.live for engine in loaded.values())
+
+
+def _is_exact(told: drift.Drift) -> bool:
+    return told.codec == "raw" and told.prefill == told.decode
+
+
+def test_drift_is_told_and_saved(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    tiny_folder: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(drift, "TEXTS", ("How far?", "So far."))
+    name = NAMES[0]
+    found = drift.run([name], str(tiny_folder("twin_llama")), 3, 1, True, tmp_path)
+    assert [told.codec for told in found] == ["raw", "int8"]
+    saved = json.loads((tmp_path / "drift.json").read_text())["rows"]
+    assert [row["mean_kl"] for row in saved] == [told.mean_kl for told in found]
+    assert f"{name} → {name}" in capsys.readouterr().out
+
+
+def test_an_unknown_engine_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(EngineUnavailable, match="abacus"):
+        engines.run(["abacus"], "smollm2", "", "", 1, True, tmp_path)
+    with pytest.raises(EngineUnavailable, match="abacus"):
+        drift.run(["abacus"], "smollm2", 2, 1, True, tmp_path)

@@ -1,0 +1,614 @@
+"""`disagg generate`, `chat`, `status` and `history` as people type them, over simulated nodes; and their manual."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from disaggregated_inference.cli.errors import as_data
+from disaggregated_inference.cli.line_reader import LineReader
+from disaggregated_inference.cli.screen import summary
+from disaggregated_inference.cli.status import board
+from disaggregated_inference.client import DisaggregatedClient
+from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.orchestrator.history import History
+from disaggregated_inference.orchestrator.recorder import FALLBACK
+from tests.conftest import until
+from tests.support.cluster import Process, config_of, free_port, state_of
+
+COMMAND = [sys.executable, "-m", "disaggregated_inference"]
+MANUAL = Path(__file__).parents[2] / "docs" / "CLIENT.md"
+SLOW = ("--profile", "custom:prefill=20000,decode=60", "--kv-memory", "256M")
+LONG = "2000"  # tokens: half a minute, if nobody stops it
+FOR_EVER = 30.0
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[Process]]:
+    model = "simulated:tiny"
+    started = [Process(name, role, "simulated", model, *SLOW) for name, role in (("p1", "prefill"), ("d1", "decode"))]
+    yield [node.ready() for node in started]
+    for node in started:
+        node.end()
+
+
+@pytest.fixture
+def folder(nodes: list[Process], tmp_path: Path) -> Path:
+    """With a cluster file where the command looks for it."""
+    write_config(tmp_path, config_of(*nodes))
+    return tmp_path
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    (folder / "cluster.json").write_text(json.dumps(config))
+
+
+def begun(folder: Path, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
+    environment = {name: value for name, value in os.environ.items() if name not in ("DISAGG_CONFIG", "COLUMNS")}
+    environment |= {"TERM": "xterm", "XDG_STATE_HOME": str(folder / "state")}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [*COMMAND, *arguments]
+    return subprocess.Popen(command, cwd=folder, env=environment, **(pipes | {"text": True} | options))
+
+
+def disagg(folder: Path, *arguments: str, typed: str | None = None) -> "subprocess.CompletedProcess[str]":
+    options = {} if typed is not None else {"stdin": subprocess.DEVNULL}
+    with begun(folder, *arguments, **options) as process:
+        out, err = process.communicate(typed, timeout=FOR_EVER)
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def turns(run: "subprocess.CompletedProcess[str]") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+# generate
+
+
+def test_an_answer_goes_to_standard_output_and_nothing_else_does(folder: Path) -> None:
+    plain = disagg(folder, "generate", "Why?", "--max-tokens", "8", "--temperature", "0")
+    assert (plain.returncode, plain.stderr) == (0, "")
+    assert re.fullmatch(r"(\[\d{4}\]){8}\n", plain.stdout)
+    at_once = disagg(folder, "generate", "Why?", "--max-tokens", "8", "--temperature", "0", "--no-stream")
+    assert at_once.stdout == plain.stdout
+
+
+def test_metrics_go_to_standard_error(folder: Path) -> None:
+    run = disagg(folder, "generate", "Why?", "--max-tokens", "8", "--metrics")
+    reading, writing = run.stderr.splitlines()
+    assert re.fullmatch(
+        r"prefill on p1: (\d+ of )?\d+ tokens, [\d.]+ s, [\d.,]+ tok/s; transfer: [\d.]+ ms exposed", reading
+    )
+    assert re.match(r"decode on d1: 8 tokens, cut at max tokens, [\d.]+ tok/s; disaggregated_simulated, ", writing)
+
+
+def test_json_has_the_answer_and_the_metrics(folder: Path) -> None:
+    run = disagg(folder, "generate", "-", "--max-tokens", "8", "--json", typed="Why?\n")
+    (answer,) = turns(run)
+    assert answer.keys() == {"response", "metrics"}
+    assert answer["response"].count("[") == answer["metrics"]["completion_tokens"] == 8
+    assert answer["metrics"]["prefill_server"] == "p1"
+
+
+def test_a_prompt_is_a_message_unless_it_is_raw(folder: Path) -> None:
+    def prompt_tokens(*arguments: str, typed: str | None = None) -> int:
+        run = disagg(folder, "generate", *arguments, "--max-tokens", "1", "--json", typed=typed)
+        tokens: int = turns(run)[0]["metrics"]["prompt_tokens"]
+        return tokens
+
+    assert prompt_tokens("--raw", "Why?") == len("Why?")  # of this model, a letter is a token
+    assert prompt_tokens("--raw", typed="Why?\n") == len("Why?\n")
+    alone = prompt_tokens("Why?")
+    assert alone == prompt_tokens(typed="Why?\n") > len("Why?")
+    assert prompt_tokens("Why?", "--system", "Be brief.") > alone + len("Be brief.")
+
+
+def test_the_same_seed_gives_the_same_answer(folder: Path) -> None:
+    rules = ("--temperature", "2", "--max-tokens", "12", "--seed")
+    first, again, other = (disagg(folder, "generate", "Why?", *rules, seed).stdout for seed in ("7", "7", "8"))
+    assert first == again != other
+
+
+def test_an_answer_ends_before_a_stop(folder: Path) -> None:
+    whole = disagg(folder, "generate", "Why?", "--max-tokens", "8", "--temperature", "0").stdout.strip()
+    cut = disagg(folder, "generate", "Why?", "--max-tokens", "8", "--temperature", "0", "--stop", whole[12:18])
+    assert cut.stdout.strip() == whole[:12]
+
+
+def test_an_answer_follows_a_schema(folder: Path) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    (folder / "schema.json").write_text(json.dumps(schema | {"additionalProperties": False}))
+    run = disagg(folder, "generate", "Is it?", "--json-schema", "schema.json", "--max-tokens", "60")
+    assert json.loads(run.stdout)["ok"] in (True, False)
+
+
+def test_ctrl_c_ends_an_answer_on_both_nodes(folder: Path, nodes: list[Process]) -> None:
+    with begun(folder, "generate", "Why?", "--max-tokens", LONG) as process:
+        assert process.stdout
+        begun_with = process.stdout.read(12)
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate(timeout=FOR_EVER)
+    assert (process.returncode, err) == (130, "")
+    assert (begun_with + rest).endswith("]\n")
+    assert until(lambda: all(node.nothing_left() for node in nodes))
+
+
+def test_a_reader_that_leaves_ends_it_too(folder: Path, nodes: list[Process]) -> None:
+    with begun(folder, "generate", "Why?", "--max-tokens", LONG) as process:
+        assert process.stdout
+        process.stdout.read(6)
+        process.stdout.close()
+        assert process.wait(FOR_EVER) == 1
+        assert process.stderr
+        assert process.stderr.read() == ""
+    assert until(lambda: all(node.nothing_left() for node in nodes))
+
+
+def test_a_detour_is_said_unasked(nodes: list[Process], tmp_path: Path) -> None:
+    config = config_of(*nodes, local="auto")
+    config["prefill_servers"][0]["port"] = free_port()
+    write_config(tmp_path, config)
+    run = disagg(tmp_path, "generate", "Why?", "--max-tokens", "2")
+    assert run.returncode == 0
+    assert run.stderr == f"warning: {FALLBACK}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("generate",), "the prompt is empty"),
+        (("generate", " "), "the prompt is empty"),
+        (("generate", "\udcff"), "this is not valid UTF-8 text"),
+        (("generate", "x", "--model", "nope"), 'no model "nope"; the cluster has simulated:tiny'),
+        (("generate", "x", "--raw", "--system", "y"), "--system is a message of a chat, and --raw is none"),
+        (("generate", "x", "--json-schema", "nowhere"), "--json-schema: nowhere cannot be read: No such file"),
+        (("generate", "x", "--json-schema", "nowhere"), "; name a file that has a JSON schema"),
+        (("generate", "x", "--json-schema", "notes"), "--json-schema: notes is not JSON"),
+        (("generate", "x", "--config", "nowhere"), "nowhere: cannot be read"),
+        (("generate", "x", "--timeout", "0.2", "--max-tokens", "99"), "not done within 0.2 s"),
+        (("generate", "x", "--max-tokens", "10000000"), "do not fit the context window"),
+        (("chat", "--model", "nope"), 'no model "nope"'),
+        (("status", "--config", "nowhere"), "nowhere: cannot be read"),
+        (("history",), "has no policies.history_file; set it"),
+        (("config", "check", "nowhere"), "nowhere: cannot be read"),
+    ],
+)
+def test_mistakes_get_one_clear_line(folder: Path, arguments: tuple[str, ...], says: str) -> None:
+    (folder / "notes").write_text("no JSON")
+    run = disagg(folder, *arguments)
+    assert run.returncode == 1
+    assert run.stderr.startswith("error: ")
+    assert says in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("generate", "x", "--model", "nope"), "model_not_found"),
+        (("generate", "x", "--json-schema", "nowhere"), "bad_request"),
+        (("models", "verify", "smollm2", "nowhere"), "model_not_found"),
+        (("generate", "x", "--config", "away.json"), "no_decode_node"),
+        (("status", "--config", "nowhere"), "config_error"),
+        (("chat", "--config", "nowhere"), "config_error"),
+        (("history",), "config_error"),
+        (("config", "check", "nowhere"), "config_error"),
+        (("models", "inspect", "nowhere"), "model_not_found"),
+    ],
+)
+def test_mistakes_are_json_where_answers_are(folder: Path, arguments: tuple[str, ...], code: str) -> None:
+    away = {"decode_servers": [{"host": "127.0.0.1", "port": free_port(), "model": "m"}]}
+    (folder / "away.json").write_text(json.dumps(away))
+    run = disagg(folder, *arguments, "--json")
+    assert run.returncode == 1
+    error = json.loads(run.stdout)["error"]
+    assert (error.keys(), error["code"]) == ({"code", "message"}, code)
+
+
+def test_what_the_system_says_has_a_code_too() -> None:
+    assert as_data(OSError("no space left")) == {"code": "os_error", "message": "no space left"}
+
+
+def test_what_a_node_refuses_is_a_bad_request(folder: Path) -> None:
+    """As is what is refused before any node is asked."""
+    with DisaggregatedClient(str(folder / "cluster.json")) as client:
+        stops = [str(at) for at in range(17)]
+        wrong: list[dict[str, Any]] = [{"tokens": []}, {"prompt": ""}, {"prompt": "x", "stop": stops}]
+        for options in wrong:
+            with pytest.raises(BadRequest):
+                client.generate(**options)
+
+
+def test_a_token_is_ruled_out_by_the_cluster_file(folder: Path) -> None:
+    config = json.loads((folder / "cluster.json").read_text())
+    ask: dict[str, Any] = {"prompt": "Why?", "temperature": 0, "max_tokens": 1}
+    with DisaggregatedClient(config) as client:
+        (token,) = client.generate(**ask)[1]["tokens"]
+    models = {"simulated:tiny": {"defaults": {"logit_bias": {str(token): -100}}}}
+    write_config(folder, config | {"models": config.get("models", {}) | models})
+    assert disagg(folder, "config", "check").returncode == 0
+    with DisaggregatedClient(str(folder / "cluster.json")) as client:
+        assert client.generate(**ask)[1]["tokens"] != [token]
+
+
+def test_what_is_no_option_asks_for_no_json(folder: Path) -> None:
+    run = disagg(folder, "generate", "--model", "nope", "--", "--json")
+    assert (run.returncode, run.stdout) == (1, "")
+
+
+# chat
+
+
+def test_every_turn_sends_all_before_it(folder: Path) -> None:
+    run = disagg(folder, "chat", "--json", "--max-tokens", "4", typed="one\n\ntwo\n/clear\none\n")
+    first, second, anew = turns(run)
+    assert (first["prompt"], second["prompt"], first["error"]) == ("one", "two", None)
+    added = len("two") - len("one") + first["metrics"]["prompt_tokens"]
+    assert second["metrics"]["prompt_tokens"] > added + 4
+    assert anew["metrics"]["prompt_tokens"] == first["metrics"]["prompt_tokens"]
+    assert run.returncode == 0
+
+
+def test_long_messages_may_have_several_lines(folder: Path) -> None:
+    run = disagg(
+        folder, "chat", "--json", "--max-tokens", "1", typed='a\\\nb\n"""\nc\n\nd\n"""\n/etc/passwd is a file\n'
+    )
+    assert [turn["prompt"] for turn in turns(run)] == ["a\nb", "c\n\nd", "/etc/passwd is a file"]
+
+
+def test_a_chat_can_be_saved_and_loaded(folder: Path) -> None:
+    typed = "/system Be \\\nbrief.\none\n/save chat.json\n/clear\n/system\n/load chat.json\ntwo\n/save both.json\n"
+    run = disagg(folder, "chat", "--max-tokens", "3", typed=typed)
+    assert "1 turn in chat.json" in run.stderr
+    one, both = (json.loads((folder / name).read_text()) for name in ("chat.json", "both.json"))
+    assert (one["system"], one["model"]) == ("Be \nbrief.", "simulated:tiny")
+    assert [message["role"] for message in both["messages"]] == ["user", "assistant"] * 2
+    assert both["messages"][:2] == one["messages"]
+    assert [both["messages"][at]["content"] for at in (1, 3)] == run.stdout.splitlines()
+
+
+def test_retry_replaces_the_last_answer(folder: Path) -> None:
+    typed = "one\n/retry\n/save chat.json\n"
+    run = disagg(folder, "chat", "--temperature", "3", "--max-tokens", "12", typed=typed)
+    messages = json.loads((folder / "chat.json").read_text())["messages"]
+    second = messages[1]["content"]
+    assert len(messages) == 2
+    assert run.stdout.endswith(second + "\n")
+    assert run.stdout[: -len(second) - 1].strip("\n") not in ("", second)
+
+
+def test_what_goes_wrong_ends_a_turn_and_not_the_chat(folder: Path) -> None:
+    (folder / "odd.json").write_text('{"messages": [{"role": "assistant", "content": "x"}]}')
+    commands = "/metrics\n/retry\n/model nope\n/load cluster.json\n/load odd.json\n/save\n/save /no/where\n/dance\n"
+    run = disagg(folder, "chat", "--max-tokens", "3", typed=commands + "one\n")
+    assert run.returncode == 1  # who pipes lines in wants to know
+    assert len(run.stderr.splitlines()) == run.stderr.count("error: ") == 8, run.stderr
+    assert len(run.stdout.splitlines()) == 1
+
+
+def test_a_question_without_an_answer_is_asked_again(folder: Path, nodes: list[Process]) -> None:
+    """In vain, but it shows what is kept."""
+    config = config_of(*nodes)
+    for server in config["prefill_servers"] + config["decode_servers"]:
+        server["port"] = free_port()
+    write_config(folder, config)
+    first, second = turns(disagg(folder, "chat", "--json", typed="one\n/retry\n"))
+    assert first == second
+    assert first["error"] == {"code": "no_decode_node", "message": "Decode server unavailable - request failed"}
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_the_chat(folder: Path, nodes: list[Process]) -> None:
+    with begun(folder, "chat", "--max-tokens", LONG) as process:
+        assert process.stdin
+        assert process.stdout
+        process.stdin.write("one\n")
+        process.stdin.flush()
+        begun_with = process.stdout.read(12)
+        process.send_signal(signal.SIGINT)
+        written = begun_with + process.stdout.readline()
+        assert until(lambda: all(node.nothing_left() for node in nodes))
+        _, err = process.communicate("/save chat.json\n", timeout=FOR_EVER)
+    assert process.returncode == 0
+    assert "(stopped)" in err
+    kept = json.loads((folder / "chat.json").read_text())["messages"][1]["content"]
+    assert kept + "\n" == written
+
+
+class Terminal:
+    """A process at a terminal of its own."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.shown = ""
+        ours, theirs = pty.openpty()
+        self.process = begun(folder, *arguments, stdin=theirs, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+        self._end = ours
+
+    def until(self, pattern: str) -> str:
+        """What was shown since, up to it."""
+        deadline = time.monotonic() + FOR_EVER
+        while not (found := re.search(pattern, self.shown, re.DOTALL)):
+            assert time.monotonic() < deadline, self.shown
+            if select.select([self._end], [], [], 0.1)[0]:
+                self.shown += os.read(self._end, 4096).decode()
+        seen, self.shown = self.shown[: found.end()], self.shown[found.end() :]
+        return seen
+
+    def type(self, text: str) -> None:
+        os.write(self._end, text.encode())
+
+    def interrupt(self) -> None:
+        """The terminal is nobody's controlling one, so the signal is sent by hand. Not before the process waits: one
+        that comes between a key and readline's next select is noticed with the next key."""
+        assert until(lambda: state_of(self.process.pid) == "S")
+        self.process.send_signal(signal.SIGINT)
+
+    def end(self) -> int:
+        code = self.process.wait(FOR_EVER)
+        os.close(self._end)
+        return code
+
+
+@pytest.fixture
+def terminal(folder: Path) -> Iterator[Callable[..., Terminal]]:
+    made: list[Terminal] = []
+
+    def make(*arguments: str) -> Terminal:
+        made.append(Terminal(folder, *arguments))
+        return made[-1]
+
+    yield make
+    for found in made:
+        if found.process.poll() is None:
+            found.process.kill()
+            found.end()
+
+
+def test_a_chat_at_a_terminal(folder: Path, terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("chat", "--max-tokens", LONG)
+    chat.until("simulated:tiny; /help says what can be typed.*>>> ")
+    chat.type("one \\\n")
+    chat.until(r"\.\.\. ")
+    chat.type("two\n")
+    chat.until(r"\[\d{4}\]")
+    chat.interrupt()
+    chat.until(r"\(stopped\).*>>> ")
+    chat.type("half a li")
+    chat.until("half a li")
+    chat.interrupt()
+    chat.until(r"\(Ctrl-D or /exit leaves\).*>>> ")
+    chat.type("/help\n")
+    listed = chat.until(">>> ")
+    assert all(f"/{name}" in listed for name in ("help", "clear", "model", "save", "retry", "exit"))
+    chat.type("\x04")
+    assert chat.end() == 0
+    assert "one" in (folder / "state" / "disaggregated-inference" / "chat").read_text()
+
+
+def test_colours_are_for_terminals(terminal: Callable[..., Terminal]) -> None:
+    shown = terminal("status")
+    assert "\x1b[32m" in shown.until("all up")
+    assert shown.end() == 0
+
+
+# status
+
+
+def test_status_is_a_line_per_node(folder: Path) -> None:
+    disagg(folder, "generate", "Why?", "--max-tokens", "8")
+    run = disagg(folder, "status")
+    assert (run.returncode, run.stderr) == (0, "")
+    header, first, second, *_ = run.stdout.splitlines()
+    assert header.split() == ["node", "role", "engine", "state", "queue", "KV", "GiB", "read", "write"]
+    assert re.fullmatch(r"p1 +prefill +simulated +healthy +0/0/\d+ +[\d.]+/[\d.]+ +[\d.,]+@\d+ +-", first)
+    assert re.fullmatch(r"d1 +decode +simulated +healthy +0/0/\d+ +[\d.]+/[\d.]+ +\S+ +[\d.,]+@1", second)
+    assert "model simulated:tiny: prefill on p1; decode on d1\n" in run.stdout
+    assert re.search(r"links: p1 -> d1 [\d.]+ Gb/s\nall up\n$", run.stdout)
+    assert "\x1b" not in run.stdout
+
+
+def test_status_of_a_cluster_that_is_down(nodes: list[Process], tmp_path: Path) -> None:
+    config = config_of(*nodes)
+    config["decode_servers"][0]["port"] = port = free_port()
+    write_config(tmp_path, config)
+    run = disagg(tmp_path, "status")
+    assert run.returncode == 1
+    assert re.search(rf"d1: it cannot be reached: .*{port}", run.stdout)
+    assert run.stdout.splitlines()[-1] == "decode down: cannot serve"
+    assert "model simulated:tiny: prefill on p1; decode on none (d1 is unreachable)\n" in run.stdout
+    told = disagg(tmp_path, "status", "--json")
+    assert told.returncode == 1
+    assert [node["state"] for node in json.loads(told.stdout)["nodes"]] == ["healthy", "unreachable"]
+
+
+def test_status_says_what_is_wrong_with_a_node(nodes: list[Process], tmp_path: Path) -> None:
+    """A token that is not its own, or none; another role than the config has; something that is no node."""
+    guarded = Process("g", "prefill", "simulated", "simulated:tiny", *SLOW, "--token", "SECRET").ready()
+
+    def said(**servers: list[dict[str, Any]]) -> tuple[list[str], str]:
+        write_config(tmp_path, servers)
+        told = json.loads(disagg(tmp_path, "status", "--json").stdout)
+        return [node["state"] for node in told["nodes"]], disagg(tmp_path, "status").stdout
+
+    try:
+        states, shown = said(prefill_servers=[guarded.entry | {"token": "WRONG"}])
+        assert states == ["unauthorized"]
+        assert "g: this is not the token of this node; set `token` in the config\n" in shown
+        assert "a bearer token is needed; set `token`" in said(prefill_servers=[guarded.entry])[1]
+    finally:
+        guarded.end()
+    prefill, decode = nodes
+    states, shown = said(prefill_servers=[decode.entry], decode_servers=[prefill.entry])
+    assert states == ["wrong role", "wrong role"]
+    assert "d1: it runs as a decode node, and the config has it under prefill_servers\n" in shown
+
+
+def test_status_again_and_again(folder: Path, terminal: Callable[..., Terminal]) -> None:
+    with begun(folder, "status", "--watch", "0.1", "--json") as process:
+        assert process.stdout
+        seen = [json.loads(process.stdout.readline())["verdict"] for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=FOR_EVER)
+    assert (process.returncode, seen) == (0, ["all up"] * 3)
+    watched = terminal("status", "--watch", "0.1")
+    watched.until("all up.*all up.*all up")
+    watched.interrupt()
+    watched.until("\\[\\?25h")  # the cursor is back
+    assert watched.end() == 0
+
+
+def node_of(name: str, **about: Any) -> dict[str, Any]:
+    rates = {"prefill": [{"size": 64, "tokens_per_s": 800.0}, {"size": 8192, "tokens_per_s": 46170.2}], "decode": []}
+    node: dict[str, Any] = {
+        "name": name,
+        "role": "prefill",
+        "engine": "torch",
+        "model": "m",
+        "state": "healthy",
+        "why": "",
+    }
+    node |= {"usable": True, "waiting": 3, "slots": {"used": 2, "most": 64}, "rates": rates | {"local_prefill": []}}
+    return node | {"kv": {"limit_bytes": 64 << 30, "held_bytes": 3 << 30}} | about
+
+
+def shown(nodes: list[dict[str, Any]], *refusals: dict[str, str], width: int = 80) -> list[str]:
+    status = {"verdict": "all up", "models": ["m"], "nodes": nodes, "links": [], "refusals": refusals}
+    console = Console(file=StringIO(), width=width, markup=False, highlight=False)
+    console.print(board(status))
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_the_board_fits_a_small_terminal() -> None:
+    rates = ((1, 96.6), (4, 300.0), (32, 2431.0))
+    writes = [{"size": size, "tokens_per_s": tokens_per_s} for size, tokens_per_s in rates]
+    writer = {"engine": "mlx", "role": "decode", "rates": {"prefill": [], "decode": writes, "local_prefill": []}}
+    lines = shown([node_of("DGX Spark 1"), node_of("Studio 1", **writer)])
+    assert lines[1] == "DGX Spark 1  prefill  torch   healthy  1/2/64  3.00/64.0  46,170@8192          -"
+    assert [line.split()[-1] for line in lines[2:4]] == ["96.6@1", "2,431@32"]
+    assert lines[4].startswith("queue: ")
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_node_that_went_is_not_shown_as_it_was() -> None:
+    lines = shown([node_of("p[1]", state="unreachable", usable=False, why="p[1]: it does not answer")])
+    assert lines[1].split() == ["p[1]", "prefill", "torch", "unreachable", "-", "-", "-", "-"]
+    assert lines[3:5] == ["p[1]: it does not answer", "model m: prefill on none (p[1] is unreachable); decode on none"]
+
+
+def test_a_refused_pair_is_told() -> None:
+    lines = shown([node_of("p"), node_of("d", role="decode")], {"prefill": "p", "decode": "d", "why": "other values"})
+    assert "d takes no cache of p: other values" in lines
+
+
+# history
+
+
+def test_history_is_what_the_file_has(nodes: list[Process], tmp_path: Path) -> None:
+    write_config(tmp_path, config_of(*nodes, history_file=str(tmp_path / "history.sqlite")))
+    assert disagg(tmp_path, "history").stdout == "no requests yet\n"
+    assert not (tmp_path / "history.sqlite").exists()
+    disagg(tmp_path, "generate", "Why?", "--max-tokens", "8")
+    disagg(tmp_path, "generate", "Why?", "--max-tokens", "99", "--timeout", "0.3")
+    header, failed, served = disagg(tmp_path, "history").stdout.splitlines()
+    assert header.split()[:5] == ["#", "time", "model", "seconds", "ok"]
+    assert re.match(r"1  [\d:]{8}  simulated:tiny +\d\.\d\d  deadline_exceeded  ", failed)
+    assert re.match(
+        r"2  [\d:]{8}  simulated:tiny +\d\.\d\d  yes +[\d.,]+ -> [\d.,]+ +disaggregated_simulated *$", served
+    )
+    (newest,) = json.loads(disagg(tmp_path, "history", "--count", "1", "--json").stdout)
+    assert newest["error"]["code"] == "deadline_exceeded"
+    assert len(disagg(tmp_path, "history", "--model", "tiny").stdout.splitlines()) == 3
+
+
+def test_history_that_cannot_be_read(folder: Path, nodes: list[Process]) -> None:
+    write_config(folder, config_of(*nodes, history_file=str(folder / "damaged")))
+    (folder / "damaged").write_text("this is no database, and long enough to be seen as none at once")
+    run = disagg(folder, "history")
+    assert run.returncode == 1
+    assert "error: the history file" in run.stderr
+
+
+def test_history_is_longer_than_memory(folder: Path, nodes: list[Process]) -> None:
+    file = folder / "history.sqlite"
+    write_config(folder, config_of(*nodes, history=2, history_file=str(file)))
+    history = History(100, str(file))
+    for number in range(8):
+        history.add({"model": "m", "time": float(number), "ok": True})
+    history.close()
+    lines = disagg(folder, "history", "-n", "5").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["#", "1", "2", "3", "4", "5"]
+
+
+# the parts
+
+
+@pytest.mark.parametrize(
+    ("typed", "messages"),
+    [
+        ("a\nb", ["a", "b"]),
+        ("a\\\n\\\nb\n", ["a\n\nb"]),
+        ("a\\", ["a"]),
+        ('"""one line"""\nb', ["one line", "b"]),
+        ('"""a\n  b\nc""" \nd', ["a\n  b\nc", "d"]),
+        ('"""a\nb', ["a\nb"]),
+        ("a\r\nb\r\n", ["a", "b"]),
+        ("", []),
+    ],
+)
+def test_messages_in_lines(typed: str, messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", StringIO(typed))
+    lines = LineReader()
+    assert list(iter(lines.message, None)) == messages
+
+
+def test_a_failover_is_in_the_summary() -> None:
+    failover = {"node": "d1", "code": "unreachable", "message": "d1: it does not answer", "stall_s": 0.456}
+    metrics = {"prefill_server": "p1", "prompt_tokens": 50, "prefill_time": 0.5, "prefill_speed": 60.0}
+    metrics |= {
+        "decode_server": "d2",
+        "completion_tokens": 7,
+        "decode_speed": 1234.5,
+        "method": "local",
+        "plan": "local",
+    }
+    assert summary(metrics | {"failovers": [failover], "exposed_transfer_time": 0.0025}) == [
+        "prefill on p1: 30 of 50 tokens, 0.500 s, 60.0 tok/s; transfer: 2.5 ms exposed",
+        "decode on d2: 7 tokens, 1,234 tok/s; local, local",
+        "failover: d1: it does not answer (unreachable), 0.46 s without a token",
+    ]
+
+
+# the manual
+
+
+@pytest.mark.parametrize("number", range(len(re.findall(r"^```python$", MANUAL.read_text(), re.MULTILINE))))
+def test_samples_of_the_manual_run(number: int, nodes: list[Process], tmp_path: Path) -> None:
+    models = {"qwen3-coder:30b": {"aliases": ["simulated:tiny"], "defaults": {"max_tokens": 8}}}
+    write_config(tmp_path, config_of(*nodes) | {"models": models})
+    sample = re.findall(r"^```python\n(.*?)^```$", MANUAL.read_text(), re.MULTILINE | re.DOTALL)[number]
+    run = subprocess.run([sys.executable, "-c", sample], cwd=tmp_path, capture_output=True, text=True, timeout=FOR_EVER)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout
+
+
+def test_commands_of_the_manual_exist() -> None:
+    for name in ("generate", "chat", "status", "history"):
+        said = subprocess.run([*COMMAND, name, "--help"], capture_output=True, text=True, timeout=FOR_EVER).stdout
+        wanted = set(re.findall(rf"disagg {name}[^\n]*", MANUAL.read_text()))
+        assert wanted
+        assert {option for line in wanted for option in re.findall(r"--[a-z-]+", line)} <= set(
+            re.findall(r"--[a-z-]+", said)
+        )

@@ -1,0 +1,677 @@
+"""The cluster file: what people write, what they mean, and what they are told when it means nothing."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from disaggregated_inference.cli.config import ConfigFormat, config_app, sample
+from disaggregated_inference.cluster.config import ClusterConfig, ModelOptions, Policies, Server, load_config
+from disaggregated_inference.errors import BadRequest, ConfigError, ModelNotFound
+
+# As the user's documents have them, byte for byte.
+FOUR_SERVERS = """{
+  "prefill_servers": [
+    {
+      "host": "169.254.150.103",
+      "port": 8000,
+      "model": "qwen",
+      "name": "DGX Spark 1"
+    },
+    {
+      "host": "169.254.150.104",
+      "port": 8000,
+      "model": "gpt-oss",
+      "name": "DGX Spark 2"
+    }
+  ],
+  "decode_servers": [
+    {
+      "host": "169.254.150.102",
+      "port": 8001,
+      "model": "qwen",
+      "name": "Mac Studio 2"
+    },
+    {
+      "host": "169.254.150.101",
+      "port": 8001,
+      "model": "gpt-oss",
+      "name": "Mac Studio 1"
+    }
+  ]
+}
+"""
+NO_NAMES: dict[str, Any] = {
+    "prefill_servers": [
+        {"host": "192.168.100.1", "port": 8000, "model": "qwen"},
+    ],
+    "decode_servers": [
+        {"host": "169.254.150.101", "port": 8001, "model": "qwen"},
+    ],
+}
+
+
+def cluster(
+    *decode: dict[str, Any],
+    prefill: tuple[dict[str, Any], ...] = (),
+    environ: dict[str, str] | None = None,
+    **more: Any,
+) -> ClusterConfig:
+    """Decode servers named a, b, ... with what is given."""
+    servers = [{"host": name, "model": "qwen"} | given for name, given in zip("abcdefgh", decode, strict=False)]
+    return load_config({"prefill_servers": list(prefill), "decode_servers": servers} | more, environ or {})
+
+
+def written(folder: Path, text: str, name: str = "cluster.json") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_the_documented_file(tmp_path: Path) -> None:
+    path = written(tmp_path, FOUR_SERVERS, "config_current.json")
+    config = load_config(str(path))
+    assert (config.source, config.warnings, config.policies) == (str(path), (), Policies())
+    assert config.names == ("qwen", "gpt-oss")
+    assert [server.url for server in config.servers_of("qwen3-coder:30b")] == [
+        "http://169.254.150.103:8000",
+        "http://169.254.150.102:8001",
+    ]
+    assert [server.name for server in config.servers_of("disaggregated:gpt-oss:120b")] == [
+        "DGX Spark 2",
+        "Mac Studio 1",
+    ]
+    assert [server.role for server in config.servers] == ["prefill", "prefill", "decode", "decode"]
+
+
+def test_the_documented_dict() -> None:
+    config = load_config(NO_NAMES)
+    assert [server.name for server in config.servers] == ["192.168.100.1:8000", "169.254.150.101:8001"]
+    assert (config.resolve_model(None), config.resolve_model(""), config.resolve_model()) == ("qwen", "qwen", "qwen")
+    assert (config.source, config.warnings) == ("", ())
+
+
+@pytest.mark.parametrize("format", list(ConfigFormat))
+def test_samples_load_without_a_warning(tmp_path: Path, format: ConfigFormat) -> None:
+    config = load_config(written(tmp_path, sample(format), f"cluster.{format}"), environ={})
+    assert config.warnings == ()
+    assert config.names == ("qwen3-coder:30b", "gpt-oss:120b")
+    for asked in ("qwen", "disaggregated:qwen3-coder:30b"):
+        assert [server.name for server in config.servers_of(asked)] == ["DGX Spark 1", "Mac Studio 2"]
+    assert [server.name for server in config.servers_of("gpt-oss")] == ["DGX Spark 2", "Mac Studio 1"]
+    assert [server.port for server in config.servers] == [8000, 8000, 8001, 8001]
+    macs = {server.name: server.host for server in config.decode_servers}
+    assert macs == {"Mac Studio 1": "169.254.150.101", "Mac Studio 2": "169.254.150.102"}
+
+
+def test_the_rich_sample(tmp_path: Path) -> None:
+    config = load_config(written(tmp_path, sample(ConfigFormat.TOML), "cluster.toml"), environ={})
+    first = config.prefill_servers[0]
+    assert first.kv_addresses == ("192.168.100.1:9000", "169.254.150.103:9000")
+    assert (first.engine, first.power_w, first.price_per_hour, first.tls) == ("torch", 240, 0.25, False)
+    assert config.options_of("qwen").defaults == {"temperature": 0.2, "max_tokens": 2000}
+    assert config.options_of("gpt-oss").decode_timeout_s == 300
+    assert config.policies == Policies(), "a sample shows the defaults"
+    assert [(link.prefill, link.gbps) for link in config.links] == [("DGX Spark 1", 10), ("DGX Spark 2", 10)]
+
+
+# Where it comes from.
+
+
+def test_where_the_file_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"no cluster file: .*disagg config example > cluster\.json"):
+        load_config(environ={})
+    (tmp_path / "disaggregated_inference").mkdir()
+    order = ["disaggregated_inference/config_current.json", "cluster.toml", "cluster.json", "elsewhere.json"]
+    for place in order[:3]:
+        written(tmp_path, sample(ConfigFormat.TOML if place.endswith("toml") else ConfigFormat.JSON), place)
+        assert load_config(environ={}).source == place
+    named = written(tmp_path, FOUR_SERVERS, order[3])
+    assert load_config(environ={"DISAGG_CONFIG": str(named)}).source == str(named)
+    assert load_config(environ={"DISAGG_CONFIG": ""}).source == "cluster.json"
+    monkeypatch.setenv("DISAGG_CONFIG", str(named))
+    assert load_config().source == str(named)
+
+
+def test_home_is_spelled_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    written(tmp_path, FOUR_SERVERS)
+    assert load_config("~/cluster.json").source == str(tmp_path / "cluster.json")
+
+
+@pytest.mark.parametrize("name", ["cluster.json", "cluster.toml", "cluster.conf", "cluster"])
+@pytest.mark.parametrize("format", list(ConfigFormat))
+def test_the_content_decides_not_the_name(tmp_path: Path, name: str, format: ConfigFormat) -> None:
+    assert len(load_config(written(tmp_path, sample(format), name)).servers) == 4
+
+
+def test_a_byte_order_mark(tmp_path: Path) -> None:
+    assert len(load_config(written(tmp_path, "\ufeff" + FOUR_SERVERS)).servers) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("cluster.json", b'{"prefill_servers": [\n  {"host": "a",}\n]}', "cluster.json: line 2, column 16: "),
+        ("cluster.json", b"{'prefill_servers': []}", "double quotes"),
+        ("cluster.json", b"", "no servers; list some"),
+        ("cluster.json", b"?", "line 1, column 1: "),
+        ("cluster.json", b'{"a": 1, "a": 2}', '"a" stands twice in one object'),
+        ("cluster.json", b'{"token": "\\ud800"}', "not plain data"),
+        ("cluster.json", b'{"queue": ' + b"9" * 5000 + b"}", "not JSON"),
+        ("cluster.json", b"[" * 100_000, "not JSON"),
+        ("cluster.json", b"[]", 'expected an object with "prefill_servers" and "decode_servers", got a list'),
+        ("cluster.json", b"{}", "no servers; list some under prefill_servers and decode_servers"),
+        ("cluster.json", b"\xff\xfe{\x00", "not UTF-8 at byte 0; save it as UTF-8"),
+        ("cluster.toml", b"[[prefill_servers]\n", "not TOML: "),
+        ("cluster.toml", b'a = 1\nb = "x\n', "(at line 2, column 7)"),
+        ("cluster.toml", b"a = " + b"[" * 100_000, "not TOML"),
+        ("cluster.toml", b"token = 1979-05-27", "token: expected a string"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, says: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(says)) as raised:
+        load_config(path)
+    assert str(raised.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("path", ["nowhere/cluster.json", ".", "a\0b", "x" * 5000, "~nobody-at-all/cluster.json"])
+def test_paths_to_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot be read: .*disagg config example"):
+        load_config(path)
+
+
+def test_a_path_that_is_empty() -> None:
+    with pytest.raises(ConfigError, match="the path of the cluster file is empty"):
+        load_config("")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_file_without_permission(tmp_path: Path) -> None:
+    path = written(tmp_path, FOUR_SERVERS)
+    path.chmod(0)
+    with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
+        load_config(path)
+
+
+# What is wrong in it, and what to do.
+
+A = {"host": "a", "model": "m"}
+B = {"host": "b", "model": "m"}
+LINK = {"prefill": "b:8000", "decode": "a:8001", "gbps": 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"port": "80x1"}, '.port: expected an integer, got "80x1"; write a port such as 8001'),
+        ({"port": 70000}, ".port: expected an integer <= 65535, got 70000; write a port"),
+        ({"port": 0}, ".port: expected an integer >= 1, got 0"),
+        ({"port": True}, ".port: expected an integer, got true"),
+        ({"port": None}, ".port: expected an integer, got null"),
+        ({"model": ""}, ".model: expected a string of length >= 1"),
+        ({"model": "disaggregated: "}, ".model: expected a model"),
+        ({"host": ""}, ".host: expected a string of length >= 1"),
+        ({"host": "http://a:8001"}, '.host: expected a host name or address, got "http://a:8001"; write a name'),
+        ({"host": "a:8001"}, ".host: expected a host name or address"),
+        ({"host": "169.254.150.999"}, ".host: expected a host name or address"),
+        ({"host": "a b"}, ".host: expected a host name or address"),
+        ({"host": "fe80::1%a/b"}, ".host: expected a host name or address"),
+        ({"host": ["a"]}, ".host: expected a string, got a list"),
+        ({"kv_addresses": "a"}, '.kv_addresses: expected a list, got "a"; write a list such'),
+        ({"kv_addresses": ["a", 1]}, ".kv_addresses[1]: expected a string, got 1; write a"),
+        ({"kv_addresses": ["a:x"]}, ".kv_addresses[0]: expected HOST or HOST:PORT"),
+        ({"kv_addresses": ["a:99999"]}, ".kv_addresses[0]: expected HOST or HOST:PORT"),
+        ({"power_w": -1}, ".power_w: expected a number >= 0.0, got -1; write watts"),
+        ({"price_per_hour": "1 $"}, '.price_per_hour: expected a number, got "1 $"'),
+        ({"tls": "yes"}, '.tls: expected true or false, got "yes"'),
+        ({"role": "writer"}, '.role: expected another value, got "writer"; leave it out, or write "both"'),
+        ({"role": "prefill"}, ".role: this list is of decode servers; move it"),
+        ({"token": ["hidden"]}, ".token: expected a string, got something else; write the token"),
+        ({"token": "hidden\n\x07"}, ".token: has characters that a header cannot carry"),
+        ({"token": "hidden${NOT_THERE}"}, ".token: NOT_THERE is not set in the environment; export"),
+    ],
+)
+def test_what_people_get_wrong_in_a_server(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape("config: decode_servers[1]" + says)) as raised:
+        cluster({}, given)
+    assert raised.value.status == 400
+    assert "hidden" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        ([], 'expected an object with "prefill_servers" and "decode_servers", got a list'),
+        (7, "got 7"),
+        ({"decode_servers": [A, "b"]}, 'decode_servers[1]: expected an object, got "b"'),
+        ({"decode_servers": A}, "decode_servers: expected a list, got an object"),
+        ({"decode_servers": None}, "decode_servers: expected a list, got null"),
+        ({"decode_servers": [], "prefill_servers": []}, "no servers; list some"),
+        ({"decode_servers": [A | {"port": 10**5000}]}, "not plain data"),
+        ({"decode_servers": [{"model": "m"}]}, "decode_servers[0].host: missing; write a name or address"),
+        ({"decode_servers": [{"hots": "a", "model": "m"}]}, '.host: missing; write a name or address alone, '
+         'such as "169.254.150.103"; is "hots" meant to be it?'),
+        ({"decode_servers": [{"host": "a"}]}, "decode_servers[0].model: missing; write the model it serves"),
+        ({"decode_servers": [A, A]}, "decode_servers[1]: a:8001 is decode_servers[0] already; list each decode server"),
+        ({"decode_servers": [A, A | {"host": "A", "name": "b"}]}, "a:8001 is decode_servers[0] already"),
+        ({"decode_servers": [A | {"name": "x"}], "prefill_servers": [B | {"name": "x"}]},
+         'decode_servers[0].name: "x" is prefill_servers[0] already; give each server a name of its own'),
+        ({"decode_servers": [A], "prefill_servers": [A | {"port": 8001}]}, 'list it once, with "role": "both"'),
+        ({"decode_servers": [A | {"name": "x"}], "prefill_servers": [A | {"role": "both"}]},
+         "a:8001 is prefill_servers[0] already"),
+    ],
+)  # fmt: skip
+def test_what_people_get_wrong_in_lists(raw: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"^config: .*{re.escape(says)}|^config: {re.escape(says)}"):
+        load_config(raw, environ={})
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"links": [LINK | {"prefill": "x"}]}, '[0].prefill: no prefill server has the name "x"; there are b:8000'),
+        ({"links": [LINK | {"decode": "a:801"}]},
+         'links[0].decode: no decode server has the name "a:801"; did you mean "a:8001"?'),
+        ({"links": [LINK | {"decode": "b:8000"}]}, "links[0].decode: no decode server has the name"),
+        ({"links": [LINK | {"gbps": 0}]}, "links[0].gbps: expected a number > 0.0, got 0; write gigabits per second"),
+        ({"links": [LINK, LINK]}, "links[1]: b:8000 to a:8001 stands there already"),
+        ({"links": [{"decode": "a:8001"}]}, "links[0].prefill: missing; write the name of a prefill server"),
+        ({"models": []}, "models: expected an object, got a list"),
+        ({"models": {"m": None}}, "models.m: expected an object, got null"),
+        ({"models": {"": {}}}, "a model's name or alias is empty"),
+        ({"models": {"m": {"aliases": "x"}}}, 'models.m.aliases: expected a list, got "x"; write a list'),
+        ({"models": {"m": {"aliases": [" "]}}}, "a model's name or alias is empty"),
+        ({"models": {"m": {"context_window": "32K"}}},
+         'models.m.context_window: expected an integer, got "32K"; write a number of tokens such as 32768'),
+        ({"models": {"m": {"defaults": [1]}}}, "models.m.defaults: expected an object, got a list"),
+        ({"models": {"m": {"defaults": {1: 2}}}}, "models.m.defaults: expected a string"),
+        ({"models": {"m": {"aliases": ["x"]}, "n": {"aliases": ["x"]}}},
+         'models.n: "x" stands at models.m already; a name can mean one model only'),
+        ({"models": {"m": {"aliases": ["n"]}, "n": {}}}, 'models.n: "n" stands at models.m already'),
+        ({"models": {"m": {}, "disaggregated:m": {}}}, '"m" stands at models.m already'),
+        ({"policies": []}, "policies: expected an object, got a list"),
+        ({"policies": {"retries": -1}}, "policies.retries: expected an integer >= 0, got -1"),
+        ({"policies": {"poll_s": 0}}, "policies.poll_s: expected a number > 0.0, got 0"),
+        ({"policies": {"poll_s": float("inf")}}, "policies.poll_s: expected a number <= 1"),
+        ({"policies": {"poll_s": float("nan")}}, "policies.poll_s: expected a number"),
+        ({"policies": {"poll_s": 10**400}}, "policies.poll_s: expected another value"),
+        ({"policies": {"local": "maybe"}},
+         'policies.local: expected another value, got "maybe"; write "auto", "never" or "always"'),
+        ({"policies": {"fallback": 1}}, "policies.fallback: expected true or false, got 1"),
+        ({"policies": {"history_file": Path("x")}}, "not plain data"),
+        ({"token": 5}, "token: expected a string, got something else; write the token, or"),
+    ],
+)  # fmt: skip
+def test_what_people_get_wrong_around_servers(more: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        cluster({"model": "m"}, prefill=(B,), **more)
+
+
+def test_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, json.dumps({"decode_servers": [A, A | {"host": "b", "port": "80x1"}]}))
+    with pytest.raises(ConfigError) as raised:
+        load_config("cluster.json")
+    said = 'cluster.json: decode_servers[1].port: expected an integer, got "80x1"; write a port such as 8001'
+    assert str(raised.value) == said
+
+
+def test_a_cycle_is_not_plain_data() -> None:
+    raw: dict[str, Any] = {"decode_servers": [A]}
+    raw["models"] = raw
+    with pytest.raises(ConfigError, match="not plain data"):
+        load_config(raw)
+
+
+# What is merely odd.
+
+
+@pytest.mark.parametrize(
+    ("raw", "warnings"),
+    [
+        ({"decode_servers": [A], "comment": "x", "_": 1}, ["config: comment: unknown key, ignored",
+                                                          "config: _: unknown key, ignored"]),
+        ({"decode_servers": [A | {"engin": "mlx"}]},
+         ['config: decode_servers[0].engin: unknown key, ignored; did you mean "engine"?']),
+        ({"decode_servers": [A], "prefil_servers": []},
+         ['config: prefil_servers: unknown key, ignored; did you mean "prefill_servers"?']),
+        ({"decode_servers": [A], "policies": {"retry": 1}},
+         ['config: policies.retry: unknown key, ignored; did you mean "retries"?']),
+        ({"decode_servers": [A], "models": {"m": {"alias": []}}},
+         ['config: models.m.alias: unknown key, ignored; did you mean "aliases"?']),
+        ({"decode_servers": [A], "source": "x", "warnings": []}, ["config: source: unknown key, ignored",
+                                                                  "config: warnings: unknown key, ignored"]),
+        ({"decode_servers": [A], 1: 2}, ["config: 1: unknown key, ignored"]),
+        ({"decode_servers": [A | {"host": "0.0.0.0"}]},
+         ["config: decode_servers[0].host: 0.0.0.0 is where a server listens; "
+          "write the address at which others reach it"]),
+        ({"prefill_servers": [A]},
+         ['config: decode_servers: none has the model "m", which prefill servers have; '
+          'add one, or unite names that mean one model with "aliases" under "models"']),
+        ({"prefill_servers": [A | {"role": "both"}]}, []),
+        ({"decode_servers": [A], "models": {"n": {}}},
+         ['config: models.n: no server has it; if they call it otherwise, say so under "aliases"']),
+    ],
+)  # fmt: skip
+def test_warnings(raw: dict[str, Any], warnings: list[str]) -> None:
+    assert list(load_config(raw, environ={}).warnings) == warnings
+
+
+# Servers.
+
+
+def test_all_of_a_server() -> None:
+    given = {
+        "host": "b", "port": 9, "model": "m", "name": " B ", "engine": "mlx", "token": "t", "power_w": 1,
+        "kv_addresses": ["b", "10.0.0.1:9000", "[fe80::1]:9000", "fe80::1"], "price_per_hour": 0.5, "tls": True,
+    }  # fmt: skip
+    server = load_config({"decode_servers": [given]}).decode_servers[0]
+    assert (server.name, server.url, server.roles) == ("B", "https://b:9", ("decode",))
+    assert (server.engine, server.token, server.power_w, server.price_per_hour) == ("mlx", "t", 1, 0.5)
+    assert server.kv_addresses == tuple(given["kv_addresses"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("::1", "http://[::1]:8001"),
+        ("[2001:db8::7]", "http://[2001:db8::7]:8001"),
+        ("fe80::1%en0", "http://[fe80::1%en0]:8001"),
+        ("mac-studio_1.local", "http://mac-studio_1.local:8001"),
+        ("127.0.0.1", "http://127.0.0.1:8001"),
+    ],
+)
+def test_hosts(host: str, url: str) -> None:
+    server = cluster({"host": host}).servers[0]
+    assert (server.url, server.name) == (url, url.removeprefix("http://"))
+
+
+def test_a_server_that_does_both() -> None:
+    config = load_config({"prefill_servers": [A | {"role": "both"}]})
+    assert (config.servers[0].roles, config.servers[0].port) == (("prefill", "decode"), 8001)
+    linked = {
+        "prefill_servers": [A | {"role": "both", "name": "x"}],
+        "decode_servers": [A | {"host": "b", "name": "y"}],
+    }
+    assert load_config(linked | {"links": [{"prefill": "x", "decode": d, "gbps": 1} for d in "xy"]}).warnings == ()
+
+
+def test_one_machine_with_two_nodes() -> None:
+    assert len(cluster({}, {"host": "a", "port": 9001}, prefill=({"host": "a", "model": "qwen"},)).servers) == 3
+
+
+def test_tokens() -> None:
+    environ = {"ALL": "from-environment\n", "ONE": "1"}
+    config = cluster({}, {"token": "own"}, {"token": "x${ONE}y"}, token="${ALL}", environ=environ)
+    assert [server.token for server in config.servers] == ["from-environment", "own", "x1y"]
+    assert config.token == "from-environment"
+    for text in (repr(config), repr(config.servers[0])):
+        assert "from-environment" not in text
+    with pytest.raises(ConfigError, match=r"decode_servers\[1\]\.token: EMPTY is not set"):
+        cluster({}, {"token": "${EMPTY}"}, environ={"EMPTY": ""})
+
+
+def test_frozen() -> None:
+    with pytest.raises(AttributeError):
+        load_config(NO_NAMES).servers[0].host = "b"  # type: ignore[misc]
+
+
+# Models.
+
+BOTH = [{"model": "qwen3-coder:30b"}, {"model": "gpt-oss:120b"}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("qwen3-coder:30b", "qwen3-coder:30b"),
+        ("disaggregated:qwen3-coder:30b", "qwen3-coder:30b"),
+        (" disaggregated: qwen ", "qwen3-coder:30b"),
+        ("qwen", "qwen3-coder:30b"),
+        ("QWEN3", "qwen3-coder:30b"),
+        ("GPT-OSS:120B", "gpt-oss:120b"),
+        ("gpt-oss:120b-mxfp4", "gpt-oss:120b"),
+    ],
+)
+def test_names_of_models(asked: str, found: str) -> None:
+    config = cluster(*BOTH)
+    assert config.resolve_model(asked) == found
+    assert [server.model for server in config.servers_of(asked)] == [found]
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("llama", 'no model "llama"; the cluster has qwen3-coder:30b, gpt-oss:120b'),
+        ("o", '"o" may be qwen3-coder:30b or gpt-oss:120b: write the whole name; the cluster has'),
+        ("", "name a model; the cluster has qwen3-coder:30b, gpt-oss:120b"),
+        (None, "name a model; the cluster has"),
+        ("disaggregated:", "name a model; the cluster has"),
+        ("x" * 500, 'no model "xxx'),
+    ],
+)
+def test_names_of_no_model(asked: str | None, says: str) -> None:
+    for ask in (cluster(*BOTH).resolve_model, cluster(*BOTH).servers_of, cluster(*BOTH).options_of):
+        with pytest.raises(ModelNotFound, match=re.escape(says)) as raised:
+            ask(asked)
+        assert len(str(raised.value)) < 200
+
+
+@pytest.mark.parametrize("asked", [5, ["qwen"], {"name": "qwen"}, b"qwen"])
+def test_what_is_no_name(asked: Any) -> None:
+    with pytest.raises(BadRequest, match="model: expected a name, got"):
+        load_config(NO_NAMES).resolve_model(asked)
+
+
+def test_the_whole_name_beats_a_part_of_another() -> None:
+    config = cluster({"model": "qwen"}, {"model": "qwen3"})
+    assert (config.resolve_model("qwen"), config.resolve_model("Qwen3")) == ("qwen", "qwen3")
+    with pytest.raises(ModelNotFound, match="qwen or qwen3"):
+        config.resolve_model("qwen3-coder:30b")
+
+
+def test_two_spellings_are_two_models_unless_united() -> None:
+    prefill = ({"host": "p", "model": "qwen"},)
+    apart = cluster({"model": "qwen3-coder:30b"}, prefill=prefill)
+    assert apart.names == ("qwen", "qwen3-coder:30b")
+    assert 'none has the model "qwen"' in apart.warnings[0]
+    united = cluster({"model": "qwen3-coder:30b"}, prefill=prefill, models={"qwen3-coder:30b": {"aliases": ["qwen"]}})
+    assert (united.names, united.warnings) == (("qwen3-coder:30b",), ())
+    assert [server.host for server in united.servers_of("qwen")] == ["p", "a"]
+    assert [server.model for server in united.servers_of("qwen")] == ["qwen", "qwen3-coder:30b"], "as in the file"
+
+
+def test_aliases_count_in_any_case_and_in_part() -> None:
+    config = cluster({"model": "m1"}, {"model": "m2"}, models={"m1": {"aliases": ["Coder"]}, "m3": {"aliases": ["co"]}})
+    assert [config.resolve_model(name) for name in ("Coder", "coder", "qwen-coder:30b", "cod")] == ["m1"] * 4
+    with pytest.raises(ModelNotFound):
+        config.resolve_model("m3")
+
+
+def test_options() -> None:
+    config = cluster({}, {"model": "other"}, models={"qwen": {"context_window": 32768, "prefill_timeout_s": 5}})
+    assert config.options_of("QWEN") == ModelOptions(context_window=32768, prefill_timeout_s=5)
+    assert config.options_of("other") == ModelOptions()
+
+
+def test_several_servers_of_a_model() -> None:
+    config = cluster({}, {"model": "other"}, {"model": "disaggregated:qwen"})
+    assert [server.host for server in config.servers_of("qwen")] == ["a", "c"]
+    assert config.names == ("qwen", "other")
+
+
+# Anything at all.
+
+KEYS = sorted(
+    {*ClusterConfig.__struct_fields__, *Server.__struct_fields__, *ModelOptions.__struct_fields__, "gbps", "x"}
+)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["a", "both", "${X}"])
+)
+ANY_JSON = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=3), inner),
+    max_leaves=25,
+)
+NAMES = st.sampled_from(["a", "b", "m", "qwen", "disaggregated:qwen", "x y"])
+LIKELY: dict[str, st.SearchStrategy[Any]] = {
+    "host": st.sampled_from(["a", "b", "::1", "10.0.0.1"]),
+    "port": st.integers(1, 65535),
+    "model": NAMES,
+    "name": NAMES,
+    "role": st.just("both"),
+    "kv_addresses": st.lists(st.sampled_from(["a", "a:1", "[::1]:2"])),
+    "power_w": st.none() | st.floats(0, 1e6),
+    "aliases": st.lists(NAMES, max_size=2),
+    "comment": ANY_JSON,
+}
+
+
+def likely(needed: tuple[str, ...], *more: str) -> st.SearchStrategy[Any]:
+    """Mostly as it should be; now and then anything."""
+    right = st.fixed_dictionaries(
+        {name: LIKELY[name] for name in needed}, optional={name: LIKELY[name] for name in more}
+    )
+    wrong = st.fixed_dictionaries(
+        {name: LIKELY[name] for name in needed}, optional={name: LIKELY[name] | ANY_JSON for name in more}
+    )
+    return st.one_of(right, right, right, wrong, ANY_JSON)
+
+
+SERVERS = st.lists(likely(("host", "model"), "port", "name", "role", "kv_addresses", "power_w", "comment"), max_size=3)
+CLUSTERISH = st.fixed_dictionaries(
+    {"decode_servers": SERVERS},
+    optional={
+        "prefill_servers": SERVERS,
+        "models": st.dictionaries(NAMES, likely((), "aliases", "comment"), max_size=2),
+        "links": st.lists(ANY_JSON, max_size=1),
+        "policies": st.just({}) | ANY_JSON,
+    },
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(ANY_JSON.filter(lambda raw: raw is not None and not isinstance(raw, str)) | CLUSTERISH)
+def test_anything_is_a_cluster_or_a_config_error(raw: Any) -> None:
+    try:
+        config = load_config(raw, environ={})
+    except ConfigError:
+        return
+    assert config.servers
+    for server in config.servers:
+        assert server in config.servers_of(server.model)
+
+
+@settings(deadline=None, max_examples=150)
+@given(text=st.text() | ANY_JSON.map(json.dumps), name=st.sampled_from(["any.json", "any.toml", "any"]))
+def test_any_file_is_a_cluster_or_a_config_error(
+    tmp_path_factory: pytest.TempPathFactory, text: str, name: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / name
+    path.write_text(text, errors="surrogatepass", encoding="utf-8")
+    try:
+        assert load_config(path, environ={}).servers
+    except ConfigError as error:
+        said = str(error)
+        assert said.startswith(f"{path}: ")
+
+
+# The command.
+
+runner = CliRunner()
+
+
+def test_check_says_what_it_means(tmp_path: Path) -> None:
+    text = FOUR_SERVERS.rstrip().removesuffix("}") + ', "comment": 1, "models": {"q3": {"aliases": ["qwen"]}}}'
+    path = written(tmp_path, text)
+    result = runner.invoke(config_app, ["check", str(path)])
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
+        f"{path}: 4 servers, 2 models",
+        "prefill  DGX Spark 1   http://169.254.150.103:8000  qwen",
+        "prefill  DGX Spark 2   http://169.254.150.104:8000  gpt-oss",
+        "decode   Mac Studio 2  http://169.254.150.102:8001  qwen",
+        "decode   Mac Studio 1  http://169.254.150.101:8001  gpt-oss",
+        "model q3 (also qwen): prefill on DGX Spark 1; decode on Mac Studio 2",
+        "model gpt-oss: prefill on DGX Spark 2; decode on Mac Studio 1",
+        f"warning: {path}: comment: unknown key, ignored",
+    ]
+
+
+def test_check_as_json_keeps_tokens_to_itself(tmp_path: Path) -> None:
+    path = written(tmp_path, json.dumps(NO_NAMES | {"token": "hidden"}))
+    result = runner.invoke(config_app, ["check", str(path), "--json"])
+    about = json.loads(result.stdout)
+    assert "hidden" not in result.stdout
+    assert (about["ok"], about["token"], about["decode_servers"][0]["token"]) == (True, True, True)
+    assert about["served"] == {"qwen": ["192.168.100.1:8000", "169.254.150.101:8001"]}
+    assert about["warnings"] == []
+
+
+def test_check_fails_with_the_error(tmp_path: Path) -> None:
+    path = written(tmp_path, "{}")
+    result = runner.invoke(config_app, ["check", str(path)])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, ConfigError), "the command line prints it as one line"
+    result = runner.invoke(config_app, ["check", str(path), "--json"])
+    assert result.exit_code == 1
+    message = f"{path}: no servers; list some under prefill_servers and decode_servers"
+    assert json.loads(result.stdout) == {"ok": False, "error": {"code": "config_error", "message": message}}
+
+
+def test_check_takes_the_file_as_other_commands_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(written(tmp_path, FOUR_SERVERS))
+    monkeypatch.setenv("DISAGG_CONFIG", "/nowhere")
+    plain = runner.invoke(config_app, ["check", path])
+    assert runner.invoke(config_app, ["check", "-c", path]).stdout == plain.stdout != ""
+    assert runner.invoke(config_app, ["check", path, "--config", path]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("defaults", "says"),
+    [
+        ({"temperature": -3}, "temperature must be between 0 and 100, not -3"),
+        ({"top_p": float("nan")}, "top_p must be between 0 and 1, not nan"),
+        ({"request_id": "always"}, "request_id is for one request"),
+        ({"prompt": "x"}, "prompt is for one request"),
+        ({"messages": []}, "messages is for one request"),
+        ({"model": "gpt-oss"}, "model: gpt-oss is another one"),
+        ({"model_type": "nope"}, 'no model "nope"'),
+        ({"response_format": {"type": "nope"}}, "response_format: a type of text"),
+        ({"temprature": 1}, "temprature"),
+    ],
+)
+def test_check_reads_defaults_as_a_request(tmp_path: Path, defaults: dict[str, Any], says: str) -> None:
+    path = str(written(tmp_path, json.dumps(json.loads(FOUR_SERVERS) | {"models": {"qwen": {"defaults": defaults}}})))
+    error = runner.invoke(config_app, ["check", path]).exception
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith(f"{path}: models.qwen.defaults: ")
+    assert says in str(error)
+
+
+def test_check_takes_all_that_a_request_may_say_of_its_answer(tmp_path: Path) -> None:
+    defaults = {"model_type": "qwen", "response_format": {"type": "json_object"}, "temperature": 0, "seed": None}
+    raw = json.loads(FOUR_SERVERS) | {"models": {"qwen": {"defaults": defaults}}}
+    assert runner.invoke(config_app, ["check", str(written(tmp_path, json.dumps(raw)))]).exit_code == 0
+
+
+def test_example(tmp_path: Path) -> None:
+    assert runner.invoke(config_app, ["example"]).stdout == sample(ConfigFormat.JSON)
+    assert runner.invoke(config_app, ["example", "--format", "toml"]).stdout == sample(ConfigFormat.TOML)
+    assert runner.invoke(config_app, ["example", "--format", "yaml"]).exit_code == 2

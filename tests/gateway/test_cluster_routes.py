@@ -1,0 +1,384 @@
+"""The gateway's own paths: tokens, readiness, what the cluster does, and what Prometheus gets of it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from disaggregated_inference.cluster.config import load_config
+from disaggregated_inference.errors import DisaggError, QueueFull
+from disaggregated_inference.gateway import event_stream as feeds
+from disaggregated_inference.gateway.app import gateway_app
+from disaggregated_inference.gateway.auth import Keys
+from disaggregated_inference.gateway.event_stream import EventStream
+from disaggregated_inference.gateway.metrics import STATUS_OF, GatewayMetrics
+from disaggregated_inference.gateway.slo import error_share, parallel_efficiency, targets
+from disaggregated_inference.models import ModelStore
+from disaggregated_inference.orchestrator import DisaggregatedInference
+from tests.support.cluster import Process, free_port
+from tests.support.gateway import served, simulated_config, simulated_pair
+
+MODEL = "simulated:tiny"
+AWAY: Any = {"decode_servers": [{"host": "127.0.0.1", "port": 9, "model": "away", "name": "d1"}]}
+
+
+@asynccontextmanager
+async def gateway(config: Any) -> AsyncIterator[tuple[DisaggregatedInference, httpx.AsyncClient]]:
+    async with DisaggregatedInference(load_config(config)) as core:
+        transport = httpx.ASGITransport(gateway_app(core, Keys()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=30) as client:
+            yield core, client
+
+
+def run(config: Any, ask: Callable[[DisaggregatedInference, httpx.AsyncClient], Awaitable[None]]) -> None:
+    async def all_of_it() -> None:
+        async with gateway(config) as (core, client):
+            await ask(core, client)
+
+    asyncio.run(all_of_it())
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Process, Process]]:
+    with simulated_pair() as pair:
+        yield pair
+
+
+@pytest.fixture
+def config(pair: tuple[Process, Process]) -> dict[str, Any]:
+    found = simulated_config(*pair, electricity_price_per_kwh=0.3)
+    for server in found["prefill_servers"] + found["decode_servers"]:
+        server["power_w"] = 200
+    return found
+
+
+def test_tokens_and_back(config: dict[str, Any]) -> None:
+    tokenizer = ModelStore().resolve(MODEL).tokenizer
+
+    async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
+        async def tokens(**body: Any) -> Any:
+            return (await client.post("/tokenize", json={"model": "tiny-alias"} | body)).json()
+
+        text = "Grüße [0300]</s>"
+        found = await tokens(prompt=text)
+        assert found == {"count": len(found["tokens"]), "max_model_len": 131072, "tokens": tokenizer.encode(text)}
+        strings = (await tokens(prompt=text, return_token_strs=True))["token_strs"]
+        assert (len(strings), strings[-1]) == (found["count"], "</s>")
+        assert (await tokens(prompt="", add_special_tokens=False))["tokens"] == []
+        messages = [{"role": "user", "content": "x"}]
+        assert (await tokens(messages=messages))["tokens"] == tokenizer.encode_chat(messages)
+        short = (await tokens(messages=messages, add_generation_prompt=False))["tokens"]
+        assert tokenizer.encode_chat(messages)[: len(short)] == short
+        words = tokenizer.encode("Grüße [0300]")
+        back = await client.post("/detokenize", json={"model": MODEL, "tokens": words})
+        assert back.json() == {"prompt": "Grüße [0300]"}
+        back = await client.post("/detokenize", json={"model": MODEL, "tokens": found["tokens"]})
+        assert back.json() == {"prompt": text}
+
+    run(config, ask)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/tokenize", {}, 400),
+        ("/tokenize", {"prompt": "x", "messages": []}, 400),
+        ("/tokenize", {"prompt": 1}, 400),
+        ("/tokenize", {"messages": [1]}, 400),
+        ("/tokenize", {"messages": [{"role": "user"}]}, 400),
+        ("/tokenize", {"prompt": "x", "add_special_tokens": True}, 400),
+        ("/tokenize", {"prompt": "x", "model": "nothing"}, 404),
+        ("/detokenize", {}, 400),
+        ("/detokenize", {"tokens": [-1]}, 400),
+        ("/detokenize", {"tokens": [1024]}, 400),
+        ("/detokenize", {"tokens": [1 << 70]}, 400),
+        ("/detokenize", {"tokens": ["a"]}, 400),
+        ("/detokenize", {"tokens": [True]}, 400),
+    ],
+)
+def test_what_has_no_tokens(config: dict[str, Any], path: str, body: Any, status: int) -> None:
+    async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
+        answer = await client.post(path, json=body)
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"]
+
+    run(config, ask)
+
+
+def test_alive_is_not_ready() -> None:
+    async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
+        await core.health()
+        assert (await client.get("/health")).status_code == 200
+        answer = await client.get("/ready")
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"]
+        assert answer.json()["models"] == {"away": "nothing is up"}
+        assert (await client.get("/metrics")).status_code == 200
+        assert (await client.get("/cluster")).json()["history"] == []
+
+    run(AWAY, ask)
+
+
+def test_ready_when_one_model_can_be_served(config: dict[str, Any]) -> None:
+    config["decode_servers"].append({"host": "127.0.0.1", "port": free_port(), "model": "away", "name": "d9"})
+
+    async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
+        await core.health()
+        answer = await client.get("/ready")
+        assert answer.status_code == 200
+        assert answer.json()["models"] == {MODEL: "all up", "away": "nothing is up"}
+        client._transport.app.state.draining = True  # type: ignore[attr-defined]
+        assert (await client.get("/ready")).json()["status"] == "draining"
+
+    run(config, ask)
+
+
+def test_the_cluster_as_json(config: dict[str, Any]) -> None:
+    async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
+        for _ in range(3):
+            await core.generate(model=MODEL, prompt="x" * 200, max_tokens=4)
+        found = (await client.get("/cluster")).json()
+        assert {node["name"] for node in found["nodes"]} == {"p1", "d1"}
+        assert len(found["history"]) == 3
+        assert found["history"][0]["completion_tokens"] == 4
+        goals = {target["name"]: target for target in found["targets"]}
+        assert goals["end_to_end"]["met"]
+        assert goals["errors"] == goals["errors"] | {"measured": 0, "met": True}
+        assert goals["requests_per_second"]["measured"] == pytest.approx(3 / 60)
+        assert goals["requests_per_kwh"]["measured"] > 0
+        assert goals["cost_per_request"]["met"]
+        assert goals["uptime"]["measured"] is goals["uptime"]["met"] is None
+        assert goals["failover"]["measured"] is None
+
+    run(config, ask)
+
+
+def test_targets_are_of_what_was_measured() -> None:
+    now = 1000.0
+
+    def record(time: float, total: float, **more: Any) -> dict[str, Any]:
+        return {"ok": True, "outcome": "ok", "time": time, "total_time": total} | more
+
+    def failed(code: str, outcome: str = "failed") -> dict[str, Any]:
+        return record(1, 1, ok=False, outcome=outcome, error={"code": code, "message": ""})
+
+    at_once = [record(960, 10), record(960, 10), record(965, 15)]
+    assert parallel_efficiency(at_once) == pytest.approx(35 / 20)
+    assert parallel_efficiency([record(960, 2), record(990, 2)]) == pytest.approx(1)
+    assert parallel_efficiency([]) is None
+    assert error_share([]) is None
+    right = [record(1, 1) for _ in range(8)]
+    wrong = [failed("no_decode_node"), failed("made_up"), failed("bad_request"), failed("cancelled", "cancelled")]
+    assert error_share(right + wrong) == pytest.approx(20)
+    stalls = [record(1, 1, failovers=[{"stall_s": 0.5}, {"stall_s": None}]), record(1, 1, failovers=[{"stall_s": 7}])]
+    node = {"usable": True, "role": "decode", "slots": {"used": 3, "most": 4}}
+    found = {each["name"]: each for each in targets([*at_once, *stalls, *wrong], [node], now)}
+    assert found["failover"] == found["failover"] | {"measured": 7, "met": False}
+    assert found["utilisation"] == found["utilisation"] | {"measured": 75, "met": True}
+    assert found["requests_per_second"]["measured"] == pytest.approx(3 / 60)
+    nothing = targets([], [], now)
+    assert all(each["measured"] is None and each["met"] is None for each in nothing)
+    assert targets([{"ok": True}], [], now)  # a record from an older file
+
+
+# Prometheus.
+
+
+def samples(text: str) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(sample)
+    return found
+
+
+def test_what_prometheus_gets(config: dict[str, Any]) -> None:
+    async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
+        for _ in range(2):
+            await core.generate(model="tiny-alias", prompt="x" * 300, max_tokens=6, ignore_eos=True)
+        with pytest.raises(DisaggError):
+            await core.generate(model=MODEL, prompt="x" * 200_000)
+        task = asyncio.create_task(core.generate(model=MODEL, prompt="x", max_tokens=100_000, ignore_eos=True))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        await asyncio.wait({task})
+        await core.health()  # so that what the nodes measured is known
+        answer = await client.get("/metrics")
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        found = samples(answer.text)
+        labels = {"gen_ai_request_model": MODEL, "gen_ai_response_model": MODEL}
+        labels |= {"gen_ai_provider_name": "disaggregated_inference", "gen_ai_operation_name": "text_completion"}
+        (first,) = found["vllm:time_to_first_token_seconds_count"]
+        assert first.labels == {"model_name": MODEL}
+        by_error = {
+            each.labels["error_type"]: each.value for each in found["gen_ai_server_request_duration_seconds_count"]
+        }
+        assert by_error == {"": 2, "context_too_long": 1, "cancelled": 1}
+        usage = {each.labels["gen_ai_token_type"]: each for each in found["gen_ai_client_token_usage_sum"]}
+        assert usage["input"].labels == labels | {"gen_ai_token_type": "input"}
+        assert usage["input"].value >= 600
+        outcomes = {each.labels["outcome"]: each.value for each in found["disagg_requests_total"]}
+        assert outcomes == {"ok": 2, "refused": 1, "cancelled": 1}
+        assert found["disagg_kv_transfer_bytes_total"][0].value > 0
+        assert 0 <= found["disagg_overlap_ratio_sum"][0].value <= found["disagg_overlap_ratio_count"][0].value
+        assert found["disagg_energy_wh_total"][0].value > 0
+        assert found["disagg_cost_total"][0].value > 0
+        worked = {(each.labels["node"], each.labels["phase"]): each.value for each in found["disagg_node_tokens_total"]}
+        assert worked["p1", "prefill"] > 0
+        assert worked["d1", "decode"] >= 12
+        joules = sum(each.value for each in found["disagg_node_energy_joules_total"])
+        assert joules == pytest.approx(3600 * found["disagg_energy_wh_total"][0].value, rel=0.01)
+        assert {"vllm:request_prompt_tokens_sum", "vllm:request_inference_time_seconds_sum"} <= set(found)
+        assert {each.labels["node"]: each.value for each in found["disagg_breaker_state"]} == {"p1": 0, "d1": 0}
+        assert found["disagg_queue_waiting"][0].labels == {"model": MODEL}
+        assert {"vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:prompt_tokens_total"} <= set(found)
+        assert all(
+            each.labels == {"prefill": "p1", "decode": "d1"} for each in found["disagg_link_goodput_bytes_per_second"]
+        )
+
+    run(config, ask)
+
+
+def test_labels_are_bounded_whatever_comes() -> None:
+    async def check() -> None:
+        core = DisaggregatedInference(load_config(AWAY))
+        metrics = GatewayMetrics(lambda: core)
+        plain = {"ok": True, "outcome": "ok", "total_time": 1.0, "prompt_tokens": 1, "completion_tokens": 1}
+        for number in range(50):
+            failover = {"node": f"n{number}", "code": f"code_{number}", "stall_s": 1}
+            error = {"code": f"e{number}", "message": "x"}
+            said = {"model": f"m{number}", "failovers": [failover], "warning": "!", "finish_reason": f"r{number}"}
+            metrics.ended(plain | said | {"error": error})
+        metrics.ended({"nonsense": True})  # counted as nothing, and nobody falls over it
+        metrics.ended(plain | {"model": "away", "failovers": [{"code": "unreachable"}], "warning": None})
+        found = samples((await metrics.text()).decode())
+        await core.aclose()
+        values = {
+            value for each in found.values() for sample in each for key, value in sample.labels.items() if key != "le"
+        }
+        assert values <= {"away", "other", "ok", "unreachable", "d1", "input", "output", "disaggregated_inference", ""}
+        assert not {"disagg_energy_wh_total", "disagg_cost_total"} & set(found)  # nobody knows
+        assert {each.labels["reason"]: each.value for each in found["disagg_fallback_total"]} == {"other": 50}
+        assert {each.labels["code"]: each.value for each in found["disagg_failover_total"]} == {
+            "other": 50,
+            "unreachable": 1,
+        }
+
+    asyncio.run(check())
+
+
+def test_every_error_has_a_code() -> None:
+    assert STATUS_OF["kv_memory_full"] == 503
+    assert STATUS_OF["rate_limited"] == 429
+    assert STATUS_OF["peer_failed"] == 502
+    assert len(STATUS_OF) > 35
+
+
+def test_two_gateways_in_one_process_count_apart() -> None:
+    cores = [DisaggregatedInference(load_config(AWAY)) for _ in range(2)]
+    one, other = (GatewayMetrics(lambda core=core: core) for core in cores)  # type: ignore[misc]
+    assert one.registry is not other.registry
+
+
+# Events.
+
+
+async def next_event(events: Any) -> tuple[str, Any]:
+    async with asyncio.timeout(10):
+        name, data = (await anext(events)).decode().strip().split("\n")
+    return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+
+def test_events(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "_LOOK_S", 0.05)
+    monkeypatch.setattr(feeds, "_QUIET_S", 0.3)
+
+    async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
+        feed = EventStream(lambda: core)
+        events = feed.listen()
+        name, status = await next_event(events)
+        assert name == "status"
+        assert {node["name"] for node in status["nodes"]} == {"p1", "d1"}
+        await core.generate(model=MODEL, prompt="x", max_tokens=2)
+        seen = [await next_event(events)]
+        while seen[-1][0] != "request":
+            seen.append(await next_event(events))
+        assert [content["completion_tokens"] for name, content in seen if name == "request"] == [2]
+        await events.aclose()
+        assert not feed.listeners
+        assert feed._looking is None
+
+    run(config, ask)
+
+
+def test_events_over_http(config: dict[str, Any]) -> None:
+    with served(config) as url, httpx.stream("GET", f"{url}/cluster/events", timeout=10) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        names = (line for line in stream.iter_lines() if line.startswith("event: "))
+        assert next(names) == "event: status"
+        body = {"model": MODEL, "prompt": "x", "stream": False, "options": {"num_predict": 2}}
+        assert httpx.post(f"{url}/api/generate", json=body).status_code == 200
+        assert "event: request" in (next(names) for _ in range(5))
+        assert httpx.get(f"{url}/metrics").status_code == 200
+
+
+def test_a_quiet_cluster_says_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "_LOOK_S", 0.01)
+
+    async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
+        await core.health()
+        feed = EventStream(lambda: core)
+        events = feed.listen()
+        await next_event(events)
+        await next_event(events)
+        waiting = asyncio.create_task(next_event(events))
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        feed.close()
+        with pytest.raises(StopAsyncIteration):
+            await waiting
+
+    run(AWAY, ask)
+
+
+def test_who_does_not_read_is_let_go() -> None:
+    async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
+        feed = EventStream(lambda: core)
+        slow, quick = feed.listen(), feed.listen()
+        await next_event(slow)
+        await next_event(quick)
+        read = 0
+        for number in range(2000):
+            feed.ended({"number": number})
+            name, content = await next_event(quick)
+            while name != "request":
+                name, content = await next_event(quick)
+            read += content["number"] == number
+        assert read == 2000
+        assert len(feed.listeners) == 1
+        with pytest.raises(StopAsyncIteration):
+            await next_event(slow)
+        await quick.aclose()
+
+    run(AWAY, ask)
+
+
+def test_listeners_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "_MOST_LISTENERS", 1)
+
+    async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
+        feed = client._transport.app.state.feed  # type: ignore[attr-defined]
+        events = feed.listen()
+        await next_event(events)
+        assert (await client.get("/cluster/events")).status_code == 503
+        with pytest.raises(QueueFull):
+            feed.require_room()
+        await events.aclose()
+        feed.require_room()
+
+    run(AWAY, ask)

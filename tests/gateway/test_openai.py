@@ -1,0 +1,745 @@
+"""OpenAI's own package against the gateway: a real pair of machines with the embedded model, and a simulated one."""
+
+import asyncio
+import http.client
+import json
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import closing, suppress
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import pydantic
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from starlette.applications import Starlette
+from starlette.requests import Request
+
+from disaggregated_inference.client import DisaggregatedClient
+from disaggregated_inference.errors import BadRequest, ContextTooLong, DisaggError, ModelNotFound
+from disaggregated_inference.gateway.chat import ChatDelta
+from disaggregated_inference.gateway.openai.chat import ChatChoice, delta_of
+from disaggregated_inference.gateway.openai.errors import error_body
+from disaggregated_inference.gateway.openai.requests import ChatCompletionRequest, CompletionRequest, read
+from disaggregated_inference.gateway.tool_parsers.base import (
+    ContentDelta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from disaggregated_inference.http.sse import streamed
+from tests.conftest import until
+from tests.support.cluster import Process, config_of
+from tests.support.gateway import served, simulated_config, simulated_pair, smollm2_pair
+
+SLOW = "custom:prefill=20000,decode=60"
+SIMULATED = "simulated:tiny"
+HELLO: Any = [{"role": "user", "content": "Name three colours of the rainbow."}]
+GREEDY: Any = {"model": "smollm2", "messages": HELLO, "temperature": 0, "max_tokens": 24}
+QUICK: Any = {"model": SIMULATED, "messages": HELLO, "temperature": 0, "max_tokens": 8}
+FOR_EVER: Any = QUICK | {"max_tokens": 2000, "extra_body": {"ignore_eos": True}}
+
+
+class City(pydantic.BaseModel):
+    name: str
+    inhabitants: int
+    coastal: bool
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"enum": ["Paris", "Oslo"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+TIME: Any = {"type": "function", "function": {"name": "get_time"}}
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[tuple[str, dict[str, Any]]]:
+    """A gateway over the embedded model, and its config."""
+    with smollm2_pair() as pair:
+        config = config_of(*pair)
+        with served(config) as url:
+            yield url, config
+
+
+@pytest.fixture(scope="module")
+def client(real: tuple[str, dict[str, Any]]) -> Iterator[OpenAI]:
+    with _client(real[0]) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def slow_pair() -> Iterator[tuple[Process, Process]]:
+    with simulated_pair(SLOW) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def quick_url() -> Iterator[str]:
+    with simulated_pair() as pair, served(simulated_config(*pair)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def quick(quick_url: str) -> Iterator[OpenAI]:
+    with _client(quick_url) as made:
+        yield made
+
+
+def _client(url: str) -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60)
+
+
+def _text(chunks: Any, choice: int = 0) -> str:
+    said = [part for chunk in chunks for part in chunk.choices if part.index == choice]
+    return "".join(part.delta.content or "" for part in said)
+
+
+# The same text, however it is asked for.
+
+
+def test_chat_says_what_the_cluster_says(real: tuple[str, dict[str, Any]], client: OpenAI) -> None:
+    with DisaggregatedClient(real[1]) as direct:
+        text, metrics = direct.generate(messages=HELLO, temperature=0, max_tokens=24)
+    answer = client.chat.completions.create(**GREEDY)
+    assert answer.choices[0].message.content == text
+    assert (answer.object, answer.model, answer.choices[0].message.role) == ("chat.completion", "smollm2", "assistant")
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.usage
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (metrics["prompt_tokens"], 24)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 24
+    assert answer.usage.prompt_tokens_details
+    assert answer.usage.completion_tokens_details
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 0
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].logprobs is None
+    assert answer.choices[0].message.tool_calls is None
+
+
+def test_streams_say_the_same(client: OpenAI) -> None:
+    whole = client.chat.completions.create(**GREEDY)
+    chunks = list(client.chat.completions.create(**GREEDY, stream=True))
+    assert _text(chunks) == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert all(chunk.choices[0].delta.role is None for chunk in chunks[1:])
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert len({(chunk.id, chunk.created, chunk.object) for chunk in chunks}) == 1
+    assert all("usage" not in chunk.model_fields_set for chunk in chunks)
+
+
+def test_usage_comes_last_where_it_is_asked_for(client: OpenAI) -> None:
+    whole = client.chat.completions.create(**GREEDY)
+    *chunks, last = client.chat.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True})
+    assert all("usage" in chunk.model_fields_set and chunk.usage is None for chunk in chunks)
+    assert last.choices == []
+    assert last.usage
+    assert whole.usage
+    assert last.usage.total_tokens == whole.usage.total_tokens
+
+
+def test_the_async_client_many_at_once(real: tuple[str, dict[str, Any]], client: OpenAI) -> None:
+    expected = client.chat.completions.create(**GREEDY).choices[0].message.content
+
+    async def ask(asking: AsyncOpenAI, stream: bool) -> str | None:
+        if not stream:
+            return (await asking.chat.completions.create(**GREEDY)).choices[0].message.content
+        return _text([chunk async for chunk in await asking.chat.completions.create(**GREEDY, stream=True)])
+
+    async def all_of_them() -> list[str | None]:
+        async with AsyncOpenAI(base_url=f"{real[0]}/v1", api_key="any", max_retries=0) as asking:
+            return await asyncio.gather(*(ask(asking, bool(number % 2)) for number in range(6)))
+
+    assert asyncio.run(all_of_them()) == [expected] * 6
+
+
+def test_the_stream_helper(client: OpenAI) -> None:
+    """Which takes an answer that was cut off for an error."""
+    word = (client.chat.completions.create(**GREEDY).choices[0].message.content or "").split()[4]
+    whole = client.chat.completions.create(**GREEDY, stop=word)
+    with client.chat.completions.stream(**GREEDY, stop=word, logprobs=True, top_logprobs=1) as stream:
+        events = list(stream)
+        final = stream.get_final_completion()
+    deltas = [event.delta for event in events if event.type == "content.delta"]
+    assert "".join(deltas) == whole.choices[0].message.content == final.choices[0].message.content
+    assert final.choices[0].logprobs
+    tokens = "".join(item.token for item in final.choices[0].logprobs.content or [])
+    assert tokens.startswith("".join(deltas))  # and the word's own
+
+
+# What shapes an answer.
+
+
+def test_several_choices_under_one_seed(client: OpenAI) -> None:
+    asked = GREEDY | {"n": 3, "temperature": 1.0, "seed": 7}
+    first, again = (client.chat.completions.create(**asked) for _ in range(2))
+    texts = [choice.message.content for choice in first.choices]
+    assert [choice.index for choice in first.choices] == [0, 1, 2]
+    assert len(set(texts)) == 3
+    assert texts == [choice.message.content for choice in again.choices]
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    assert [_text(chunks, number) for number in range(3)] == texts
+    assert first.usage
+    assert first.usage.completion_tokens > 24
+
+
+def test_logprobs(client: OpenAI) -> None:
+    answer = client.chat.completions.create(**GREEDY, logprobs=True, top_logprobs=3)
+    assert answer.choices[0].logprobs
+    items = answer.choices[0].logprobs.content or []
+    assert "".join(item.token for item in items) == answer.choices[0].message.content
+    for item in items:
+        assert len(item.top_logprobs) == 3
+        assert item.top_logprobs[0].token == item.token
+        assert item.top_logprobs[0].logprob == item.logprob <= 0
+        assert item.bytes == list(item.token.encode())
+    plain = client.chat.completions.create(**GREEDY, logprobs=True)
+    assert plain.choices[0].logprobs
+    assert [item.top_logprobs for item in plain.choices[0].logprobs.content or []] == [[]] * 24
+
+
+def test_stop(client: OpenAI) -> None:
+    text = client.chat.completions.create(**GREEDY).choices[0].message.content or ""
+    word = text.split()[4]
+    for stop in (word, ["nowhere to be found", word]):
+        answer = client.chat.completions.create(**GREEDY, stop=stop)
+        assert answer.choices[0].message.content == text[: text.index(word)]
+        assert answer.choices[0].finish_reason == "stop"
+        assert _text(client.chat.completions.create(**GREEDY, stop=stop, stream=True)) == text[: text.index(word)]
+
+
+def test_logit_bias_and_penalties(quick: OpenAI) -> None:
+    """Of the simulated model's tokens the text is the number."""
+    text = quick.chat.completions.create(**QUICK).choices[0].message.content or ""
+    first = str(int(text[1:5]))
+    banned = quick.chat.completions.create(**QUICK, logit_bias={first: -100})
+    assert not (banned.choices[0].message.content or "").startswith(text[:6])
+    only = quick.chat.completions.create(**QUICK | {"max_tokens": 3}, logit_bias={"500": 100})
+    assert only.choices[0].message.content == "[0500]" * 3
+
+
+def test_json_schema_by_parse(client: OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "Describe the city of Lisbon."}]
+    asked: Any = {"model": "smollm2", "messages": messages, "temperature": 0, "max_tokens": 200}
+    answer = client.chat.completions.parse(**asked, response_format=City)
+    assert isinstance(answer.choices[0].message.parsed, City)
+    with client.chat.completions.stream(**asked, response_format=City) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.parsed == answer.choices[0].message.parsed
+
+
+def test_json_object_and_text(client: OpenAI) -> None:
+    choices = {"type": "choice", "choices": ["red", "blue"]}
+    picked = client.chat.completions.create(**GREEDY, extra_body={"response_format": choices})
+    assert picked.choices[0].message.content in ("red", "blue")
+    assert picked.choices[0].finish_reason == "stop"
+    shape: Any = {"type": "json_object"}
+    found = client.chat.completions.create(**GREEDY | {"max_tokens": 400}, response_format=shape)
+    if found.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(found.choices[0].message.content or ""), dict)
+    assert (found.choices[0].message.content or "").lstrip().startswith("{")
+    plain = client.chat.completions.create(**GREEDY, response_format={"type": "text"})
+    assert plain.choices[0].message.content == client.chat.completions.create(**GREEDY).choices[0].message.content
+
+
+# Tools.
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_forced_tools(client: OpenAI, choice: Any) -> None:
+    asked = GREEDY | {"max_tokens": 200, "tools": [WEATHER], "tool_choice": choice}
+    answer = client.chat.completions.create(**asked)
+    message = answer.choices[0].message
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert message.content is None
+    assert message.tool_calls
+    call = message.tool_calls[0]
+    assert call.type == "function"
+    assert call.function.name == "get_weather"
+    arguments = json.loads(call.function.arguments)
+    assert arguments["city"] in ("Paris", "Oslo")
+    assert 1 <= arguments["days"] <= 9
+    with client.chat.completions.stream(**asked) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.tool_calls
+    streamed = final.choices[0].message.tool_calls[0]
+    assert json.loads(streamed.function.arguments) == arguments
+    assert final.choices[0].message.content is None
+
+
+def test_the_answer_of_a_tool_goes_back(client: OpenAI) -> None:
+    asked = GREEDY | {"max_tokens": 200, "tools": [WEATHER], "tool_choice": "required"}
+    message = client.chat.completions.create(**asked).choices[0].message
+    assert message.tool_calls
+    answers = [{"role": "tool", "tool_call_id": call.id, "content": "Sunny"} for call in message.tool_calls]
+    more = GREEDY | {"messages": [*HELLO, message.model_dump(), *answers], "tools": [WEATHER], "tool_choice": "none"}
+    assert client.chat.completions.create(**more).choices[0].message.content
+
+
+# What is let be, and what is not.
+
+
+def test_what_programs_send_beside_it(quick: OpenAI) -> None:
+    plain = quick.chat.completions.create(**QUICK).choices[0].message.content
+    nulls = dict.fromkeys(
+        ("stop", "seed", "tools", "tool_choice", "stream", "stream_options", "logit_bias", "n", "audio")
+    )
+    extra = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "nobody": {"knows": 1}}
+    empty: list[dict[str, Any]] = [{"tools": []}, {"functions": []}, {"modalities": ["text"]}]
+    for more in (nulls, extra, *empty):
+        answer = quick.chat.completions.create(**QUICK | {"extra_body": more})
+        assert answer.choices[0].message.content == plain
+    texts = [{"type": "text", "text": text} for text in ("Name three colours", " of the rainbow.")]
+    parts: Any = [{"role": "user", "content": texts}]
+    assert quick.chat.completions.create(**QUICK | {"messages": parts}).choices[0].message.content == plain
+    same = quick.chat.completions.create(**QUICK | {"max_tokens": 8, "max_completion_tokens": 8})
+    assert same.choices[0].message.content == plain
+
+
+def test_developers_are_the_system(quick: OpenAI) -> None:
+    texts = [
+        quick.chat.completions.create(**QUICK | {"messages": [{"role": role, "content": "Be brief."}, *HELLO]})
+        for role in ("developer", "system", "user")
+    ]
+    said = [text.choices[0].message.content for text in texts]
+    assert said[0] == said[1] != said[2]
+
+
+NONE = {"type": "function", "function": {"name": "none"}}
+PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+LEGACY = [{"role": "function", "name": "f", "content": "x"}]
+
+REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"n": 17}, "n", "16"),
+    ({"n": 0}, "n", ">= 1"),
+    ({"n": "2"}, "n", "int"),
+    ({"temperature": 101}, "temperature", "<= 100"),
+    ({"temperature": "hot"}, "temperature", "float"),
+    ({"top_p": -1}, "top_p", ">= 0"),
+    ({"max_tokens": 0}, "max_tokens", ">= 1"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ"),
+    ({"seed": 1 << 70}, "seed", "<="),
+    ({"stop": [""]}, "stop[0]", ">= 1"),
+    ({"stop": ["a"] * 17}, "stop", "<= 16"),
+    ({"frequency_penalty": 3}, "frequency_penalty", "<= 2"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "<= 100"),
+    ({"stop": [1]}, "stop[0]", "str"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "int"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias", "vocabulary"),
+    ({"top_logprobs": 3}, "top_logprobs", "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+    ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},
+        "response_format",
+        "response_format: ",
+    ),
+    ({"modalities": ["text", "audio"]}, "modalities", "text alone"),
+    ({"audio": {"voice": "alloy"}}, "audio", "text alone"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "max_tokens (8)"),
+    ({"stop_token_ids": [1]}, "stop_token_ids", "stop"),
+    ({"bad_words": ["a"]}, "bad_words", "logit_bias"),
+    ({"allowed_token_ids": [1]}, "allowed_token_ids", "choice"),
+    ({"use_beam_search": True}, "use_beam_search", "sampled"),
+    ({"length_penalty": 0}, "length_penalty", "beams"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs", "not kept"),
+    ({"continue_final_message": True}, "continue_final_message", "begun"),
+    ({"add_generation_prompt": False}, "add_generation_prompt", "/tokenize"),
+    ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens", "never cut"),
+    ({"functions": [{"name": "f"}]}, "functions", "tools"),
+    ({"function_call": "auto"}, "function_call", "tool_choice"),
+    ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "response_format"),
+    ({"web_search_options": {"a": 1}}, "web_search_options", "web"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type", "custom"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "missing"),
+    ({"tool_choice": "required"}, "tool_choice", "tools"),
+    ({"tool_choice": "perhaps"}, "tool_choice", "perhaps"),
+    ({"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "get_time"),
+    ({"tools": [TIME], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "function"),
+    ({"tools": [NONE], "tool_choice": {"type": "function", "function": {"name": "none"}}}, "tool_choice", "rename"),
+    ({"reasoning_effort": "enormous"}, "reasoning_effort", "enormous"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+    ({"messages": []}, "messages", "length"),
+    ({"messages": None}, "messages", "array"),
+    ({"messages": "hello"}, "messages", "array"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role", "missing"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "missing"),
+    ({"messages": PICTURE}, "messages[0].content[0]", "text alone"),
+    ({"messages": LEGACY}, "messages[0].role", "function"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("more", "param", "why"), REFUSED, ids=lambda value: json.dumps(value)[:60])
+def test_what_cannot_be_done_is_refused(
+    quick: OpenAI, more: dict[str, Any], param: str | None, why: str, stream: bool
+) -> None:
+    if stream and "stream_options" in more:
+        pytest.skip("which is for streams")
+    with pytest.raises(openai.APIError) as caught:
+        # What only a node can tell may come after a stream has begun.
+        list(quick.chat.completions.create(**QUICK | {"stream": stream, "extra_body": more}))
+    error = caught.value
+    assert stream or isinstance(error, openai.BadRequestError)
+    assert (error.type, error.param) == ("invalid_request_error", param)
+    assert why in error.message
+
+
+def test_unknown_models_and_known_ones(quick: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match=SIMULATED) as caught:
+        quick.chat.completions.create(**QUICK | {"model": "of-no-such-name"})
+    assert caught.value.code == "model_not_found"
+    assert caught.value.type == "not_found_error"
+    answer = quick.chat.completions.create(**QUICK | {"model": "tiny-alias"})
+    assert answer.model == "tiny-alias"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_too_long(client: OpenAI, stream: bool) -> None:
+    long: Any = [{"role": "user", "content": "word " * 9000}]
+    with pytest.raises(openai.BadRequestError, match=r"context length is 8192 tokens, .* \d+ tokens") as caught:
+        client.chat.completions.create(**GREEDY | {"messages": long, "stream": stream})
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match=r"to have at least \d+ tokens"):  # not worth counting
+        client.chat.completions.create(**GREEDY | {"messages": [{"role": "user", "content": "word " * 900_000}]})
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b'{"messages": "\xff"}', b"[" * 100_000, b"{}"])
+def test_bodies_that_are_none(quick_url: str, body: bytes) -> None:
+    for path in ("chat/completions", "completions"):
+        answer = httpx.post(f"{quick_url}/v1/{path}", content=body)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+# Plain prompts.
+
+
+def test_completions(real: tuple[str, dict[str, Any]], client: OpenAI) -> None:
+    asked: Any = {"model": "smollm2", "temperature": 0, "max_tokens": 12}
+    with DisaggregatedClient(real[1]) as direct:
+        text, _ = direct.generate(prompt="The sea is", temperature=0, max_tokens=12)
+    answer = client.completions.create(prompt="The sea is", **asked)
+    assert (answer.object, answer.choices[0].text) == ("text_completion", text)
+    assert answer.id.startswith("cmpl-")
+    chunks = list(client.completions.create(prompt="The sea is", **asked, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_completions_of_several_prompts(quick: OpenAI) -> None:
+    asked: Any = {"model": SIMULATED, "temperature": 1, "seed": 3, "max_tokens": 6, "n": 2}
+    alone = [quick.completions.create(prompt=text, **asked).choices for text in ("one", "two", "three")]
+    expected = [choice.text for choices in alone for choice in choices]
+    together = quick.completions.create(prompt=["one", "two", "three"], **asked)
+    assert [choice.index for choice in together.choices] == list(range(6))
+    assert [choice.text for choice in together.choices] == expected
+    assert together.usage
+    usage: Any = {"include_usage": True}
+    *chunks, last = quick.completions.create(prompt=["one", "two", "three"], **asked, stream=True, stream_options=usage)
+    texts = ["".join(c.text for chunk in chunks for c in chunk.choices if c.index == index) for index in range(6)]
+    assert texts == expected
+    assert last.usage
+    assert last.usage.total_tokens == together.usage.total_tokens
+
+
+def test_completions_of_tokens(quick: OpenAI) -> None:
+    asked: Any = {"model": SIMULATED, "temperature": 0, "max_tokens": 4}
+    texts = [quick.completions.create(prompt=f"[{token:04d}]", **asked).choices[0].text for token in (300, 301)]
+    assert quick.completions.create(prompt=[300], **asked).choices[0].text == texts[0]
+    both = quick.completions.create(prompt=[[300], [301]], **asked)
+    assert [choice.text for choice in both.choices] == texts
+
+
+def test_logprobs_of_completions(client: OpenAI) -> None:
+    asked: Any = {"model": "smollm2", "prompt": "The sea is", "temperature": 0, "max_tokens": 8, "logprobs": 2}
+    answer = client.completions.create(**asked).choices[0]
+    found = answer.logprobs
+    assert found
+    assert "".join(found.tokens or []) == answer.text
+    for token, logprob, top, offset in zip(
+        found.tokens or [], found.token_logprobs or [], found.top_logprobs or [], found.text_offset or [], strict=True
+    ):
+        assert answer.text[offset:].startswith(token)
+        assert top[token] == logprob == max(top.values())
+        assert len(top) == 2
+    chunks = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, stream=True)]
+    assert [offset for chunk in chunks if chunk for offset in chunk.text_offset or []] == found.text_offset
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"echo": True}, "echo"),
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 4}, "best_of"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"logprobs": True}, "logprobs"),
+        ({"prompt": ""}, None),
+        ({"prompt": [5000]}, None),
+    ],
+)
+def test_completions_that_are_refused(quick: OpenAI, more: dict[str, Any], param: str | None) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        quick.completions.create(model=SIMULATED, prompt="a", extra_body=more)
+    assert caught.value.param == param
+    fine = quick.completions.create(model=SIMULATED, prompt="a", echo=False, best_of=2, n=2, max_tokens=2)
+    assert len(fine.choices) == 2
+
+
+# Models, headers, metrics.
+
+
+def test_models(quick: OpenAI) -> None:
+    found = list(quick.models.list())
+    assert [model.id for model in found] == [SIMULATED]
+    assert found[0].owned_by == "disaggregated-inference"
+    quick.chat.completions.create(**QUICK)
+    one = quick.models.retrieve("tiny-alias")
+    assert one.id == "tiny-alias"
+    assert one.model_extra
+    assert (one.model_extra["root"], one.model_extra["context_window"]) == (SIMULATED, 131072)
+    with pytest.raises(openai.NotFoundError, match=SIMULATED):
+        quick.models.retrieve("of-no-such-name")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_headers_say_who_served(quick: OpenAI, stream: bool) -> None:
+    asked = QUICK | {"stream": stream, "extra_headers": {"x-request-id": "mine-1"}}
+    answer = quick.chat.completions.with_raw_response.create(**asked)
+    headers = answer.headers
+    assert headers["x-request-id"] == "mine-1"
+    assert (headers["x-disagg-prefill"], headers["x-disagg-decode"]) == ("p1", "d1")
+    assert headers["x-disagg-plan"]
+    assert (headers.get("cache-control"), headers.get("x-accel-buffering")) == (
+        ("no-cache", "no") if stream else (None, None)
+    )
+    assert "chatcmpl-mine-1" in answer.text if not stream else list(answer.parse())
+
+
+def test_a_client_that_cannot_be_told_is_told_once() -> None:
+    """That sending fails is no failure of the answer: it is not described, and nothing is sent after it."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if message["type"] == "http.response.body":
+            raise OSError("the socket is gone")
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def lines() -> AsyncGenerator[bytes, None]:
+        yield b"one"
+        yield b"two"
+
+    async def run() -> None:
+        request = Request({"type": "http", "app": Starlette(), "headers": []})
+        response = await streamed(request, lines(), lambda error: pytest.fail(str(error)))
+        with suppress(Exception):
+            await response({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
+
+    asyncio.run(run())
+    assert [message.get("body") for message in sent] == [None, b"one"]
+
+
+def test_metrics_for_who_asks(quick: OpenAI) -> None:
+    assert "disagg" not in (quick.chat.completions.create(**QUICK).model_extra or {})
+    for more in ({"extra_body": {"include_metrics": True}}, {"extra_headers": {"x-disagg-metrics": "1"}}):
+        told = (quick.chat.completions.create(**QUICK, **more).model_extra or {})["disagg"]
+        assert told["prefill_server"] == "p1"
+        assert told["prompt_tokens_recomputed"] == 0
+        assert "response" not in told
+        *_, last = quick.chat.completions.create(**QUICK, **more, stream=True)
+        assert (last.model_extra or {})["disagg"]["decode_server"] == "d1"
+    two = quick.completions.create(
+        model=SIMULATED, prompt=["a", "b"], max_tokens=2, extra_body={"include_metrics": True}
+    )
+    assert len((two.model_extra or {})["disagg"]) == 2
+
+
+def test_what_was_read_before_is_cached(quick: OpenAI) -> None:
+    long = QUICK | {"messages": [{"role": "user", "content": "a story " * 200}]}
+    first, again = (quick.chat.completions.create(**long).usage for _ in range(2))
+    assert first
+    assert again
+    assert again.prompt_tokens_details
+    assert 0 < (again.prompt_tokens_details.cached_tokens or 0) <= again.prompt_tokens
+
+
+# Who leaves, and who is gone.
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_cancels(slow_pair: tuple[Process, Process], stream: bool) -> None:
+    _, writer = slow_pair
+    with served(simulated_config(*slow_pair)) as url, _client(url) as asking:
+        if stream:
+            answer = asking.chat.completions.create(**FOR_EVER, stream=True)
+            next(iter(answer))
+            assert until(lambda: bool(writer.status()["running"]))
+            answer.close()
+        else:
+            with pytest.raises(openai.APITimeoutError):
+                asking.chat.completions.create(**FOR_EVER, timeout=1.0)
+        assert until(lambda: all(node.nothing_left() for node in slow_pair))
+
+
+def test_a_client_that_leaves_before_the_stream_begins_cancels(slow_pair: tuple[Process, Process]) -> None:
+    body = QUICK | {"max_tokens": 2000, "ignore_eos": True, "stream": True}
+    body["messages"] = [{"role": "user", "content": "x" * 100_000}]  # five seconds
+    ended = _tickets_ended(slow_pair[0])
+    with served(simulated_config(*slow_pair)) as url:
+        httpx.post(f"{url}/v1/chat/completions", json=QUICK).raise_for_status()
+        with closing(http.client.HTTPConnection(url.removeprefix("http://"))) as leaving:
+            leaving.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+            assert until(lambda: slow_pair[0].status()["tickets"] == 1)
+        assert until(lambda: all(node.nothing_left() for node in slow_pair))
+        assert _tickets_ended(slow_pair[0]) == ended + 2
+
+
+def _tickets_ended(node: Process) -> int:
+    return sum(node.status()["endings"].values())
+
+
+def test_a_stream_whose_node_dies_ends_in_an_error(slow_pair: tuple[Process, Process]) -> None:
+    """The last test with this pair."""
+    reader, writer = slow_pair
+    with served(simulated_config(*slow_pair, retries=0)) as url, _client(url) as asking:
+        answer = iter(asking.chat.completions.create(**FOR_EVER, stream=True))
+        next(answer)
+        writer.kill()
+        with pytest.raises(openai.APIError, match="Decode server unavailable"):
+            list(answer)
+        assert until(reader.nothing_left)
+        with pytest.raises(openai.InternalServerError) as caught:
+            asking.chat.completions.create(**QUICK)
+        assert (caught.value.status_code, caught.value.type) == (503, "server_error")
+        assert [model.id for model in asking.models.list()] == [SIMULATED]
+
+
+# Without a cluster.
+
+
+def _choice(**more: Any) -> ChatChoice:
+    return ChatChoice(0, read({"messages": HELLO} | more, ChatCompletionRequest), None)
+
+
+def _said() -> list[ContentDelta]:
+    return [
+        ReasoningDelta("Let me "),
+        ReasoningDelta("think."),
+        TextDelta("Hi"),
+        ToolCallStart(0, "call_a", "get_time"),
+        ToolCallArguments(0, "{"),
+        ToolCallStart(1, "call_b", "get_weather"),
+        ToolCallArguments(0, "}"),
+        ToolCallArguments(1, '{"a":1}'),
+    ]
+
+
+def test_thoughts_and_calls_of_a_whole_answer() -> None:
+    choice = _choice(tools=[TIME, WEATHER])
+    for said in _said():
+        choice.take(ChatDelta(said=(said,), token=5))
+    choice.take(ChatDelta(token=5, finish_reason="tool_calls"))
+    message = choice.whole()["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Hi", "Let me think.")
+    assert message["reasoning"] == message["reasoning_content"]
+    assert message["tool_calls"] == [
+        {"id": "call_a", "type": "function", "function": {"name": "get_time", "arguments": "{}"}},
+        {"id": "call_b", "type": "function", "function": {"name": "get_weather", "arguments": '{"a":1}'}},
+    ]
+    assert choice.thought_tokens == 2
+    assert choice.whole()["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_deltas_add_up_to_the_whole(size: int) -> None:
+    from openai.lib.streaming._deltas import accumulate_delta
+
+    said, whole = _said(), delta_of(_said())
+    choice, added = _choice(tools=[TIME]), dict[object, object]()
+    for at in range(0, len(said), size):
+        choice.take(ChatDelta(said=tuple(said[at : at + size])))
+        told = choice.told()
+        assert told
+        added = accumulate_delta(added, told["delta"])
+    assert added == {"role": "assistant"} | whole
+
+
+def test_one_call_where_no_more_are_wanted() -> None:
+    choice = _choice(tools=[TIME], parallel_tool_calls=False)
+    choice.take(ChatDelta(said=tuple(_said()), finish_reason="tool_calls"))
+    assert [call["id"] for call in choice.whole()["message"]["tool_calls"]] == ["call_a"]
+
+
+def test_an_event_for_nothing_is_not_sent() -> None:
+    choice = _choice()
+    choice.take(ChatDelta(token=5))
+    assert choice.told() == {
+        "index": 0,
+        "delta": {"role": "assistant", "content": ""},
+        "logprobs": None,
+        "finish_reason": None,
+    }
+    choice.take(ChatDelta(token=6))
+    assert choice.told() is None
+
+
+def test_errors_have_openais_shape() -> None:
+    def told(error: Exception) -> Any:
+        return error_body(error)["error"]
+
+    assert told(BadRequest("top_p: no")) == {
+        "message": "top_p: no",
+        "type": "invalid_request_error",
+        "param": "top_p",
+        "code": None,
+    }
+    assert told(ModelNotFound("none"))["code"] == "model_not_found"
+    assert told(ContextTooLong(10, 5))["code"] == "context_length_exceeded"
+    assert told(DisaggError("x"))["type"] == "server_error"
+    assert "secret" not in msgspec.json.encode(error_body(ValueError("a secret"))).decode()
+
+
+def test_messages_as_templates_take_them() -> None:
+    from disaggregated_inference.gateway.openai.messages import plain_messages
+
+    call = {"id": "call_a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    said = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "reasoning": "hm",
+        "tool_calls": [call],
+        "audio": None,
+    }
+    asked = read({"messages": [{"role": "developer", "content": "x"}, said]}, ChatCompletionRequest)
+    assert plain_messages(asked.messages) == [
+        {"role": "system", "content": "x"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
+    ]
+    template = {"messages": HELLO, "reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}
+    assert read(template, ChatCompletionRequest).template() == {"reasoning_effort": "low", "enable_thinking": False}
+    assert read({"prompt": [1, 2], "top_k": -1}, CompletionRequest).options()["top_k"] == 0

@@ -1,0 +1,711 @@
+"""Nodes in front of an Ollama: recorded for the edges of its protocol, a real one where `OLLAMA_HOST` has one."""
+
+import asyncio
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from disaggregated_inference.errors import BadRequest, EngineUnavailable
+from disaggregated_inference.node.context import PrefillContext
+from disaggregated_inference.ollama_node.client import (
+    ModelDetails,
+    OllamaClient,
+    base_url,
+    full_name,
+    keep_alive_of,
+    version_of,
+)
+from tests.conftest import until
+from tests.support.recorded_ollama import LONG_S, Front, RecordedOllama
+
+
+@pytest.fixture
+def ollama() -> Iterator[RecordedOllama]:
+    server = RecordedOllama()
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def front(ollama: RecordedOllama) -> Iterator[Front]:
+    node = Front(ollama.url)
+    assert until(lambda: node.node.running is not None or node.ask("/health")[1]["loaded"], LONG_S)
+    yield node
+    node.end()
+
+
+@pytest.fixture(scope="module")
+def down() -> Iterator[Front]:
+    """In front of nothing: what is refused at the border needs nobody behind it."""
+    node = Front("http://127.0.0.1:9")
+    yield node
+    node.end()
+
+
+def _text(events: list[dict[str, Any]]) -> str:
+    return "".join(event.get("text", "") for event in events)
+
+
+def test_it_says_what_it_is(front: Front, ollama: RecordedOllama) -> None:
+    status, health = front.ask("/health")
+    assert (status, health["status"], health["loaded"], health["backend"]) == (200, "healthy", True, "ollama")
+    about, status_of = front.ask("/model")[1], front.ask("/status")[1]
+    for told in (about, status_of):
+        assert (told["exports"], told["imports"], told["tokenizer"]) == (False, False, "none")
+    assert about["context_window"] == 8192
+    assert about["fingerprint"] is None
+    assert front.ask("/model/tokenizer")[0] == 501
+    assert front.ask("/nothing")[1]["error"]["code"] == "not_found"
+
+
+def test_a_prompt_is_warmed_and_nothing_is_claimed(front: Front, ollama: RecordedOllama) -> None:
+    status, read = front.ask("/prefill", {"prompt": "one two three"})
+    assert status == 200
+    assert read["kv"] == "none"
+    assert read["metrics"]["prompt_tokens"] == read["prompt_tokens"] == 3
+    assert ollama.asked[-1]["options"]["num_predict"] == 1, "0 has it write without an end"
+    assert read["metrics"]["prefill_speed"] == pytest.approx(3 / 0.474583514)
+    again = front.ask("/prefill", {"prompt": "one two three"})[1]["metrics"]
+    assert again["prompt_tokens"] == 3
+    assert again["prefill_speed"] is None, "it was held: that is no reading"
+
+    decoded = front.ask("/decode", {"context": read["context"], "prompt": "one two three", "max_new_tokens": 2})
+    assert decoded[0] == 200
+    assert decoded[1]["generated_text"] == " 1 2"
+    assert decoded[1]["tokens"] is None
+    assert "kv_bytes" not in decoded[1]["metrics"]
+    alone = front.ask("/decode", {"context": read["context"]})
+    assert alone[0] == 400
+    assert "no cache is behind it" in alone[1]["error"]["message"]
+    other = PrefillContext(ticket="t", secret="s", epoch="e", tokens=3, prompt_hash="h", addresses=(("127.0.0.1", 9),))
+    refused = front.ask("/decode", {"context": other.encode(), "prompt": "x"})
+    assert refused[0] == 400
+    assert "cannot take one in" in refused[1]["error"]["message"]
+    for body in ({"prompt": "x", "inline": True}, {"prompt": "x", "wait": False}, {"tokens": [1]}, {"prompt": ""}):
+        assert front.ask("/prefill", body)[0] == 400
+    assert front.ask("/prefill/abc", method="DELETE")[0] == 404
+
+
+def test_what_another_process_had_read_is_no_reading(front: Front, ollama: RecordedOllama) -> None:
+    """Two nodes in front of one Ollama, as the set-up documents have them: neither knows what the other sent."""
+    other = Front(ollama.url, role="decode")
+    try:
+        read = front.ask("/prefill", {"prompt": "one two three"})[1]
+        held = other.ask("/generate", {"prompt": "one two three", "max_tokens": 3})[1]["metrics"]
+        assert (held["prompt_tokens"], held["prefill_speed"]) == (3, None)
+        held = other.ask("/decode", {"prompt": "four five", "context": read["context"], "max_tokens": 3})[1]["metrics"]
+        assert held["prefill_speed"] is None, "a warm context says that it was read"
+        told = other.ask("/status")[1]
+        assert (told["prompt_tokens_computed"], told["rates"]["local_prefill"]) == (0, [])
+        new = other.ask("/generate", {"prompt": "six seven", "max_tokens": 1})[1]["metrics"]
+        assert new["prefill_speed"] == pytest.approx(2 / 0.474583514)
+        told = other.ask("/status")[1]
+        assert (told["prompt_tokens_computed"], told["rates"]["local_prefill"][0]["samples"]) == (2, 1)
+    finally:
+        other.end()
+
+
+def test_old_versions_leave_out_what_they_held(front: Front, ollama: RecordedOllama) -> None:
+    ollama.version = front.node.version = "0.3.9"
+    counts = [front.ask("/generate", {"prompt": "a b c d", "max_tokens": 1})[1]["usage"] for _ in range(2)]
+    assert [count["prompt_tokens"] for count in counts] == [4, 4]
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": f"f{number}", "description": "word " * 20, "parameters": {}}}
+    for number in range(5)
+]
+USER = {"role": "user", "content": "What is the weather?"}
+
+
+@pytest.mark.parametrize("version", ["0.3.9", "0.9.3", "0.13.0"])
+def test_counts_are_of_the_prompt_with_its_tools_and_thoughts(
+    front: Front, ollama: RecordedOllama, version: str
+) -> None:
+    ollama.version = front.node.version = version
+
+    def counted(path: str, **more: Any) -> int:
+        status, answer = front.ask(path, {"messages": [USER]} | more)
+        assert status == 200, answer
+        return int((answer.get("usage") or answer)["prompt_tokens"])
+
+    thought = [USER, {"role": "assistant", "content": "", "thinking": "It may rain. "}, USER]
+    for _ in range(2):
+        assert counted("/generate", template={"tools": TOOLS}) == counted("/prefill", tools=TOOLS) > 100
+        assert counted("/generate") == counted("/prefill") == 6
+        assert counted("/prefill", messages=thought) == 15
+        assert counted("/generate", messages=[USER, {"role": "assistant", "content": ""}, USER]) == 12
+
+
+def test_tools_are_warmed_too(front: Front, ollama: RecordedOllama) -> None:
+    for given in ({"tools": TOOLS}, {"template": {"tools": TOOLS, "enable_thinking": True}}):
+        assert front.ask("/prefill", {"messages": [USER]} | given)[0] == 200
+        answer = front.ask("/generate", {"messages": [USER], "max_tokens": 1} | given)[1]
+        warm, asked = ollama.asked[-2:]
+        assert warm == asked
+        assert warm["tools"] == TOOLS
+        assert answer["metrics"]["prefill_time"] == pytest.approx(0.071976452), "it was held"
+        assert answer["metrics"]["prefill_speed"] is None
+    assert asked["think"] is True
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"images": ["aGVsbG8="]}, "the images in one of them"),
+        ({"template": {"verbosity": "low"}}, "not told of verbosity"),
+        ({"template": {"tools": TOOLS}, "tools": TOOLS}, "given twice"),
+        ({"messages": None, "prompt": "x", "tools": TOOLS}, "tools: a prompt is taken as it is"),
+        ({"messages": None, "prompt": "x", "template": {"tools": TOOLS}}, "template: a prompt is taken as it is"),
+    ],
+    ids=["images", "word", "twice", "tools", "template"],
+)
+def test_what_cannot_be_passed_on_is_refused(down: Front, more: dict[str, Any], says: str) -> None:
+    for path in ("/prefill", "/generate"):
+        status, answer = down.ask(path, {"messages": [USER]} | more)
+        assert (status, answer["error"]["code"]) == (400, "bad_request")
+        assert says in answer["error"]["message"]
+
+
+def test_everything_is_said_in_its_words(front: Front, ollama: RecordedOllama) -> None:
+    asked = {"messages": [{"role": "developer", "content": [{"type": "text", "text": "Count."}]}], "max_tokens": 3}
+    asked |= {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": (1 << 40) + 5, "stop": "END"}
+    asked |= {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.4}
+    asked |= {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    tool = {"type": "function", "function": {"name": "f"}}
+    asked |= {"template": {"tools": [tool], "reasoning_effort": "high"}}
+    status, answer = front.ask("/generate", asked)
+    assert status == 200
+    assert answer["metrics"]["seed"] == 5
+    sent = ollama.asked[-1]
+    assert sent["path"] == "/api/chat"
+    assert sent["messages"] == [{"role": "system", "content": "Count."}]
+    assert sent["format"] == {"type": "object"}
+    assert sent["tools"] == [tool]
+    assert sent["think"] is True
+    assert (sent["truncate"], sent["shift"], sent["stream"]) == (False, False, True)
+    assert sent["options"] == {
+        "num_ctx": 8192,
+        "num_predict": 3,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "repeat_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "presence_penalty": 0.4,
+        "stop": ["<|im_start|>", "<|im_end|>", "END"],
+        "seed": 5,
+    }
+    front.ask("/generate", {"prompt": "as it is", "max_tokens": 1, "format": {"type": "json_object"}})
+    sent = ollama.asked[-1]
+    assert (sent["path"], sent["prompt"], sent["raw"], sent["format"]) == ("/api/generate", "as it is", True, "json")
+    assert sent["options"]["temperature"] == 0
+    assert "seed" not in sent["options"]
+    assert "stop" not in sent["options"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n": 2},
+        {"logprobs": 3},
+        {"logit_bias": {"5": 1.0}},
+        {"ignore_eos": True},
+        {"min_tokens": 3},
+        {"written": [1]},
+        {"format": {"type": "regex", "pattern": "a"}},
+        {"format": {"type": "choice", "choices": ["a"]}},
+        {"format": {"type": "grammar", "grammar": "start: A"}},
+        {"template": {"verbosity": "low"}},
+        {"max_tokens": 0},
+        {"max_tokens": 3, "max_new_tokens": 4},
+        {"temperature": -1},
+        {"timeout_s": 0},
+        {"tokens": [1, 2]},
+        {"messages": [{"role": "user", "content": "x"}]},
+        {"kv_cache": "AAAA"},
+        {"images": ["aGVsbG8="]},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_what_it_cannot_do_is_refused_with_the_reason(down: Front, wrong: dict[str, Any]) -> None:
+    status, answer = down.ask("/generate", {"prompt": "x"} | wrong)
+    assert (status, answer["error"]["code"]) == (400, "bad_request")
+    assert answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"images": "aGVsbG8="}, "images: a list of pictures"),
+        ({"images": [5]}, "images: a list of pictures"),
+        ({"images": ["data:image/png;base64,aGVsbG8="]}, "images: a list of pictures"),
+        ({"images": ["é"]}, "images: a list of pictures"),
+        ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "pictures are its images, in base64"),
+    ],
+)
+def test_images_that_are_none_are_refused(down: Front, more: dict[str, Any], says: str) -> None:
+    for path, stream in (("/generate", False), ("/generate", True), ("/prefill", False)):
+        body = {"messages": [{"role": "user", "content": "x"} | more], "stream": stream}
+        status, answer = down.ask(path, body)
+        assert (status, answer["error"]["code"]) == (400, "messages_refused")
+        assert says in answer["error"]["message"]
+
+
+def test_images_go_where_ollama_has_them(ollama: RecordedOllama) -> None:
+    ollama.shown = ollama.shown | {"capabilities": ["completion", "vision"]}
+    node, picture = Front(ollama.url), "aGVsbG8="
+    try:
+        message = {
+            "role": "user",
+            "content": "What is it?",
+            "images": [picture],
+            "name": "ann",
+            "refusal": None,
+            "cache_control": {"type": "ephemeral"},
+        }
+        for path in ("/prefill", "/generate"):
+            status, answer = node.ask(path, {"messages": [message]})
+            assert status == 200, answer
+            assert ollama.asked[-1]["messages"] == [{"role": "user", "content": "What is it?", "images": [picture]}]
+        assert answer["metrics"]["prefill_speed"] is None
+        other = node.ask("/generate", {"messages": [message | {"images": ["aGVsbG9v"]}]})[1]["metrics"]
+        assert other["prefill_speed"], "another picture is another prompt"
+    finally:
+        node.end()
+
+
+def test_a_model_without_eyes_is_shown_nothing(front: Front, ollama: RecordedOllama) -> None:
+    status, answer = front.ask("/generate", {"messages": [{"role": "user", "content": "x", "images": ["aGVsbG8="]}]})
+    assert (status, ollama.asked) == (400, [])
+    assert "images: this model reads text alone" in answer["error"]["message"]
+
+
+def test_a_stream_has_the_shape_of_every_other_nodes(front: Front, ollama: RecordedOllama) -> None:
+    ollama.hold.clear()
+    ollama.held_after = 1
+    connection, response = front.stream({"prompt": "3", "max_tokens": 3})
+    assert response.getheader("X-Request-Id") == "mine"
+    assert response.readline().startswith(b"data: ")
+    while not response.readline().startswith(b": alive"):  # a pulse while nothing is written
+        pass
+    ollama.hold.set()
+    rest = [json.loads(line[6:]) for line in response.read().split(b"\n") if line.startswith(b"data: ")]
+    connection.close()
+    assert rest[:2] == [{"token": None, "text": " 5"}, {"token": None, "text": " 6"}]
+    assert rest[2] == {"token": None, "text": "", "finish_reason": "length"}
+    assert rest[3]["done"]
+    assert rest[3]["usage"] == {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
+    metrics = rest[3]["metrics"]
+    assert metrics["prefill_time"] == pytest.approx(0.474583514)
+    assert metrics["decode_speed"] == pytest.approx(2 / 0.12310607), "the first token is of the reading"
+
+
+def test_thoughts_and_calls_come_as_its_own(front: Front, ollama: RecordedOllama) -> None:
+    call = {"function": {"name": "f", "arguments": {"x": 1}}}
+    ollama.says = [{"content": "", "thinking": "hm"}, {"content": "so"}, {"content": "", "tool_calls": [call]}]
+    events = front.events({"messages": [{"role": "user", "content": "x"}]})
+    assert [event.get("thinking") for event in events[:2]] == ["hm", None]
+    assert events[2]["tool_calls"] == [call]
+    assert events[3]["finish_reason"] == "stop"
+    answer = front.ask("/generate", {"messages": [{"role": "user", "content": "x"}]})[1]
+    assert (answer["thinking"], answer["generated_text"], answer["tool_calls"]) == ("hm", "so", [call])
+
+
+def test_a_client_that_leaves_has_ollama_stop(front: Front, ollama: RecordedOllama) -> None:
+    for streamed in (True, False):
+        ollama.hold.clear()
+        ollama.held_after, ollama.holding = 1 if streamed else 0, threading.Event()
+        connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=LONG_S)
+        connection.request("POST", "/generate", json.dumps({"prompt": "x", "stream": streamed}))
+        if streamed:
+            connection.getresponse().readline()
+        assert ollama.holding.wait(LONG_S)
+        connection.sock.close() if connection.sock else None
+        connection.close()
+        assert ollama.left.wait(LONG_S)
+        assert until(lambda: front.node.open == 0, LONG_S)
+        ollama.hold.set()
+    assert front.ask("/generate", {"prompt": "x", "max_tokens": 1})[0] == 200
+
+
+def test_what_takes_too_long_is_given_up(front: Front, ollama: RecordedOllama) -> None:
+    ollama.hold.clear()
+    status, answer = front.ask("/generate", {"prompt": "x", "timeout_s": 0.2})
+    assert status == 504
+    assert answer["error"]["code"] == "deadline_exceeded"
+    assert ollama.left.wait(LONG_S)
+    status, answer = front.ask("/prefill", {"prompt": "x", "timeout_s": 0.2})
+    assert status == 504
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "code"),
+    [
+        ("runner", 502, "engine_failed"),
+        ("busy", 503, "node_busy"),
+        ("schema", 400, "bad_request"),
+        ("proxy", 502, "engine_failed"),
+        ("die", 502, "engine_failed"),
+        ("cut", 502, "engine_failed"),
+        ("load", 502, "engine_failed"),
+        ("unload", 502, "engine_failed"),
+    ],
+)
+def test_its_failures_are_typed(front: Front, ollama: RecordedOllama, fault: str, status: int, code: str) -> None:
+    ollama.fault, ollama.fault_after = fault, 2
+    answer = front.ask("/generate", {"prompt": "x", "max_tokens": 5})
+    assert answer[0] == status
+    assert answer[1]["error"]["code"] == code
+    if fault in ("die", "cut"):  # in a stream, what was written comes first
+        events = front.events({"prompt": "x", "max_tokens": 5})
+        assert _text(events) == " 1 2"
+        assert events[-1]["error"]["code"] == code
+        if fault == "cut":
+            assert events[-1]["error"]["message"] == f"Ollama at {ollama.url} broke off in the middle of its answer"
+    ollama.fault = ""
+    assert front.ask("/generate", {"prompt": "x", "max_tokens": 1})[0] == 200
+
+
+def test_odd_ends_are_called_what_they_are(front: Front, ollama: RecordedOllama) -> None:
+    ollama.reason = None
+    assert front.ask("/generate", {"prompt": "x", "max_tokens": 1})[1]["finish_reason"] == "stop"
+    ollama.reason = "content_filter"
+    answer = front.ask("/generate", {"prompt": "x", "max_tokens": 1})[1]["error"]
+    assert (answer["code"], "wrote nothing" in answer["message"]) == ("engine_failed", False)
+    assert "'content_filter'" in answer["message"]
+
+
+def test_refusals_are_by_whoever_refuses() -> None:
+    client = OllamaClient("http://box:1", "m")
+    assert "ollama pull m" in str(client.refusal(404, b'{"error": "model \\"m\\" not found, try pulling it first"}'))
+    assert "is no Ollama" in str(client.refusal(404, b"<p>The requested URL was not found on this server, model m</p>"))
+    assert "pull" not in str(client.refusal(404, b'{"error": "blob not found"}'))
+    assert str(client.refusal(500, b'{"error": null}')) == "Ollama failed: no reason given (HTTP 500)"
+
+
+def test_a_model_that_was_removed_is_missed_before_anyone_asks(front: Front, ollama: RecordedOllama) -> None:
+    assert front.ask("/health")[0] == 200
+    ollama.models, ollama.loaded = [], None
+    assert until(lambda: front.ask("/health")[0] == 503)
+    assert "ollama pull smollm2" in front.ask("/health")[1]["reason"]
+    assert not ollama.asked
+    ollama.models = ["smollm2"]
+    assert until(lambda: front.ask("/health")[0] == 200, LONG_S)
+
+
+def test_an_ollama_that_is_silent_was_asked() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        node = Front(f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        try:
+            health = node.ask("/health")[1]
+            assert health["status"] == "unhealthy"
+            assert "has not answered yet" in health["reason"]
+            assert health["stalled_s"] > 0
+        finally:
+            node.end()
+
+
+def test_a_missing_model_names_the_command(front: Front, ollama: RecordedOllama) -> None:
+    ollama.models = []
+    for path in ("/generate", "/prefill"):
+        status, answer = front.ask(path, {"prompt": "x"})
+        assert status == 503
+        assert "run `ollama pull smollm2`" in answer["error"]["message"]
+    assert until(lambda: front.ask("/health")[0] == 503, LONG_S)
+    assert "ollama pull smollm2" in front.ask("/health")[1]["reason"]
+    ollama.models = ["smollm2"]
+    assert until(lambda: front.ask("/health")[1]["status"] == "healthy", LONG_S)
+
+
+def test_an_ollama_that_is_down_is_unhealthy(down: Front) -> None:
+    status, health = down.ask("/health")
+    assert status == 503
+    assert health["status"] == "unhealthy"
+    assert "ollama serve" in health["reason"]
+    assert down.ask("/model")[0] == 503
+    status, answer = down.ask("/generate", {"prompt": "x"})
+    assert (status, answer["error"]["code"]) == (503, "engine_unavailable")
+    server = RecordedOllama()
+    node = Front(server.url)
+    try:
+        assert until(lambda: node.ask("/health")[1]["loaded"], LONG_S)
+        server.end()
+        assert until(lambda: node.ask("/health")[0] == 503, LONG_S)
+    finally:
+        node.end()
+
+
+@pytest.mark.parametrize(
+    "foreign", [(404, '{"error": {"code": "not_found"}}'), (200, "<html>"), (200, "{}")], ids=["404", "html", "empty"]
+)
+def test_what_is_no_ollama_is_called_so(ollama: RecordedOllama, foreign: tuple[int, str]) -> None:
+    ollama.foreign = foreign
+    node = Front(ollama.url)
+    try:
+        status, health = node.ask("/health")
+        assert (status, health["status"]) == (503, "unhealthy")
+        assert health["reason"].startswith(f"what listens at {ollama.url} is no Ollama (it")
+        assert "{" not in health["reason"]
+        assert node.ask("/generate", {"prompt": "x"})[1]["error"]["code"] == "engine_unavailable"
+    finally:
+        node.end()
+
+
+def test_loading_shows_and_so_does_unloading(ollama: RecordedOllama) -> None:
+    ollama.loading.clear()
+    node = Front(ollama.url, keep_alive="30m")
+    try:
+        assert until(lambda: node.ask("/health")[1]["status"] == "loading", LONG_S)
+        done: list[tuple[int, Any]] = []
+        waiting = threading.Thread(target=lambda: done.append(node.ask("/generate", {"prompt": "x", "max_tokens": 1})))
+        waiting.start()
+        assert until(lambda: bool(ollama.asked), LONG_S)
+        assert not done
+        ollama.loading.set()
+        waiting.join(LONG_S)
+        assert done[0][0] == 200
+        assert ollama.asked[-1]["keep_alive"] == "30m"
+        assert until(lambda: node.ask("/health")[1]["status"] == "healthy", LONG_S)
+        assert node.ask("/unload", {})[1]["loaded"] is False
+        assert node.ask("/health")[1]["status"] == "healthy", "the next request loads it"
+        assert node.ask("/load", {})[1]["loaded"] is True
+    finally:
+        node.end()
+
+
+def test_a_prompt_is_never_cut(ollama: RecordedOllama) -> None:
+    node = Front(ollama.url, most_window=64)
+    try:
+        status, answer = node.ask("/generate", {"prompt": "word " * 500, "max_tokens": 8})
+        assert status == 400
+        assert answer["error"]["code"] == "context_too_long"
+        assert not ollama.asked
+        assert "at least 320 tokens" in answer["error"]["message"]
+        assert "64 tokens" in answer["error"]["message"]
+        # What only may not fit is a question for a version that says so itself, and none for one that would cut it.
+        fits = {"prompt": "abcdefg " * 40, "max_tokens": 8}
+        answer = node.ask("/generate", fits)[1]["error"]
+        assert answer["code"] == "context_too_long"
+        assert "about 88 tokens do not fit" in answer["message"]
+        assert "this Ollama (0.9.3) would cut the prompt in silence" in answer["message"]
+        assert not ollama.asked
+        ollama.version = node.node.version = "0.12.6"
+        assert node.ask("/generate", fits)[0] == 200
+        # Nobody knew before; a version that knows `truncate` says so, an older one gives it away by its counts.
+        for version in ("0.13.0", "0.9.3"):
+            ollama.version = node.node.version = version
+            status, answer = node.ask("/generate", {"prompt": "a " * 100, "max_tokens": 8})
+            assert (status, answer["error"]["code"]) == (400, "context_too_long")
+            assert ollama.asked[-1]["options"]["num_ctx"] == 64
+        events = node.events({"prompt": "a " * 60, "max_tokens": 8})
+        assert events[-1]["error"]["message"].startswith("68 tokens do not fit"), "it forgot the beginning to go on"
+    finally:
+        node.end()
+
+
+_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"text": "line " * 300})}}
+_LAST = [{"role": "tool", "content": "done", "tool_call_id": "1"}, USER]
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [
+        {"messages": [USER, {"role": "assistant", "content": "ok " * 30}, USER], "tools": TOOLS * 2},
+        {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]}, *_LAST]},
+        {"messages": [USER, {"role": "assistant", "content": "ok", "thinking": "perhaps " * 300}, USER]},
+        {"messages": [USER | {"images": ["aGVsbG8="]}, USER]},
+    ],
+    ids=["tools", "calls", "thoughts", "images"],
+)
+def test_what_is_beside_the_words_is_not_cut_either(ollama: RecordedOllama, chat: dict[str, Any]) -> None:
+    """By words it all would fit; an old version drops the first message of it without a trace."""
+    ollama.shown = ollama.shown | {"capabilities": ["completion", "tools", "thinking", "vision"]}
+    node = Front(ollama.url, most_window=420)
+    try:
+        for path in ("/generate", "/prefill"):
+            status, answer = node.ask(path, chat | {"max_tokens": 8})
+            assert (status, answer["error"]["code"]) == (400, "context_too_long")
+            assert "would cut the prompt in silence" in answer["error"]["message"]
+        assert not ollama.asked
+        ollama.version = node.node.version = "0.13.0"
+        status, answer = node.ask("/generate", chat | {"max_tokens": 8})
+        assert (status, ollama.dropped) == (200, 0), answer
+    finally:
+        node.end()
+
+
+def test_an_answer_is_gone_on_with_where_that_is_possible(front: Front, ollama: RecordedOllama) -> None:
+    raw = front.ask("/generate", {"prompt": "count: ", "written_text": "1 2", "max_tokens": 2})
+    assert raw[1]["generated_text"] == " 3 4"
+    chat = {"messages": [{"role": "user", "content": "count"}], "written_text": "1 2", "max_tokens": 2}
+    assert front.ask("/generate", chat)[1]["generated_text"] == " 3 4"
+    front.node.doubt()
+    ollama.continues = False
+    status, answer = front.ask("/generate", chat)
+    assert status == 422
+    assert "cannot be gone on with" in answer["error"]["message"]
+
+
+def test_draining_and_crowds_are_refused(front: Front, ollama: RecordedOllama) -> None:
+    front.node.slots, front.node.queue = 1, 0
+    ollama.hold.clear()
+    threading.Thread(target=front.ask, args=("/generate", {"prompt": "x"}), daemon=True).start()
+    assert ollama.holding.wait(LONG_S)
+    status, answer = front.ask("/generate", {"prompt": "x"})
+    assert (status, answer["error"]["code"]) == (503, "node_busy")
+    ollama.hold.set()
+    assert until(lambda: front.node.open == 0, LONG_S)
+    front.node.stop_taking()
+    assert front.ask("/generate", {"prompt": "x"})[1]["error"]["code"] == "node_draining"
+    assert front.ask("/health")[1]["status"] == "draining"
+
+
+def test_addresses_names_and_versions() -> None:
+    assert base_url("") == base_url("localhost") == "http://localhost:11434"
+    assert base_url("0.0.0.0:99") == "http://127.0.0.1:99"
+    assert base_url("https://box") == "https://box:11434"
+    assert base_url("[::1]:5") == "http://[::1]:5"
+    for wrong in ("ftp://x", "http://", "x:y", "http://x/path", "x y", "http://x y:5", "a,b"):
+        with pytest.raises(BadRequest, match="is no address"):
+            base_url(wrong)
+    assert full_name("a") == "a:latest"
+    assert full_name("host:1/a:30b") == "host:1/a:30b"
+    assert version_of("0.12.6-rc1") == (0, 12, 6)
+    assert version_of("?") == (0, 0, 0)
+    for path in ("model.gguf", "./models/smollm2", "~/x/y.GGUF", __file__):
+        with pytest.raises(BadRequest, match=r"ollama create NAME -f Modelfile.*--engine llamacpp"):
+            OllamaClient("", path)
+    assert OllamaClient("", "disaggregated:smollm2").model == "smollm2"
+    assert OllamaClient("", "hf.co/someone/some-GGUF:some-Q4_K_M.gguf").model
+    assert ModelDetails(parameters='stop "a b"\nnum_ctx 4\nstop x').stops == ["a b", "x"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sent"),
+    [("30m", "30m"), ("1h30m", "1h30m"), ("500ms", "500ms"), ("-1m", "-1m"), ("90", 90), ("-1", -1), ("1.5", 1.5)],
+)
+def test_how_long_it_keeps_a_model(text: str, sent: float | str) -> None:
+    assert keep_alive_of(text) == sent
+
+
+@pytest.mark.parametrize("text", ["--5", "²", "5 minutes", "1d", "m", "-", "1h30", "nan", "inf", "9999999h", "1e3"])
+def test_what_is_no_time_to_keep_it_ends_the_start(text: str) -> None:
+    with pytest.raises(BadRequest, match="is no duration: give"):
+        keep_alive_of(text)
+
+
+def test_it_ends_in_one_line(ollama: RecordedOllama) -> None:
+    command = [sys.executable, "-m", "disaggregated_inference", "serve", "--engine", "ollama", "--model", "smollm2"]
+    for wrong, says in (("--keep-alive=5 minutes", "is no duration"), ("--ollama-host=x y", "is no address")):
+        ended = subprocess.run([*command, "--port", "0", wrong], capture_output=True, text=True, timeout=LONG_S)
+        assert ended.returncode == 1
+        assert says in ended.stderr
+        assert len(ended.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["prefill_server_ollama", "decode_server_ollama", "prefill_server_dgx", "decode_server_mac"]
+)
+def test_entry_points_help(name: str) -> None:
+    command = [sys.executable, "-m", f"disaggregated_inference.{name}", "--help"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    port = "8000" if name.startswith("prefill") else "8001"
+    assert all(flag in said for flag in ("--model", "--host", "--port", port))
+    assert ("--ollama-host" in said) == ("ollama" in name)
+    wrong = subprocess.run([*command[:-1], "--port", "99999"], capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert "'99999' is no port" in wrong.stderr
+
+
+def test_an_entry_point_serves(ollama: RecordedOllama) -> None:
+    command = [sys.executable, "-m", "disaggregated_inference.decode_server_ollama", "--port", "0"]
+    missing = subprocess.run([*command, "--model", "nope", "--ollama-host", ollama.url], capture_output=True, text=True)
+    assert missing.returncode == 1
+    assert "run `ollama pull nope`" in missing.stderr
+    command += ["--model", "smollm2", "--ollama-host", ollama.url, "--host", "0.0.0.0"]
+    bare = {name: value for name, value in os.environ.items() if name != "DISAGG_TOKEN"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=bare)
+    try:
+        assert process.stdout
+        assert process.stderr
+        assert "listening on 0.0.0.0 without a token: anyone who can reach" in process.stderr.readline()
+        ready = json.loads(process.stdout.readline())
+        assert ready["backend"] == "ollama"
+        assert ready["role"] == "decode"
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{ready['port']}/generate", b'{"prompt": "7", "max_tokens": 1}'
+        )
+        with urllib.request.urlopen(request, timeout=LONG_S) as response:
+            assert json.loads(response.read())["generated_text"] == " 8"
+    finally:
+        process.terminate()
+        assert process.wait(LONG_S) == 0
+        for pipe in (process.stdout, process.stderr):
+            pipe and pipe.close()
+
+
+def _real() -> tuple[str, str] | None:
+    """The address and the smallest model of an Ollama that is really there."""
+    if not os.environ.get("OLLAMA_HOST"):
+        return None
+    url = base_url(os.environ["OLLAMA_HOST"])
+    try:
+        with urllib.request.urlopen(f"{url}/api/tags", timeout=2) as response:
+            models = json.loads(response.read())["models"]
+    except OSError:
+        return None
+    named = os.environ.get("OLLAMA_TEST_MODEL")
+    return (url, named or min(models, key=lambda model: model["size"])["name"]) if models else None
+
+
+@pytest.mark.skipif(_real() is None, reason="OLLAMA_HOST names no running Ollama with a model")
+def test_a_real_one_does_the_same() -> None:
+    found = _real()
+    assert found
+    url, model = found
+    with pytest.raises(EngineUnavailable, match="run `ollama pull no-such-model`"):
+        asyncio.run(_shown(url, "no-such-model"))
+    node = Front(url, model, most_window=256)
+    try:
+        assert until(lambda: node.ask("/health")[1]["loaded"], LONG_S)
+        prompt = f"The number {time.time_ns()} is"
+        read = node.ask("/prefill", {"prompt": prompt})[1]["metrics"]
+        assert read["prompt_tokens"] > 3
+        assert read["prefill_time"] > 0
+        assert read["prefill_speed"]
+        answer = node.ask("/decode", {"prompt": prompt, "max_new_tokens": 3})[1]
+        assert answer["usage"]["prompt_tokens"] == read["prompt_tokens"]
+        assert answer["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == 3
+        assert answer["metrics"]["prefill_speed"] is None
+        assert answer["metrics"]["prefill_time"] < read["prefill_time"], "its beginning was held"
+        events = node.events({"messages": [{"role": "user", "content": "Say hi."}], "max_tokens": 3})
+        assert _text(events)
+        assert events[-1]["done"]
+        assert events[-1]["usage"]["completion_tokens"] == 3
+        refused = node.ask("/generate", {"prompt": "word " * 600, "max_tokens": 2})
+        assert refused[1]["error"]["code"] == "context_too_long"
+        assert node.ask("/unload", {})[1]["loaded"] is False
+    finally:
+        node.end()
+
+
+async def _shown(url: str, model: str) -> None:
+    client = OllamaClient(url, model)
+    try:
+        await client.show()
+    finally:
+        await client.close()

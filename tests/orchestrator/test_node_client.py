@@ -1,0 +1,219 @@
+"""How long a node may take to say that it lives: as long as it took lately, and some more. And what it is told to be
+when it says something else."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from disaggregated_inference.cluster.config import Policies, Server, load_config
+from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.orchestrator.heartbeat import Heartbeats, StreamSilent
+from disaggregated_inference.orchestrator.node_client import ErrorDetail, LegFailed, NodeClient, NodeRefused
+from disaggregated_inference.orchestrator.node_state import NodeState
+from disaggregated_inference.orchestrator.registry import NodeRegistry
+
+Answer = Callable[[web.Request], Awaitable[web.Response]]
+
+
+class Slow:
+    """Answers `/health` after `seconds`."""
+
+    seconds = 0.0
+
+    async def answer(self, request: web.Request) -> web.Response:
+        await asyncio.sleep(self.seconds)
+        return web.json_response({"status": "healthy", "epoch": "e"})
+
+
+@asynccontextmanager
+async def served(path: str, answer: Answer, method: str = "GET") -> AsyncIterator[Server]:
+    app = web.Application()
+    app.router.add_route(method, path, answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    try:
+        yield Server(name="n", role="decode", host="127.0.0.1", port=port, model="m")
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def a_slow_node() -> AsyncIterator[tuple[Slow, NodeClient]]:
+    node = Slow()
+    async with served("/health", node.answer) as server, aiohttp.ClientSession() as session:
+        legs = NodeClient(server, session, Heartbeats(), stuck_s=30.0)
+        legs.replaceable = lambda: True
+        yield node, legs
+
+
+def test_a_busy_node_has_more_time_than_one_that_was_always_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("disaggregated_inference.orchestrator.node_client._PROBE_S", 1.0)
+
+    async def run() -> None:
+        async with a_slow_node() as (node, legs):
+            await legs.health()
+            legs._slowness_s = 0.0  # whatever this machine took
+            node.seconds = 1.5
+            with pytest.raises(LegFailed, match="does not answer"):
+                await legs.health()
+            node.seconds = 0.3  # it becomes slow by and by, as a machine does that more and more ask for work
+            await legs.health()
+            node.seconds = 1.5
+            assert (await legs.health()).status == "healthy"
+
+    asyncio.run(run())
+
+
+def test_a_node_that_nobody_can_replace_has_time() -> None:
+    async def run() -> None:
+        async with a_slow_node() as (node, legs):
+            await legs.health()
+            node.seconds = 1.5
+            legs.replaceable = lambda: False
+            assert (await legs.health()).status == "healthy"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("held_up", [True, False])
+def test_who_did_not_listen_asks_again(held_up: bool) -> None:
+    """This process was held up while the node answered: that it heard nothing says nothing about the node."""
+
+    async def run() -> None:
+        async with a_slow_node() as (node, legs):
+            await legs.health()
+            node.seconds = 5.0
+            asking = asyncio.create_task(legs.health())
+            await asyncio.sleep(0.2)
+            legs._heartbeats.look(asyncio.get_running_loop().time(), late=held_up)
+            node.seconds = 0.0
+            if held_up:
+                assert (await asking).status == "healthy"
+            else:
+                with pytest.raises(LegFailed, match="does not answer"):
+                    await asking
+
+    asyncio.run(run())
+
+
+def test_who_can_replace_whom() -> None:
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            decode = [{"name": name, "host": name, "model": "m"} for name in ("d1", "d2", "b")]
+            config = {
+                "prefill_servers": [{"name": name, "host": name, "model": "m"} for name in ("p1", "p2")],
+                "decode_servers": [*decode[:2], decode[2] | {"role": "both"}],
+            }
+            nodes = NodeRegistry(load_config(config), session).nodes
+
+            def replaceable(name: str, *usable: str) -> bool:
+                for node in nodes.values():
+                    node.reachable, node.trouble = node.name in usable, ""
+                return nodes[name].client.replaceable()
+
+            assert replaceable("d1", "d1", "d2")
+            assert replaceable("d1", "d1", "b")
+            assert not replaceable("d1", "d1", "p1", "p2"), "nobody else writes"
+            assert replaceable("p1", "p1", "p2")
+            assert replaceable("p1", "p1", "d1"), "who writes can read"
+            assert not replaceable("b", "b", "p1")
+            assert not replaceable("p1", "p1")
+
+    asyncio.run(run())
+
+
+def test_no_node_has_for_ever() -> None:
+    async def run() -> None:
+        async with a_slow_node() as (node, legs):
+            legs._slowness_s = 60.0
+            node.seconds = 30.0
+            started = asyncio.get_running_loop().time()
+            with pytest.raises(LegFailed, match="does not answer"):
+                await legs.health()
+            assert asyncio.get_running_loop().time() - started < 15.0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "state", "why"),
+    [
+        (404, "<!DOCTYPE HTML>", "unreachable", "n: it does not answer as a node: HTTP 404"),
+        (404, '{"detail": "Not Found"}', "unreachable", "n: it does not answer as a node: HTTP 404"),
+        (403, "Forbidden", "unauthorized", "n: it does not answer as a node: HTTP 403"),
+        (401, '{"error": {"code": "unauthorized", "message": "no"}}', "unauthorized", "n: no"),
+        (200, '{"status": "healthy", "role": "prefill"}', "wrong role", "it runs as a prefill node, and the config"),
+        (200, '{"status": "healthy", "stalled_s": 99}', "stuck", "its engine has made no progress for 99 s"),
+        (200, '{"status": "draining"}', "draining", "it is draining"),
+        (200, '{"status": "healthy"}', "healthy", ""),
+    ],
+)
+def test_a_state_that_tells(status: int, body: str, state: str, why: str) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        about = '{"context_window": 8}' if request.path == "/model" and status == 200 else body
+        return web.Response(status=status, text=about)
+
+    async def run() -> None:
+        async with served("/{any}", answer) as server, aiohttp.ClientSession() as session:
+            node = NodeState(server, "m", session, Heartbeats(), Policies())
+            await node.poll()
+            assert (node.state, node.why.startswith(why), node.usable) == (state, True, not why)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "bad"),
+    [
+        (400, "bad_request", True),
+        (400, "tokens_refused", True),
+        (413, "body_too_large", True),
+        (422, "model_unsupported", True),
+        (404, "model_not_found", False),
+        (504, "deadline_exceeded", False),
+    ],
+)
+def test_what_a_node_refuses_is_caught_as_what_is_refused_here(status: int, code: str, bad: bool) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"error": {"code": code, "message": "no"}}, status=status)
+
+    async def run() -> None:
+        async with served("/{any}", answer) as server, aiohttp.ClientSession() as session:
+            legs = NodeClient(server, session, Heartbeats(), stuck_s=30.0)
+            with pytest.raises(NodeRefused) as refused:
+                await legs.get("/model", 5.0)
+            assert (refused.value.status, refused.value.code, str(refused.value)) == (status, code, "no")
+            assert isinstance(refused.value, BadRequest) == bad
+            in_a_stream = [legs._failure(ErrorDetail(said, "no")) for said in ("bad_request", "deadline_exceeded")]
+            assert [isinstance(failure, BadRequest) for failure in in_a_stream] == [True, False]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("status", "code"), [(413, "request_too_large"), (404, "not_found")])
+def test_what_another_node_may_answer_otherwise_is_a_failed_leg(status: int, code: str) -> None:
+    legs = NodeClient(Server(name="n", role="decode", host="h", port=1, model="m"), None, Heartbeats(), 30.0)  # type: ignore[arg-type]
+    said = legs._said(status, json.dumps({"error": {"code": code, "message": "no"}}).encode())
+    assert isinstance(said, LegFailed)
+    assert said.code == code
+
+
+def test_a_node_that_went_quiet_is_named_once() -> None:
+    server = Server(name="d1", role="decode", host="127.0.0.1", port=1, model="m")
+
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            failure = NodeClient(server, session, Heartbeats(), stuck_s=30.0)._gone(
+                StreamSilent("d1: it does not answer")
+            )
+            assert (str(failure), failure.code, failure.hard) == ("d1: it does not answer", "unreachable", True)
+
+    asyncio.run(run())

@@ -1,0 +1,208 @@
+"""A gateway on a thread of this process or as one of its own, small clusters to put behind it, and answers by hand."""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+
+from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.gateway.auth import Caller
+from disaggregated_inference.gateway.chat import ChatDelta, ChatRequest
+from disaggregated_inference.gateway.tool_parsers.base import ContentDelta
+from disaggregated_inference.orchestrator import DisaggregatedInference
+from tests.conftest import until, written
+from tests.support.cluster import Process, config_of
+
+_FLOAT32 = ("--dtype", "float32", "--kv-memory", "256M")
+_START_S = 30.0
+_METRICS = {"prompt_tokens": 9, "completion_tokens": 5, "total_tokens": 14, "cached_tokens": 4}
+
+
+@contextmanager
+def served(config: dict[str, Any], *adapters: ModuleType) -> Iterator[str]:
+    """The base URL of the whole gateway without keys; where adapters are named, of nothing but them."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        gateway = _Gateway(config, adapters, sock)
+        gateway.start()
+        try:
+            assert until(lambda: gateway.serving or not gateway.is_alive(), _START_S)
+            assert gateway.serving, gateway.failed
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        finally:
+            gateway.stop()
+            gateway.join(_START_S)
+        assert not gateway.failed, gateway.failed
+
+
+class _Gateway(threading.Thread):
+    def __init__(self, config: dict[str, Any], adapters: tuple[ModuleType, ...], sock: socket.socket) -> None:
+        super().__init__(daemon=True)
+        self._config, self._adapters, self._sock = config, adapters, sock
+        self._server: uvicorn.Server | None = None
+        self.failed: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self.failed = error
+
+    async def _serve(self) -> None:
+        async with DisaggregatedInference(self._config) as core:
+            settings = uvicorn.Config(
+                _app(core, self._adapters), log_level="warning", ws="none", timeout_graceful_shutdown=1
+            )
+            self._server = uvicorn.Server(settings)
+            await self._server.serve(sockets=[self._sock])
+
+    @property
+    def serving(self) -> bool:
+        return self._server is not None and self._server.started
+
+    def stop(self) -> None:
+        if self._server:
+            self._server.should_exit = True
+
+
+class GatewayProcess:
+    """`disagg gateway` as people run it, on a free port. Its config is a file that a test may write again."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], *arguments: str) -> None:
+        self.config = folder / "cluster.json"
+        self.config.write_text(json.dumps(config))
+        command = [sys.executable, "-m", "disaggregated_inference", "gateway", "--config", str(self.config)]
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in end
+        self.process = subprocess.Popen([*command, "--port", "0", *arguments], stdout=subprocess.PIPE, stderr=self._log)
+        self.url = ""
+
+    def ready(self) -> "GatewayProcess":
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        assert line, self.said()
+        self.url = json.loads(line)["url"]
+        return self
+
+    def said(self) -> str:
+        return written(self._log)
+
+    def tell(self, signal: int) -> None:
+        self.process.send_signal(signal)
+
+    def ended(self) -> int:
+        """Its exit code."""
+        return self.process.wait(_START_S)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._log.close()
+        if self.process.stdout:
+            self.process.stdout.close()
+
+
+@contextmanager
+def gateway_process(folder: Path, config: dict[str, Any], *arguments: str) -> Iterator[GatewayProcess]:
+    gateway = GatewayProcess(folder, config, *arguments)
+    try:
+        yield gateway.ready()
+    finally:
+        gateway.end()
+
+
+@contextmanager
+def smollm2_pair() -> Iterator[tuple[Process, Process]]:
+    """The embedded model: torch reads, MLX writes. What they say is real, and the same in float32 on every engine."""
+    with _pair(("torch", "mlx"), "smollm2", *_FLOAT32) as pair:
+        yield pair
+
+
+@contextmanager
+def simulated_pair(profile: str = "instant") -> Iterator[tuple[Process, Process]]:
+    """No inference, but timing as the profile says; an answer is a row of numbers."""
+    with _pair(("simulated", "simulated"), "simulated:tiny", "--profile", profile, "--kv-memory", "256M") as pair:
+        yield pair
+
+
+def simulated_config(*nodes: Process, **policies: Any) -> dict[str, Any]:
+    """With an alias, as people have them."""
+    return config_of(*nodes, **policies) | {"models": {"simulated:tiny": {"aliases": ["tiny-alias"]}}}
+
+
+@contextmanager
+def _pair(engines: tuple[str, str], model: str, *arguments: str) -> Iterator[tuple[Process, Process]]:
+    reader = Process("p1", "prefill", engines[0], model, *arguments)
+    writer = Process("d1", "decode", engines[1], model, *arguments)
+    try:
+        yield reader.ready(), writer.ready()
+    finally:
+        reader.end()
+        writer.end()
+
+
+def _app(core: DisaggregatedInference, adapters: tuple[ModuleType, ...]) -> Any:
+    if adapters:
+        return app_of(core, *adapters)
+    from disaggregated_inference.gateway.app import gateway_app
+    from disaggregated_inference.gateway.auth import Keys
+
+    return gateway_app(core, Keys())
+
+
+def app_of(core: DisaggregatedInference, *adapters: ModuleType) -> Any:
+    """Some adapters without keys; errors in the first one's shape."""
+    app = Starlette(routes=[route for adapter in adapters for route in adapter.routes()])
+    app.state.core = core
+
+    def refused(request: Request, error: Exception) -> Response:
+        from disaggregated_inference.http.sse import json_response
+
+        return json_response(adapters[0].error_body(error), getattr(error, "status", 500))
+
+    app.add_exception_handler(DisaggError, refused)
+    return _as_anyone(app)
+
+
+def _as_anyone(app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    async def with_caller(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            scope["state"] = dict(scope.get("state", {})) | {"caller": Caller()}
+        await app(scope, receive, send)
+
+    return with_caller
+
+
+class Script:
+    """What a model is made to say, and what it was asked: `converse` stands where an adapter has the gateway's own."""
+
+    def __init__(self) -> None:
+        self.turns: list[ChatRequest] = []
+        self.parts: list[ChatDelta] = []
+        self.error: Exception | None = None
+        self.wait_s = 0.0
+
+    def says(self, *said: ContentDelta, finish: Any = "stop") -> None:
+        self.parts = [ChatDelta(said=(one,), token=7) for one in said] + [
+            ChatDelta(finish_reason=finish),
+            ChatDelta(metrics=_METRICS),
+        ]
+
+    async def converse(self, core: Any, turn: ChatRequest) -> AsyncIterator[list[ChatDelta]]:
+        self.turns.append(turn)
+        await asyncio.sleep(self.wait_s)
+        for part in self.parts:
+            yield [part]
+        if self.error:
+            raise self.error
