@@ -28,6 +28,7 @@ DisaggError
 │   ├── TicketNotFound         404  a ticket to cancel that is not there
 │   └── Cancelled              499  the other side no longer wants it
 ├── BadRequest                 400  a request that cannot be understood, or asks for what is not there
+│   ├── UnknownOption          400  an option that requests do not have (also a TypeError)
 │   ├── MessagesRefused        400  chat messages that the model's template cannot render
 │   ├── BodyTooLarge           413  a request body beyond the limit
 │   └── RequestTooSlow         408  a request that did not come in time
@@ -176,7 +177,17 @@ class Cancelled(WireError):
 
 
 class BadRequest(DisaggError):
+    """`param` names the field of the request that is wrong."""
+
     status = 400
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnknownOption(BadRequest, TypeError):
+    pass
 
 
 class MessagesRefused(BadRequest):

@@ -1,0 +1,181 @@
+"""What a node sends back while and after it generates: tokens, progress, metrics, errors."""
+
+from typing import Any
+
+import msgspec
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How much of a prompt the decode node has. The names are llama.cpp's: its clients show bars for them."""
+
+    total: int
+    cache: int  # tokens that it held before the request came
+    processed: int  # tokens that it has now, those of `cache` included
+    time_ms: int
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    code: str = "internal_error"
+    message: str = "no reason given"
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """Every error response of a node."""
+
+    error: ErrorDetail
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    cached_tokens: int
+
+
+class GenerationMetrics(msgspec.Struct):
+    """Seconds and counts of one request on one node."""
+
+    prompt_tokens: int | None = None  # None: the engine did not say
+    completion_tokens: int = 0
+    queue_time: float = 0.0
+    prefill_time: float = 0.0
+    decode_time: float = 0.0
+    decode_speed: float = 0.0
+    first_token_time: float = 0.0
+    total_time: float = 0.0
+    finish_reason: str = "length"
+    seed: int | None = None  # of a sampled answer: the same seed gives the same answer
+
+
+class DecodeMetrics(GenerationMetrics):
+    """Of a node that imports KV. Transfer is *hidden* while the prompt is still being prefilled; what remains after the
+    logits have arrived (they overtake waiting slices) is *exposed*."""
+
+    cached_tokens: int = 0  # of the prompt, from this node's prefix cache
+    prefill_cached_tokens: int = 0  # of the prompt, from the prefill node's prefix cache
+    prompt_tokens_recomputed: int = 0
+    kv_bytes: int = 0
+    kv_codec: str = ""
+    kv_paths: tuple[str, ...] = ()
+    resumed: int = 0
+    canary_time: float = 0.0
+    admission_time: float = 0.0  # waiting for KV memory on this node
+    fetch_time: float = 0.0
+    exposed_transfer_time: float = 0.0
+    inject_time: float = 0.0
+
+    @property
+    def spared_tokens(self) -> int:
+        """Prompt tokens that no node computed for this request. With a transfer, tokens that this node held and the
+        prefill node computed all the same were not moved, but they were computed."""
+        return self.prefill_cached_tokens if self.kv_paths else self.cached_tokens
+
+    @property
+    def usage(self) -> Usage:
+        prompt = self.prompt_tokens or 0
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=self.completion_tokens,
+            total_tokens=prompt + self.completion_tokens,
+            cached_tokens=self.spared_tokens,
+        )
+
+
+class TextMetrics(GenerationMetrics):
+    """Of a node that takes text and serves whole answers."""
+
+    load_time: float = 0.0
+    prefill_speed: float | None = None  # None: the engine may have held a part of the prompt, and does not say so
+
+
+class ReportedMetrics(DecodeMetrics):
+    """What the orchestrator reads: the metrics of either kind of node."""
+
+    load_time: float = 0.0
+    prefill_speed: float | None = None
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    token: int
+    logprob: float
+
+
+class Delta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """What a client's stream brings: the next piece of text of one choice. The last delta has the metrics."""
+
+    text: str = ""
+    token: int | None = None
+    choice: int = msgspec.field(default=0, name="index")
+    logprob: float | None = None
+    top_logprobs: tuple[TopLogprob, ...] = ()
+    finish_reason: str | None = None
+    thinking: str = ""  # of a text node, whose engine parses reasoning and tool calls itself
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    progress: Progress | None = None  # before the first token, if the request asked for it; then nothing else is set
+    metrics: dict[str, Any] | None = msgspec.field(default=None, name="request_metrics")  # never sent by a node
+
+
+class StreamEvent(Delta, frozen=True, omit_defaults=True, gc=False):
+    """One event of a decode node's stream, as the orchestrator reads it: a token, which goes to the client as it is,
+    progress, the end with its metrics, or an error."""
+
+    done: bool = False
+    node_metrics: ReportedMetrics | None = msgspec.field(default=None, name="metrics")
+    error: ErrorDetail | None = None
+
+
+class TokenEvent(StreamEvent, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """A token, as a node writes it: these fields are always sent."""
+
+    token: int
+    text: str
+
+
+class ChoiceTokenEvent(TokenEvent, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """The same, of a request with several choices."""
+
+    choice: int = msgspec.field(name="index")
+
+
+class TextEvent(StreamEvent, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """A piece of text from a node whose engine keeps its token ids to itself."""
+
+    text: str
+
+
+class DoneEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """The last event of a stream."""
+
+    done: bool = True
+    usage: Usage
+    metrics: DecodeMetrics | TextMetrics
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    token: int
+    logprob: float
+    top_logprobs: tuple[TopLogprob, ...] = ()
+
+
+class GeneratedChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One of a request's answers, whole."""
+
+    index: int
+    text: str
+    tokens: tuple[int, ...] | None  # None: from a node that takes and gives text
+    finish_reason: str | None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    thinking: str = ""
+    tool_calls: tuple[dict[str, Any], ...] = ()
+
+
+class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A whole answer: of `/decode` and `/generate` without a stream."""
+
+    generated_text: str
+    tokens: tuple[int, ...]
+    finish_reason: str | None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    choices: tuple[GeneratedChoice, ...] = ()  # where there are several
+    usage: Usage
+    metrics: DecodeMetrics

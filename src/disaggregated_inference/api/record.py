@@ -1,0 +1,103 @@
+"""The record of a finished request: the metrics that a client gets, the history, Prometheus, traces, the dashboard."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from disaggregated_inference.api.events import ErrorDetail, GeneratedChoice
+
+Outcome = Literal["ok", "failed", "refused", "cancelled"]
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """One bar of the waterfall."""
+
+    name: str
+    start_s: float
+    seconds: float
+    node: str = ""
+
+
+class Failover(msgspec.Struct, kw_only=True):
+    """A leg that failed. `stall_s`: from the last sign of life before it to the next token after it."""
+
+    node: str
+    code: str
+    message: str
+    at_s: float = 0.0
+    detected_s: float = 0.0  # from the last sign of life to the verdict
+    stall_s: float | None = None
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Times are seconds, speeds are tokens per second. None: unknown, or it does not apply."""
+
+    prefill_time: float = 0.0
+    decode_time: float = 0.0
+    total_time: float = 0.0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prefill_speed: float = 0.0
+    decode_speed: float = 0.0
+    method: str | None = None
+    prefill_server: str | None = None
+    decode_server: str | None = None
+    tokens_per_sec: float = 0.0
+    warning: str | None = None
+    request_id: str = ""
+    model: str = ""
+    first_token_time: float = 0.0
+    plan: str | None = None
+    predicted_first_token_time: float | None = None
+    attempts: int = 0
+    failovers: tuple[Failover, ...] = ()
+    cached_tokens: int = 0  # of the prompt, from a prefix cache
+    seed: int | None = None
+    waterfall: tuple[Phase, ...] = ()
+    queue_time: float | None = None
+    admission_time: float | None = None
+    canary_time: float | None = None
+    fetch_time: float | None = None
+    exposed_transfer_time: float | None = None
+    inject_time: float | None = None
+    kv_bytes: int | None = None
+    kv_codec: str | None = None
+    kv_paths: tuple[str, ...] | None = None
+    resumed: int | None = None
+    prompt_tokens_recomputed: int | None = None
+    energy_wh: float | None = None
+    cost: float | None = None
+    ok: bool = True
+    outcome: Outcome = "ok"
+    error: ErrorDetail | None = None
+    time: float = 0.0  # when the request came, in seconds since 1970
+    finish_reason: str | None = None
+    operation: str = ""  # by OpenTelemetry's names: chat, text_completion
+    n: int = 1  # choices
+
+    def metrics(self) -> dict[str, Any]:
+        """The part that a client gets beside its answer, as plain values."""
+        return _without(msgspec.to_builtins(self), _HISTORY_ONLY, ("energy_wh", "cost"))
+
+    def row(self) -> dict[str, Any]:
+        """All of it as plain values, for the history."""
+        return _without(msgspec.to_builtins(self), (), ("energy_wh", "cost", "error"))
+
+
+_HISTORY_ONLY = ("ok", "outcome", "error", "time", "finish_reason", "operation", "n")
+
+
+def _without(row: dict[str, Any], dropped: tuple[str, ...], if_none: tuple[str, ...]) -> dict[str, Any]:
+    return {k: v for k, v in row.items() if k not in dropped and not (v is None and k in if_none)}
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """The typed result of `complete`: the choices, and the record of the request."""
+
+    choices: tuple[GeneratedChoice, ...]
+    record: RequestRecord
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text

@@ -1,0 +1,192 @@
+"""What a client asks the orchestrator for, and what the orchestrator asks nodes for. docs/API.md describes both."""
+
+import re
+import secrets
+from typing import Any, TypedDict
+
+import msgspec
+
+from disaggregated_inference.api.sampling import (
+    MAX_CHOICES,
+    Count,
+    OutputFormat,
+    SamplingParams,
+    Seconds,
+    Temperature,
+    TokenId,
+    WaitSeconds,
+)
+from disaggregated_inference.errors import BadRequest
+
+_TICKET = re.compile(r"[\w.:-]{1,200}", re.ASCII)
+_REQUEST_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
+MAX_KV_ADDRESSES = 16
+DEFAULT_TEMPERATURE = 0.2
+DEFAULT_NODE_TOKENS = 256  # of an answer, where a request to a node names no limit
+
+
+class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`POST /prefill`. One of prompt, messages and tokens."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tokens: list[int] | None = None
+    ticket: str | None = None
+    wait: bool = True  # false: answer as soon as there is memory; the fetch may begin before the prefill ends
+    inline: bool = False  # true: the KV cache itself in the answer, as base64
+    timeout_s: Seconds = 60.0
+    queue_s: WaitSeconds = 30.0  # the part of it that the request may wait for memory
+    kv_addresses: tuple[str, ...] = ()  # where the caller reaches this node's KV port, best first
+
+    def __post_init__(self) -> None:
+        if len(self.kv_addresses) > MAX_KV_ADDRESSES:
+            raise BadRequest(f"kv_addresses takes at most {MAX_KV_ADDRESSES} addresses")
+        if self.inline and not self.wait:
+            raise BadRequest("inline needs the whole cache: leave out wait, or set it to true")
+        if self.ticket is not None and not _TICKET.fullmatch(self.ticket):
+            raise BadRequest("a ticket id has 1 to 200 characters, of A-Z a-z 0-9 . _ : -")
+
+
+class PrefillMetrics(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    prefill_time: float
+    prefill_speed: float
+    queue_time: float
+    cached_tokens: int = 0  # of the prompt, from this node's prefix cache
+
+
+class PrefillResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    context: str  # what `/decode` redeems
+    ticket: str
+    prompt_tokens: int
+    metrics: PrefillMetrics | None = None  # once the prompt was prefilled
+    input_ids: tuple[int, ...] = ()
+    kv_cache: str = ""  # base64; with `inline`
+
+
+class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling parameters, and what a decode node needs to know to continue an answer that another node began."""
+
+    written: tuple[TokenId, ...] = ()  # tokens of the answer that the prompt already ends with
+    choice: int = 0  # which of several choices goes on by itself: each has random numbers of its own
+    timeout_s: Seconds = 180.0
+    queue_s: WaitSeconds = 30.0  # the part of it that the request may wait for memory
+    progress: bool = False  # a stream also reports how much of the prompt has arrived
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.written or self.choice) and self.n > 1:
+            raise BadRequest("an answer that goes on has one choice: give written and choice with n = 1")
+        if not 0 <= self.choice < MAX_CHOICES:
+            raise BadRequest(f"choice must be between 0 and {MAX_CHOICES - 1}, not {self.choice}")
+
+    def seeded(self) -> "GenerationParams":
+        """With a seed to report and to continue with, if the answer is sampled and the request has none."""
+        if not self.temperature or self.seed is not None:
+            return self
+        return msgspec.structs.replace(self, seed=new_seed())
+
+
+class DecodeRequest(GenerationParams, frozen=True, kw_only=True, omit_defaults=True):
+    """`POST /decode` (with a context or a KV cache) and `POST /generate` (with a prompt alone)."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tokens: list[int] | None = None
+    context: str | None = None
+    kv_cache: str | None = None  # base64
+    stream: bool = False
+    max_new_tokens: Count | None = None  # max_tokens by another name
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.context is not None and self.kv_cache is not None:
+            raise BadRequest("give context or kv_cache, not both")
+        if None not in (self.max_tokens, self.max_new_tokens) and self.max_tokens != self.max_new_tokens:
+            raise BadRequest("max_tokens and max_new_tokens are the same thing: give one of them")
+
+    @property
+    def limit(self) -> int:
+        return self.max_tokens or self.max_new_tokens or DEFAULT_NODE_TOKENS
+
+
+class TextGenerateRequest(DecodeRequest, frozen=True, kw_only=True, omit_defaults=True):
+    """`POST /generate` of a node that takes text: its engine applies the chat template."""
+
+    template: dict[str, Any] = msgspec.field(
+        default_factory=dict
+    )  # variables of the chat template; such engines know tools and thinking
+    tools: list[dict[str, Any]] | None = None  # the same as in template
+    images: Any = None  # refused: images belong to messages
+    written_text: str = ""  # of an answer that another node began: it goes on after this
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The options of `generate` and `stream`, of both clients. An option that is None counts as not given; then the
+    model's default in the cluster file applies, or else the default named here."""
+
+    model: str | None  # a name, an alias or a part of a name; default: the only model of the cluster
+    model_type: str | None  # an older name for model
+    messages: list[dict[str, Any]] | None  # a chat, instead of prompt
+    tokens: list[int] | None  # token ids, instead of prompt
+    template: dict[str, Any] | None  # variables of the chat template: tools, reasoning_effort, ...
+    max_tokens: int | None  # longest answer; default: 2000, or what the context window has left
+    temperature: float | None  # default 0.2; 0 is greedy
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None  # the same seed gives the same answer
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    logit_bias: dict[int, float] | dict[str, float] | None
+    stop: str | list[str] | tuple[str, ...] | None  # the answer ends before the first of these strings
+    n: int | None  # how many choices
+    logprobs: int | None  # how many alternatives per token
+    ignore_eos: bool | None
+    min_tokens: int | None
+    format: OutputFormat | dict[str, Any] | None  # structured output: JSON schema, regex, grammar, choice
+    response_format: dict[str, Any] | None  # the same in OpenAI's form
+    timeout: float | None  # seconds for the whole request
+    priority: int | None  # higher first, while requests wait
+    progress: bool | None  # a stream also reports how much of the prompt was read
+    request_id: str | None
+
+
+class GenerateRequest(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A client's request, checked. One of prompt, messages and tokens."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tokens: list[TokenId] | None = None
+    template: dict[str, Any] = msgspec.field(default_factory=dict)
+    temperature: Temperature = DEFAULT_TEMPERATURE
+    timeout: Seconds | None = None
+    priority: int = 0
+    progress: bool = False
+    request_id: str = "-"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if sum(given is not None for given in (self.prompt, self.messages, self.tokens)) != 1:
+            raise BadRequest("give exactly one of prompt, messages and tokens")
+        if self.messages == []:
+            raise BadRequest("messages is empty: give at least one")
+        if "messages" in self.template:
+            raise BadRequest("messages are not given in template")
+        if not _REQUEST_ID.fullmatch(self.request_id):
+            form = "1 to 100 letters, digits and any of . _ : - make an id"
+            raise BadRequest(f"request_id: {self.request_id[:40]!r} is none; {form}")
+
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters, as keyword arguments of a request to a node."""
+        return {name: getattr(self, name) for name in SamplingParams.__struct_fields__}
+
+
+def new_seed() -> int:
+    return secrets.randbits(53)  # what every JSON reader keeps whole
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(8)

@@ -1,0 +1,144 @@
+"""What a node says of itself: `/health`, `/status` and `/model`."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from disaggregated_inference.kv import Fingerprint
+
+Role = Literal["prefill", "decode", "both"]
+
+
+class Rate(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast work of `size` to just under twice `size` goes. Size is prompt tokens for prefill; for decode it is the
+    batch size, and `tokens_per_s` is that of the whole batch."""
+
+    size: int
+    tokens_per_s: float
+    samples: int = 1
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    prefill: tuple[Rate, ...] = ()
+    decode: tuple[Rate, ...] = ()
+    local_prefill: tuple[Rate, ...] = ()  # prompts that a decode node prefills itself
+
+
+class SlotStatus(msgspec.Struct, frozen=True):
+    used: int = 0
+    most: int = 1
+
+
+class QueueDepth(msgspec.Struct, frozen=True):
+    waiting: int = 0  # for memory or a slot
+    retry_after_s: int = 1
+
+
+class KVMemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """`limit_bytes` is what one answer may have, `reserved_bytes` what is promised of it. A node of both roles has two
+    budgets, and a request takes from one of them: `total_*`, the peaks and `held_bytes` are of both."""
+
+    limit_bytes: int = 0
+    reserved_bytes: int = 0
+    total_limit_bytes: int = 0
+    total_reserved_bytes: int = 0
+    peak_reserved_bytes: int = 0
+    held_bytes: int = 0
+    peak_held_bytes: int = 0
+
+
+class PathStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A network path to a prefill node. Goodput is that of recent slices while they arrived, without waiting time."""
+
+    host: str
+    port: int
+    goodput_bytes_s: float | None = None
+    payload_bytes: int = 0
+    connections: int = 0
+    failures: int = 0
+    last_error: str | None = None
+
+
+class PeerStatus(msgspec.Struct, frozen=True):
+    """What the canary prompt showed about a prefill node."""
+
+    epoch: str
+    refused: str | None = None
+    distance: float | None = None
+
+
+class TicketEndings(msgspec.Struct, frozen=True):
+    fetched: int = 0
+    cancelled: int = 0
+    expired: int = 0
+
+
+class NodeHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """`/health`. A node of another version may say more, or less."""
+
+    status: Literal["healthy", "loading", "draining", "unhealthy"] = "unhealthy"
+    model: str = ""
+    loaded: bool = True
+    backend: str = ""  # the engine
+    role: Role = "both"
+    epoch: str = ""  # of this run: a restarted node has another
+    stalled_s: float = 0.0  # how long the engine has been at one call
+    reason: str = ""  # why it is unhealthy
+    ollama: dict[str, Any] | None = None  # of a node in front of one
+
+
+class NodeStatus(NodeHealth, frozen=True, kw_only=True):
+    """`/status`: what a router needs to decide."""
+
+    dtype: str = ""
+    context_window: int = 0
+    kv_token_bytes: int = 0
+    waiting: int = 0  # requests that are not finished
+    waiting_tokens: int = 0  # of their prompts, still to be prefilled
+    running: int = 0  # answers in the decode batch
+    exports: bool = True  # KV
+    imports: bool = True
+    queue: QueueDepth = QueueDepth()
+    slots: SlotStatus = SlotStatus()
+    kv: KVMemoryStatus = KVMemoryStatus()
+    prefixes: dict[str, int] = {}  # the prefix cache's counters
+    integrity_faults: int = 0
+    prompt_tokens_computed: int = 0
+    tokens_written: int = 0
+    canary_tokens: int = 0
+    steps: int = 0
+    tickets: int = 0
+    endings: TicketEndings = TicketEndings()
+    kv_addresses: tuple[str, ...] = ()
+    paths: tuple[PathStatus, ...] = ()
+    peers: tuple[PeerStatus, ...] = ()
+    rates: Rates = Rates()
+
+
+class ModelIdentity(msgspec.Struct, frozen=True):
+    """Of a model that only its engine knows well: little, but enough to tell two models apart."""
+
+    architecture: str = ""
+    parameters: int = 0
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """`/model`. A node without a fingerprint hands out neither KV nor tokenizer, and takes text."""
+
+    model: str = ""
+    context_window: int
+    vocabulary: int | None = None
+    eos_tokens: tuple[int, ...] = ()
+    fingerprint: Fingerprint | None = None
+    identity: ModelIdentity = ModelIdentity()
+    capabilities: tuple[str, ...] | None = None  # by Ollama's names; None: unknown, or the tokenizer shows them
+
+    def differences(self, other: "ModelInfo") -> list[str]:
+        """One line per disagreement; none: both nodes may answer for one model."""
+        if self.fingerprint and other.fingerprint:
+            return self.fingerprint.differences(other.fingerprint)
+        if self.fingerprint or other.fingerprint:
+            takes = {True: "tokens", False: "text only"}
+            return [f"it takes {takes[bool(other.fingerprint)]}, not {takes[bool(self.fingerprint)]}"]
+        mine, theirs = self.identity, other.identity
+        return [] if mine == theirs else [f"{theirs.architecture} of {theirs.parameters} parameters there"]

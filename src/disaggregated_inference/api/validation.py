@@ -1,0 +1,96 @@
+"""From what a person or a program wrote to a struct, with an error that names the field and what it may be."""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from disaggregated_inference.api.requests import GenerateOptions, GenerateRequest, new_request_id
+from disaggregated_inference.api.sampling import OutputFormat
+from disaggregated_inference.errors import BadRequest, UnknownOption
+
+_TOKEN_ID = re.compile("[0-9]{1,10}")  # as JSON and TOML have it, whose keys are strings
+_FORMATS = ("json_object", "json_schema", "regex", "grammar", "choice")
+
+Kind = TypeVar("Kind")
+
+
+def convert(content: object, kind: type[Kind]) -> Kind:
+    try:
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        raise invalid(error) from error
+
+
+def invalid(error: msgspec.ValidationError) -> BadRequest:
+    """msgspec ends its messages with the place: ` - at `$.top_p``."""
+    reason, _, place = str(error).partition(" - at `$")
+    name = place.rstrip("`").lstrip(".")
+    param = re.match(r"\w+", name)
+    return BadRequest(f"{name}: {reason}" if name else reason, param=param[0] if param else None)
+
+
+def generate_request(given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> GenerateRequest:
+    """A client's options over the model's defaults in the cluster file, checked."""
+    options = {"request_id": new_request_id()} | _plain(defaults or {}) | _plain(given)
+    require_known(options, GenerateRequest.__struct_fields__)
+    request = convert(options, GenerateRequest)
+    if request.format:
+        request.format.require_valid()
+    try:
+        msgspec.json.encode((request.sampling(), request.template))
+    except (UnicodeEncodeError, TypeError, ValueError) as error:
+        raise BadRequest(f"the request cannot be sent as JSON: {error}") from error
+    return request
+
+
+def require_known(options: Iterable[str], known: Iterable[str]) -> None:
+    known = [*known, "model_type", "response_format"]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise UnknownOption(f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""), name)
+
+
+def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is None, and by our names."""
+    options = {name: value for name, value in given.items() if value is not None}
+    if "model_type" in options:
+        options.setdefault("model", options.pop("model_type"))
+    if "response_format" in options:
+        options["format"] = output_format(options.pop("response_format"))
+    if isinstance(options.get("logit_bias"), dict):
+        options["logit_bias"] = {_token_id(key): bias for key, bias in options["logit_bias"].items()}
+    return options
+
+
+def _token_id(key: Any) -> Any:
+    if isinstance(key, str) and not _TOKEN_ID.fullmatch(key):
+        raise BadRequest(f'logit_bias: {key[:40]!r} is no token: give token ids, such as {{"5": -100}}', "logit_bias")
+    return int(key) if isinstance(key, str) else key
+
+
+def output_format(wanted: Any) -> OutputFormat | None:
+    """OpenAI's `{"type": "json_schema", "json_schema": {"schema": ...}}` as ours. None: plain text."""
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if kind == "text":
+        return None
+    if kind not in _FORMATS:
+        raise BadRequest(
+            f"response_format: its type must be text, {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}", "response_format"
+        )
+    if kind == "json_schema" and isinstance(wanted.get("json_schema"), dict):
+        wanted = {"type": kind, "schema": wanted["json_schema"].get("schema")}
+    try:
+        return msgspec.convert(wanted, OutputFormat)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"response_format: {invalid(error)}", "response_format") from error
+
+
+def options_of(request: GenerateOptions | Mapping[str, Any]) -> dict[str, Any]:
+    """One of several requests, as keyword arguments."""
+    if not isinstance(request, dict) or not all(isinstance(name, str) for name in request):
+        raise BadRequest('a request is a dict of options, such as {"prompt": "Why?"}')
+    return dict(request)
