@@ -1,19 +1,20 @@
-"""The sync facade: one event loop on a thread of its own, shared by any number of callers' threads."""
+"""The sync client: one event loop on a thread of its own, shared by any number of threads."""
 
 import asyncio
 import os
 import queue
 import threading
 import weakref
-from collections.abc import Coroutine, Generator, Iterator, Sequence
+from collections.abc import Coroutine, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
+from disaggregated_inference.api import Completion, Delta, GenerateOptions
 from disaggregated_inference.cluster.config import ClusterConfig
 from disaggregated_inference.errors import ClusterError
-from disaggregated_inference.orchestrator import Delta, DisaggregatedInference
+from disaggregated_inference.orchestrator import DisaggregatedInference
 
 Result = TypeVar("Result")
 
@@ -22,18 +23,18 @@ _CLOSED = "the client was closed before this was done"
 
 
 class DisaggregatedClient:
-    """`DisaggregatedClient()` finds the cluster file, `DisaggregatedClient(path)` is told it.
+    """`DisaggregatedClient()` finds the cluster file, `DisaggregatedClient(path)` reads that one.
 
         with DisaggregatedClient() as client:
             response, metrics = client.generate(model="qwen", prompt="def fibonacci(n):")
 
-    Threads may share one. It ends with `close`, with its `with`, or with the interpreter.
+    Threads may share a client. It ends with `close`, with its `with` block, or with the interpreter.
     """
 
     def __init__(self, config_path: "str | Path | dict[str, Any] | ClusterConfig | None" = None) -> None:
-        self._core = DisaggregatedInference(config_path)  # a bad config is said before a thread is started
-        self._home = _Home(self._core)
-        self._end = weakref.finalize(self, self._home.shut_down)  # dropped, or at exit
+        self._core = DisaggregatedInference(config_path)  # a bad config is an error before a thread is started
+        self._loop_thread = _LoopThread(self._core)
+        self._end = weakref.finalize(self, self._loop_thread.shut_down)  # dropped, or at exit
         self._call(self._core.start())
 
     @property
@@ -47,49 +48,55 @@ class DisaggregatedClient:
         self.close()
 
     def close(self) -> None:
-        """Ends what is under way, then the loop and its thread. Again is harmless."""
+        """Ends running requests, then the loop and its thread. A second call is harmless."""
         self._end()
 
     @overload
     def generate(
-        self, prompt: str | None = None, *, stream: Literal[False] = False, **options: Any
+        self, prompt: str | None = None, *, stream: Literal[False] = False, **options: Unpack[GenerateOptions]
     ) -> tuple[str, dict[str, Any]]: ...
 
     @overload
-    def generate(self, prompt: str | None = None, *, stream: Literal[True], **options: Any) -> Iterator[str]: ...
+    def generate(
+        self, prompt: str | None = None, *, stream: Literal[True], **options: Unpack[GenerateOptions]
+    ) -> Iterator[str]: ...
 
     def generate(
-        self, prompt: str | None = None, *, stream: bool = False, **options: Any
+        self, prompt: str | None = None, *, stream: bool = False, **options: Unpack[GenerateOptions]
     ) -> tuple[str, dict[str, Any]] | Iterator[str]:
-        """`(response, metrics)`; with `stream=True` an iterator of texts. See docs/CLIENT.md for the options."""
+        """`(response, metrics)`; with `stream=True` an iterator of texts."""
         if stream:
             return (delta.text for delta in self.stream(prompt, **options) if delta.text)
         answer = self._call(self._core.generate(prompt, **options))
         return answer["response"], {name: value for name, value in answer.items() if name != "response"}
 
-    def stream(self, prompt: str | None = None, **options: Any) -> Generator[Delta, None, None]:
-        """Pieces of text as they are written; the last one carries the metrics. Leaving the loop cancels the rest."""
-        lines: queue.SimpleQueue[Delta | BaseException | None] = queue.SimpleQueue()
-        pumping = self._home.post(self._pump(lines, prompt, options))
-        pumping.add_done_callback(lambda _: lines.put(ClusterError(_CLOSED)))  # if nothing else was said
+    def complete(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Completion:
+        """The whole answer, typed: `.text`, `.choices`, and `.record` with every metric."""
+        return self._call(self._core.complete(prompt, **options))
+
+    def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Generator[Delta, None, None]:
+        """Deltas of text as they are generated; the last one has the metrics. Leaving the loop cancels the rest."""
+        items: queue.SimpleQueue[Delta | BaseException | None] = queue.SimpleQueue()
+        pumping = self._loop_thread.post(self._pump(items, prompt, options))
+        pumping.add_done_callback(lambda _: items.put(ClusterError(_CLOSED)))  # if nothing else came
         try:
-            while (item := lines.get()) is not None:
+            while (item := items.get()) is not None:
                 if isinstance(item, BaseException):
-                    self._home.end_with_the_interpreter()
+                    self._loop_thread.end_with_the_interpreter()
                     raise item
                 yield item
         finally:
             pumping.cancel()
 
-    async def _pump(self, lines: "queue.SimpleQueue[Any]", prompt: str | None, options: dict[str, Any]) -> None:
+    async def _pump(self, items: "queue.SimpleQueue[Any]", prompt: str | None, options: GenerateOptions) -> None:
         try:
             async for delta in self._core.stream(prompt, **options):
-                lines.put(delta)
-            lines.put(None)
+                items.put(delta)
+            items.put(None)
         except Exception as error:
-            lines.put(error)
+            items.put(error)
 
-    def generate_many(self, requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def generate_many(self, requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Several models or prompts at once: `results` in order, and `speedup`."""
         return self._call(self._core.generate_many(requests))
 
@@ -103,19 +110,19 @@ class DisaggregatedClient:
         return self._core.history.recent(count, self.config.resolve_model(model) if model else None)
 
     def _call(self, work: "Coroutine[Any, Any, Result]") -> Result:
-        future = self._home.post(work)
+        future = self._loop_thread.post(work)
         try:
             return future.result()
-        except BaseException as error:  # also where the caller is interrupted: nobody wants it any more
+        except BaseException as error:  # also if the caller is interrupted
             future.cancel()
-            self._home.end_with_the_interpreter()
+            self._loop_thread.end_with_the_interpreter()
             if isinstance(error, CancelledError):
                 raise ClusterError(_CLOSED) from None
             raise
 
 
-class _Home:
-    """An event loop on a thread of its own. What was posted ends, whatever happens to the loop."""
+class _LoopThread:
+    """An event loop on a thread of its own. Posted work always ends, whatever happens to the loop."""
 
     def __init__(self, core: DisaggregatedInference) -> None:
         self._core, self._loop = core, asyncio.new_event_loop()
@@ -124,7 +131,7 @@ class _Home:
         self._thread.start()
 
     def post(self, work: "Coroutine[Any, Any, Result]") -> "Future[Result]":
-        with self._lock:  # what is posted before the end is ended by it
+        with self._lock:  # work that is posted before the end is ended by it
             if not (refusal := self._refusal()):
                 return asyncio.run_coroutine_threadsafe(work, self._loop)
         work.close()
@@ -141,8 +148,8 @@ class _Home:
         return ""
 
     def shut_down(self) -> None:
-        """Also where the last reference was dropped on the loop's own thread, which cannot wait for itself; and in a
-        child process, which has the loop but not its thread."""
+        """Also if the last reference was dropped on the loop's own thread, which cannot wait for itself, and in a child
+        process, which has the loop but not its thread."""
         if self._process != os.getpid():
             return
         with self._lock:
@@ -160,7 +167,7 @@ class _Home:
             self._loop.stop()
 
     def end_with_the_interpreter(self) -> None:
-        """Where that is what ended a daemon thread's call: it needs no trace on the screen."""
+        """A daemon thread's call that ends with the interpreter prints no traceback."""
         if self._closed and threading.current_thread().daemon and not threading.main_thread().is_alive():
             threading.Event().wait()
 

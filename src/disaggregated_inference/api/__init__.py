@@ -28,6 +28,7 @@ from disaggregated_inference.api.requests import (
     PrefillMetrics,
     PrefillRequest,
     PrefillResponse,
+    RequestOptions,
     TextGenerateRequest,
 )
 from disaggregated_inference.api.sampling import OutputFormat, SamplingParams
@@ -80,6 +81,7 @@ __all__ = [
     "Rate",
     "Rates",
     "ReportedMetrics",
+    "RequestOptions",
     "RequestRecord",
     "Role",
     "SamplingParams",

@@ -153,6 +153,12 @@ class GenerateOptions(TypedDict, total=False):
     request_id: str | None
 
 
+class RequestOptions(GenerateOptions, total=False):
+    """The same, with the prompt."""
+
+    prompt: str | None
+
+
 class GenerateRequest(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A client's request, checked. One of prompt, messages and tokens."""
 

@@ -1,6 +1,11 @@
-"""Routing, health, failover: one request over two machines. `DisaggregatedInference` is the way in."""
+"""The orchestrator: routing, health, failover, queueing. `DisaggregatedInference` is the way in."""
 
-from disaggregated_inference.orchestrator.node_client import Delta
+from disaggregated_inference.api import Delta
+from disaggregated_inference.orchestrator.cluster_view import Route
+from disaggregated_inference.orchestrator.defaults import require_defaults
+from disaggregated_inference.orchestrator.history import History
 from disaggregated_inference.orchestrator.orchestrator import DisaggregatedInference
+from disaggregated_inference.orchestrator.threads import in_thread
+from disaggregated_inference.orchestrator.verdict import Verdict
 
-__all__ = ["Delta", "DisaggregatedInference"]
+__all__ = ["Delta", "DisaggregatedInference", "History", "Route", "Verdict", "in_thread", "require_defaults"]

@@ -1,4 +1,4 @@
-"""Whether a node is worth asking: a circuit that opens when it fails, and closes when one request came through."""
+"""The circuit breaker of a node: it opens when the node fails, and closes when one trial request succeeds."""
 
 import time
 from collections import deque
@@ -7,11 +7,11 @@ from typing import Literal
 
 State = Literal["closed", "open", "half_open"]
 
-_COLD = 0.2  # a node that just came back gets a fifth of a share at once, or it would never be tried
+_COLD = 0.2  # a node that just came back gets a fifth of its share at once, or it would never be tried
 
 
 class Breaker:
-    """One node's circuit. Closed: requests pass. Open: none does. Half open: one at a time does, to see."""
+    """Closed: requests pass. Open: no request passes. Half open: one trial request at a time passes."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class Breaker:
         probe_s: float = 10.0,
         warm_s: float = 10.0,
     ) -> None:
-        self.reason = ""  # of the last failure; empty while all is well
+        self.reason = ""  # of the last failure; empty after a success
         self._clock, self._soft_window_s, self._probe_s, self._warm_s = clock, soft_window_s, probe_s, warm_s
         self._first_open_s = self._open_s = first_open_s
         self._longest_open_s = longest_open_s
@@ -46,12 +46,12 @@ class Breaker:
 
     @property
     def ready(self) -> bool:
-        """What `allows` would say, without taking the probe: for planning."""
+        """What `allows` would return, without taking the trial: for the router."""
         return self.state == "closed" or (self.state == "half_open" and not self._is_probing())
 
     def allows(self) -> bool:
-        """Whether a request may go there now. Who is told so reports back with `failed` or `succeeded`; a probe that
-        never does is given up after a while, or a cancelled request would keep the circuit open for ever."""
+        """Whether a request may go there now. A request that was let through reports `failed` or `succeeded`. A trial
+        that never reports expires, or a cancelled request would keep the circuit open."""
         if not self.ready:
             return False
         if self._retry_at is not None:
@@ -59,21 +59,22 @@ class Breaker:
         return True
 
     def released(self) -> None:
-        """Whoever had the probe learnt nothing: the next request may try."""
+        """The trial ended without a result: the next request may try."""
         self._probe_until = None
 
     def failed(self, reason: str, *, hard: bool = False) -> None:
-        """Hard: nobody is there (refused, reset, frozen), once is enough. Soft: it may have been the request."""
+        """Hard: the node is gone (refused, reset, frozen); one failure opens the circuit. Soft: the request may be the
+        cause; several failures open it."""
         self.reason = reason
         state = self.state
         if state == "half_open":
             self._open(min(self._open_s * 2, self._longest_open_s))
-        elif state == "closed" and (hard or self._is_one_too_many()):
+        elif state == "closed" and (hard or self._too_many_failures()):
             self._open(self._first_open_s)
-        # Open already: requests that were there together fail together, which says nothing new.
+        # Open already: requests that ran there together fail together, which is no news.
 
     def succeeded(self) -> None:
-        """Closes a half-open circuit. Not an open one: an old answer may still trickle in from a node that froze."""
+        """Closes a half-open circuit. Not an open one: old output of a frozen node may still arrive."""
         if self.state == "open":
             return
         self.reason = ""
@@ -82,15 +83,15 @@ class Breaker:
             self._open_s, self._warm_from = self._first_open_s, self._clock()
 
     def renewed(self) -> None:
-        """It runs in a new epoch: what the old process did is no longer held against it. An open circuit tries it at
-        once, but with one request: a process that keeps restarting is new every time."""
+        """The node was restarted: failures of the old process do not count. An open circuit lets a trial through at once,
+        but only one: a process may keep restarting."""
         self._soft_at.clear()
         self._warm_from = self._clock()
         if self._retry_at is not None:
             self._retry_at, self._probe_until = min(self._retry_at, self._clock()), None
 
     def warmth(self) -> float:
-        """0.2 to 1: the share of work for a node that came (back) a moment ago."""
+        """0.2 to 1: the share of work for a node that just came back."""
         if self._warm_from is None:
             return 1.0
         return min(1.0, _COLD + (1 - _COLD) * (self._clock() - self._warm_from) / self._warm_s)
@@ -103,8 +104,8 @@ class Breaker:
     def _is_probing(self) -> bool:
         return self._probe_until is not None and self._clock() < self._probe_until
 
-    def _is_one_too_many(self) -> bool:
-        """The deque keeps just as many as are too many, so the oldest of a full one decides."""
+    def _too_many_failures(self) -> bool:
+        """The deque holds exactly the number that opens the circuit: the oldest of a full one decides."""
         now = self._clock()
         self._soft_at.append(now)
         return len(self._soft_at) == self._soft_at.maxlen and now - self._soft_at[0] <= self._soft_window_s

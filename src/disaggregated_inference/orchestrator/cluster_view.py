@@ -1,42 +1,31 @@
-"""The cluster as a planner sees it: frozen, and small enough to write down in a test."""
-
-from typing import Literal
+"""The cluster as the router sees it: frozen, and small enough to write down in a test."""
 
 import msgspec
 
-Role = Literal["prefill", "decode", "both"]
-
-
-class Rate(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast work of `size` to just under twice `size` goes. Size is prompt tokens for reading, answers at once for
-    writing (whose `tokens_per_s` is that of all of them together)."""
-
-    size: int
-    tokens_per_s: float
-    samples: int = 1
+from disaggregated_inference.api import Rate, Role
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """One node, as its last status said, corrected by what was sent there since."""
+    """One node: its last status, corrected by what was sent there since."""
 
     name: str
     role: Role
     model: str = ""
     engine: str = ""
-    usable: bool = True  # healthy, and its breaker lets requests through
+    usable: bool = True  # healthy, and its circuit breaker lets requests through
     group: str = ""  # nodes of one group hold the same model and may hand caches to each other
     exports: bool = True
     imports: bool = True
     context_window: int = 0
     kv_token_bytes: int = 0
     kv_free_bytes: int = 0
-    waiting: int = 0  # requests there that nobody writes yet
-    waiting_tokens: int = 0  # of their prompts, still to be read there
-    running: int = 0  # answers being written there
+    waiting: int = 0  # requests there that are not in the decode batch yet
+    waiting_tokens: int = 0  # of their prompts, still to be prefilled there
+    running: int = 0  # answers in its decode batch
     slots: int = 1
-    reads: tuple[Rate, ...] = ()  # its reading of prompts
-    writes: tuple[Rate, ...] = ()
-    warmth: float = 1.0  # 0 to 1: a node that just came gets its share step by step
+    prefill_rates: tuple[Rate, ...] = ()
+    decode_rates: tuple[Rate, ...] = ()
+    warmth: float = 1.0  # 0 to 1: a node that just came back gets its share of work step by step
 
     @property
     def can_prefill(self) -> bool:
@@ -50,23 +39,23 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeView, ...]
     links: dict[tuple[str, str], float] = {}  # (prefill, decode): measured or configured bytes per second
-    met: frozenset[tuple[str, str]] = frozenset()  # pairs whose canary was proven already
-    refused: frozenset[tuple[str, str]] = frozenset()  # and those where it was not right
+    checked: frozenset[tuple[str, str]] = frozenset()  # pairs that passed the peer check
+    refused: frozenset[tuple[str, str]] = frozenset()  # pairs that failed it
 
 
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a planner needs to know of a request."""
+    """What the router needs to know of a request."""
 
     model: str
     prompt_tokens: int
     max_tokens: int = 256
-    choices: int = 1  # each with a cache of its own
-    held: dict[str, int] = {}  # node: tokens of this prompt that it likely holds
+    choices: int = 1  # each with KV of its own
+    cached: dict[str, int] = {}  # node: tokens of this prompt that are likely in its prefix cache
     avoid: frozenset[str] = frozenset()  # nodes that failed this request already
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to serve a request; `prefill` None: the decode node reads the prompt itself."""
+    """One way to serve a request. `prefill` None: the decode node prefills the prompt itself."""
 
     decode: str
     prefill: str | None
@@ -80,4 +69,4 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     reason: str  # "local: 96 new tokens, 0.04 s < 0.09 s"
     first_token_s: float  # predicted
     total_s: float
-    options: tuple[Route, ...] = ()  # all that were weighed, best first
+    routes: tuple[Route, ...] = ()  # all that were compared, best first

@@ -1,4 +1,4 @@
-"""What a request has learnt from its failures: whom to leave out of the next attempt, and whether there is one."""
+"""Failover: what a request learns from a failed leg. Which nodes the next attempt avoids, and whether there is one."""
 
 from disaggregated_inference.cluster.config import Policies
 from disaggregated_inference.orchestrator.cluster_view import Route
@@ -7,73 +7,72 @@ from disaggregated_inference.orchestrator.node_state import NodeState
 from disaggregated_inference.orchestrator.recorder import Attempt
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 
-_REFUSED, _TOO_LARGE = "peer_refused", "request_too_large"
-_LOOK = frozenset({"node_restarted", "not_found", _REFUSED})  # who is it now, that nobody had noticed?
-_MOST_DECODE_FAILURES = 3  # a request that nobody survives must not go through everyone
+_PEER_REFUSED, _TOO_LARGE = "peer_refused", "request_too_large"
+_REFRESH_CODES = frozenset({"node_restarted", "not_found", _PEER_REFUSED})  # the node's status is out of date
+_MAX_DECODE_FAILURES = 3  # a request that kills every node must not go through all of them
 
 
 class FailoverState:
     def __init__(self, registry: NodeRegistry, model: str, policies: Policies) -> None:
         self._registry, self._model, self._policies = registry, model, policies
-        self.avoid: set[tuple[str, str]] = set()  # nodes that failed this request, in the epoch in which they did
-        self._refused: set[tuple[str, str]] = set()  # pairs whose canary was not right
-        self.pinned: str | None = None  # the decode node that has a part of the cache already
+        self.avoid: set[tuple[str, str]] = set()  # nodes that failed this request, with their epoch then
+        self._refused: set[tuple[str, str]] = set()  # pairs that failed the peer check
+        self.pinned: str | None = None  # the decode node that has a part of the KV already
         self.prefill_failures = 0
         self._decode_failures = 0
-        self.too_large: LegFailed | None = None  # what the last node said that could never hold it
+        self.too_large: LegFailed | None = None  # from the last node that could never hold the request
 
     @property
     def fell_back(self) -> bool:
         return self.prefill_failures > self._policies.retries
 
-    def allows(self, option: Route) -> bool:
-        return (option.prefill, option.decode) not in self._refused
+    def allows(self, route: Route) -> bool:
+        return (route.prefill, route.decode) not in self._refused
 
-    def has_readers(self, decode: str) -> bool:
-        """Or the config has no prefill nodes for this model: a decode node that reads is then as it should be."""
-        readers = [
-            node for node in self._registry.of(self._model) if node.server.role != "decode" and node.name != decode
-        ]
+    def has_prefill_node(self, decode: str) -> bool:
+        """Also true if the config has no prefill nodes for this model: then local prefill is no fallback."""
+        nodes = self._registry.of(self._model)
+        readers = [node for node in nodes if node.server.role != "decode" and node.name != decode]
         return not readers or any(node.usable and not self._is_refused(node, decode) for node in readers)
 
     def _is_refused(self, prefill: NodeState, decode: str) -> bool:
-        verdict = self._registry.nodes[decode].verdict_on(prefill)
-        return (prefill.name, decode) in self._refused or bool(verdict and verdict.refused)
+        peer = self._registry.nodes[decode].peer_status(prefill)
+        return (prefill.name, decode) in self._refused or bool(peer and peer.refused)
 
     def learn(self, failure: LegFailed, attempt: Attempt) -> bool:
-        """About the nodes, and for the next attempt; whether there is one."""
-        option, blamed = attempt.option, self.blamed(failure, attempt.option)
-        if failure.code == _REFUSED and option.prefill:  # both are well, with others
-            self._refused.add((option.prefill, option.decode))
+        """Note the failure of a leg; returns whether there is a next attempt."""
+        route, blamed = attempt.route, self.blamed(failure, attempt.route)
+        if failure.code == _PEER_REFUSED and route.prefill:  # each node is fine with other partners
+            self._refused.add((route.prefill, route.decode))
             return True
-        if failure.code != _TOO_LARGE:  # so is one that is only small
-            blamed.breaker.failed(str(failure), hard=failure.hard)
+        if failure.code != _TOO_LARGE:  # a small node is no failing node
+            blamed.breaker.failed(str(failure), hard=failure.node_gone)
         if failure.code == "unreachable":
-            blamed.lost(str(failure), quiet=failure.silent or failure.broke)
+            blamed.lost(str(failure), quiet=failure.timed_out or failure.connection_broke)
         death = (blamed.name, attempt.epochs[blamed.name])
-        known = death in self.avoid  # several choices may see the same one
+        known = death in self.avoid  # several choices may see the same failure
         self.avoid.add(death)
-        if blamed.name == option.prefill:
-            return self._learn_of_prefill(blamed, option.decode, known, failure.code == _TOO_LARGE)
+        if blamed.name == route.prefill:
+            return self._learn_of_prefill(blamed, route.decode, known, failure.code == _TOO_LARGE)
         self.pinned = None
         if failure.code == _TOO_LARGE:
             self.too_large = failure
             return True
         self._decode_failures += not known
-        return self._decode_failures <= max(_MOST_DECODE_FAILURES, self._policies.retries)
+        return self._decode_failures <= max(_MAX_DECODE_FAILURES, self._policies.retries)
 
-    def blamed(self, failure: LegFailed, option: Route) -> NodeState:
-        of_prefill = failure.of_prefill or failure.node == option.prefill
-        return self._registry.nodes[option.prefill if of_prefill and option.prefill else option.decode]
+    def blamed(self, failure: LegFailed, route: Route) -> NodeState:
+        of_prefill = failure.of_prefill or failure.node == route.prefill
+        return self._registry.nodes[route.prefill if of_prefill and route.prefill else route.decode]
 
-    def wants_a_look(self, failure: LegFailed) -> bool:
-        return failure.code in _LOOK
+    def wants_refresh(self, failure: LegFailed) -> bool:
+        return failure.code in _REFRESH_CODES
 
-    def _learn_of_prefill(self, blamed: NodeState, decode: str, known: bool, for_good: bool) -> bool:
-        """The decode node keeps what had arrived whole: the next attempt goes there, whoever reads the rest."""
+    def _learn_of_prefill(self, blamed: NodeState, decode: str, known: bool, permanent: bool) -> bool:
+        """The decode node keeps every whole chunk that arrived: the next attempt goes there, from any prefill node."""
         self.prefill_failures += not known
         self.pinned = decode
         others = [node for node in self._registry.of(self._model) if node is not blamed and node.role != "decode"]
-        if not for_good and not any(node.usable and node.name != decode for node in others):
-            self.avoid.discard((blamed.name, blamed.epoch))  # the only one: it may try once more
+        if not permanent and not any(node.usable and node.name != decode for node in others):
+            self.avoid.discard((blamed.name, blamed.epoch))  # the only prefill node may try once more
         return self._policies.fallback or not self.fell_back

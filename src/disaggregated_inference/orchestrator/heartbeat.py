@@ -1,7 +1,7 @@
-"""Streams that have gone quiet: one look at all of them, a few times a second.
+"""Heartbeats: notices streams that have gone silent, all of them in one pass, a few times a second.
 
-A node says something on every stream four times a second. One that does not is asked for its health: a machine
-that is busy answers late, a frozen one does not.
+A decode node sends something on every stream four times a second. The node of a silent stream is probed: a busy machine
+answers late, a frozen one does not answer.
 """
 
 import asyncio
@@ -10,68 +10,75 @@ from collections.abc import Awaitable, Callable
 
 import aiohttp
 
-_TICK_S = 0.1
-_LATE_S = 0.2  # a tick that comes so late shows that it is this process that was held up
-_SILENCE_S = 0.4
-_MOST_SILENCE_S = 3.0  # of a stream whose node answers elsewhere: the connection is broken, and nobody told us
+from disaggregated_inference.timeouts import OrchestratorTimeouts
 
 
 class StreamSilent(Exception):
-    """Nothing came, and the node does not answer either. `refused`: or somebody said that it is gone. `alive`: it
-    does answer, elsewhere."""
+    """A stream brought nothing. `node_alive`: its node answers probes. `timed_out`: the probe got no answer at all, so
+    that the node may only be slow."""
 
-    def __init__(self, words: str, refused: bool = False, alive: bool = False) -> None:
-        super().__init__(words)
-        self.refused, self.alive = refused, alive
+    def __init__(self, message: str, *, node_alive: bool = False, timed_out: bool = True) -> None:
+        super().__init__(message)
+        self.node_alive, self.timed_out = node_alive, timed_out
 
 
 class MonitoredStream:
-    """One open stream. `heard` costs nothing to speak of: it is called for every token."""
+    """One open stream. `last_data_at` is set for every token, so that costs next to nothing."""
 
-    __slots__ = ("_ask", "_asking", "asked_at", "heard_at", "response")
+    __slots__ = ("_probe", "_probing", "_timeouts", "last_data_at", "last_probe_at", "response")
 
-    def __init__(self, response: aiohttp.ClientResponse, ask: Callable[[], Awaitable[None]], now: float) -> None:
-        self.response, self.heard_at, self.asked_at = response, now, now
-        self._ask = ask
-        self._asking: asyncio.Task[None] | None = None
+    def __init__(
+        self,
+        response: aiohttp.ClientResponse,
+        probe: Callable[[], Awaitable[None]],
+        now: float,
+        timeouts: OrchestratorTimeouts,
+    ) -> None:
+        self.response, self.last_data_at, self.last_probe_at = response, now, now
+        self._probe, self._timeouts = probe, timeouts
+        self._probing: asyncio.Task[None] | None = None
 
-    def look(self, now: float) -> None:
-        quiet = now - max(self.heard_at, self.asked_at) > _SILENCE_S
-        if quiet and (self._asking is None or self._asking.done()):
-            self._asking = asyncio.create_task(self._verify())
+    def check(self, now: float) -> None:
+        silent = now - max(self.last_data_at, self.last_probe_at) > self._timeouts.silence_s
+        if silent and (self._probing is None or self._probing.done()):
+            self._probing = asyncio.create_task(self._verify())
 
     async def _verify(self) -> None:
-        since = self.heard_at
+        since = self.last_data_at
         try:
-            await self._ask()
-            self.asked_at = asyncio.get_running_loop().time()
-            if self.asked_at - self.heard_at > _MOST_SILENCE_S:
-                self.response.content.set_exception(StreamSilent("its stream says nothing, and it answers", alive=True))
-        except Exception as error:  # whatever it was, it was no answer
-            if self.heard_at == since:
-                refused = not getattr(error, "silent", False)
-                self.response.content.set_exception(StreamSilent(str(error), refused))
+            await self._probe()
+            self.last_probe_at = asyncio.get_running_loop().time()
+            if self.last_probe_at - self.last_data_at > self._timeouts.max_silence_s:
+                self._fail(StreamSilent("its stream is silent, although the node answers", node_alive=True))
+        except Exception as error:  # any failure of the probe is no answer
+            if self.last_data_at == since:
+                self._fail(StreamSilent(str(error), timed_out=getattr(error, "timed_out", False)))
+
+    def _fail(self, error: StreamSilent) -> None:
+        self.response.content.set_exception(error)
 
 
 class Heartbeats:
     """All open streams of an orchestrator."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeouts: OrchestratorTimeouts = OrchestratorTimeouts()) -> None:
+        self.timeouts = timeouts
         self.open: set[MonitoredStream] = set()
-        self.held_up_at = -math.inf
+        self.held_up_at = -math.inf  # when this process itself last stood still
 
-    async def registry(self) -> None:
+    async def run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + _TICK_S
-            await asyncio.sleep(_TICK_S)
-            self.look(loop.time(), late=loop.time() > due + _LATE_S)
+            due = loop.time() + self.timeouts.heartbeat_tick_s
+            await asyncio.sleep(self.timeouts.heartbeat_tick_s)
+            self.check(loop.time(), late=loop.time() > due + self.timeouts.late_tick_s)
 
-    def look(self, now: float, late: bool) -> None:
+    def check(self, now: float, late: bool) -> None:
+        """After a late tick no stream is judged: this process did not read them."""
         if late:
             self.held_up_at = now
-        for listening in self.open:
+        for stream in self.open:
             if late:
-                listening.asked_at = now  # nobody was listening
+                stream.last_probe_at = now
             else:
-                listening.look(now)
+                stream.check(now)

@@ -1,8 +1,8 @@
-"""What became of requests: the last ones in memory, and many more in an SQLite file if there is one.
+"""The history of finished requests: the latest in memory, and many more in an SQLite file if the config names one.
 
-Nobody waits for the file. A thread of its own writes it, what it cannot keep up with is counted and left out, and a
-file that is damaged or cannot be written costs a warning, never a request. What a locked file or a full disk did not
-take is tried again with what comes next.
+No request waits for the file. A thread of its own writes it; records that it cannot keep up with are counted and left
+out. A file that is damaged or cannot be written costs a warning, never a request. Records that a locked file or a full
+disk did not take are tried again with the next ones.
 """
 
 import json
@@ -19,13 +19,12 @@ from typing import Any, TypeGuard
 
 log = logging.getLogger(__name__)
 
-Record = dict[str, Any]
+Record = dict[str, Any]  # a `RequestRecord` as plain values; a file may hold rows of other versions
 Row = tuple[float, str, bool, float | None, str]
 
-_MOST_PENDING = 4096
-_MOST_UNWRITTEN = 1000  # tried in vain; of more than these the oldest are given up
+_MAX_PENDING = 4096
+_MAX_UNWRITTEN = 1000  # after failed writes; beyond it the oldest are dropped
 _FILE_TIMES = 100  # as many rows in the file as there are in memory
-_BUSY_S = 2.0  # for how long another process may hold the file
 _TABLE = """CREATE TABLE IF NOT EXISTS requests
     (id INTEGER PRIMARY KEY, time REAL, model TEXT, ok INTEGER, total_time REAL, json TEXT)"""
 _INSERT = "INSERT INTO requests (time, model, ok, total_time, json) VALUES (?, ?, ?, ?, ?)"
@@ -34,18 +33,18 @@ _PRUNE = "DELETE FROM requests WHERE id <= (SELECT max(id) FROM requests) - ?"
 
 
 class History:
-    """Any thread may call anything. Opening reads the file, which is the one time that a caller waits for it."""
+    """Thread-safe. Only the constructor waits for the file, which it reads."""
 
-    def __init__(self, most: int, file: str = "") -> None:
-        self.lost = 0  # records that are not in the file though they should be
-        self._most = most
-        self._recent: deque[Record] = deque(maxlen=most)
+    def __init__(self, size: int, file: str = "", lock_s: float = 2.0) -> None:
+        self.lost = 0  # records that could not be written to the file
+        self._size, self._lock_s = size, lock_s
+        self._recent: deque[Record] = deque(maxlen=size)
         self._changed = threading.Condition()
         self._pending: deque[Record] = deque()
         self._closing = False
         self._is_failing = False
         self._writer: threading.Thread | None = None
-        if file and most:
+        if file and size:
             self._open(Path(file).expanduser())
 
     def add(self, record: Record) -> None:
@@ -55,7 +54,7 @@ class History:
             self._recent.append(kept)
             if self._writer is None or self._closing:
                 return
-            if len(self._pending) < _MOST_PENDING:
+            if len(self._pending) < _MAX_PENDING:
                 self._pending.append(kept)
                 self._changed.notify()
             else:
@@ -66,13 +65,13 @@ class History:
         return self._of(model)[::-1][: max(0, count)]
 
     def percentiles(self, field: str, model: str | None = None) -> dict[str, float]:
-        """p50, p95 and p99 of a field over the records in memory that have it; empty where none has."""
+        """p50, p95 and p99 of a field over the records in memory that have it; empty if none has."""
         values = sorted(value for record in self._of(model) if _is_number(value := record.get(field)))
         return {f"p{share}": _percentile(values, share / 100) for share in (50, 95, 99)} if values else {}
 
-    def inherit(self, old: "History") -> None:
-        """What another one has in memory, as much of it as there is room for. What both have, because they read the
-        same file, is here once; to this one's file nothing is added."""
+    def adopt(self, old: "History") -> None:
+        """Take over what `old` has in memory, as far as there is room. Records that both read from one file are kept
+        once. The file is not changed."""
         theirs = old._of(None)
         known = {_identity(record) for record in theirs}
         with self._changed:
@@ -81,7 +80,7 @@ class History:
             self._recent.extend(sorted(mine + theirs, key=_time))
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Write what is pending, for so long at most. Later records stay in memory."""
+        """Write what is pending, for `timeout_s` at most. Later records stay in memory."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -89,7 +88,7 @@ class History:
             return
         self._writer.join(timeout_s)
         if self._writer.is_alive():
-            log.warning("the history file still has no answer after %s s: its last records are lost", timeout_s)
+            log.warning("the history file was not written within %s s: its last records are lost", timeout_s)
 
     def _of(self, model: str | None) -> list[Record]:
         with self._changed:
@@ -99,11 +98,11 @@ class History:
     def _open(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            database = sqlite3.connect(path, timeout=_BUSY_S, check_same_thread=False)
+            database = sqlite3.connect(path, timeout=self._lock_s, check_same_thread=False)
         except (OSError, sqlite3.Error) as error:
             return _warn(path, error)
         try:
-            self._recent.extend(_read(database, self._most))
+            self._recent.extend(_read(database, self._size))
         except (sqlite3.Error, UnicodeDecodeError) as error:
             database.close()
             return _warn(path, error)
@@ -115,7 +114,7 @@ class History:
         with closing(database):
             while batch := self._next_batch():
                 new = [row for record in batch if (row := _row(record))]
-                unwritten = self._store(path, database, [*unwritten, *new], keep=_MOST_UNWRITTEN)
+                unwritten = self._store(path, database, [*unwritten, *new], keep=_MAX_UNWRITTEN)
             if unwritten:
                 self._store(path, database, unwritten, keep=0)
 
@@ -128,12 +127,12 @@ class History:
         return batch
 
     def _store(self, path: Path, database: sqlite3.Connection, rows: Sequence[Row], keep: int) -> Sequence[Row]:
-        """The last `keep` of those that are to be tried again: a full disk or a locked file may pass, other trouble
-        does not. One warning per trouble is enough."""
+        """Returns the rows to try again, `keep` at most: a full disk or a locked file may pass, other errors do not.
+        One warning per failure is enough."""
         try:
             with database:
                 database.executemany(_INSERT, rows)
-                database.execute(_PRUNE, (_FILE_TIMES * self._most,))
+                database.execute(_PRUNE, (_FILE_TIMES * self._size,))
             self._is_failing = False
             return ()
         except sqlite3.Error as error:
@@ -151,7 +150,7 @@ def _identity(record: Record) -> tuple[float, str]:
 
 
 def _time(record: Record) -> float:
-    """A file is anybody's: what has no time is old."""
+    """A file may hold anything: a record without a time counts as old."""
     found = record.get("time")
     return found if _is_number(found) else 0.0
 
@@ -160,14 +159,14 @@ def _warn(path: Path, error: Exception) -> None:
     log.warning("the history file %s cannot be used, memory only: %s", path, error)
 
 
-def _read(database: sqlite3.Connection, most: int) -> list[Record]:
-    """Makes the table if need be. Oldest first."""
-    database.execute("PRAGMA journal_mode = WAL")  # readers of the file and its writer leave each other alone
+def _read(database: sqlite3.Connection, size: int) -> list[Record]:
+    """Creates the table if needed. Oldest first."""
+    database.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not block each other
     database.execute("PRAGMA synchronous = NORMAL")
     with database:
         database.execute("BEGIN IMMEDIATE")  # fails now if it cannot be written
         database.execute(_TABLE)
-    found = [_record(text) for (text,) in database.execute(_LAST, (most,))]
+    found = [_record(text) for (text,) in database.execute(_LAST, (size,))]
     return [record for record in reversed(found) if record is not None]
 
 
@@ -180,24 +179,24 @@ def _record(text: Any) -> Record | None:
 
 
 def _row(record: Record) -> Row | None:
-    """None, and a line in the log, for what cannot be written down."""
+    """None, with a warning, for a record that cannot be written."""
     try:
         model = str(record.get("model", "")).encode("utf-8", "replace").decode()
         total = record.get("total_time")
         total_s = float(total) if _is_number(total) else None
         return float(record["time"]), model, bool(record.get("ok", True)), total_s, json.dumps(record, default=str)
-    except Exception as error:  # records are anybody's: whatever is in one, the next is written
+    except Exception as error:  # the next record is written all the same
         log.warning("a record cannot be written to the history file: %s", error)
         return None
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    """A finite one; comparing does what math.isfinite cannot, for integers that no float holds."""
+    """A finite one; math.isfinite fails for integers that no float holds."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _percentile(values: Sequence[float], share: float) -> float:
-    """Between its two neighbours, as numpy has it."""
+    """Interpolated, as numpy does."""
     place = share * (len(values) - 1)
     below, above = values[math.floor(place)], values[math.ceil(place)]
     return below + (above - below) * (place - math.floor(place))

@@ -1,32 +1,35 @@
-"""HTTP to one node: what is asked, what comes back, and whose fault it is when it does not.
+"""HTTP to one node: requests, event streams, and whose fault a failure is.
 
-Nothing here waits without an end. A stream that says nothing for longer than its pulse is a frozen node; a request
-whose answer does not begin is looked after by asking the node for its health meanwhile.
+No call waits without a limit. A stream that is silent for longer than its heartbeat has its node probed, and so does a
+request whose response does not begin.
 """
 
 import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any
 
 import aiohttp
 import msgspec
 
+from disaggregated_inference.api import (
+    DecodeRequest,
+    ErrorBody,
+    ErrorDetail,
+    NodeHealth,
+    PrefillRequest,
+    PrefillResponse,
+    StreamEvent,
+)
 from disaggregated_inference.cluster.config import Server
 from disaggregated_inference.errors import BadRequest, DisaggError
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats, MonitoredStream, StreamSilent
 
-_LOOK_AFTER_S = 0.4
-_PROBE_S = 0.45  # for a health that is asked for because something is odd
-_MOST_PROBE_S = 4.0  # also for a node that nobody can replace: to give it up would be the end of the request
-_PATIENCE = 8  # times as long as it lately took to answer: a busy machine is slow to everybody, a frozen one silent
-_FORGOTTEN = 0.9  # what is left of a slow answer after the next one
-_BODY_S = 5.0  # for the rest of a small answer that has begun
-_DIAL_S = 1.0
+_PATIENCE = 8  # times its recent latency: a busy machine is slow to everybody, a frozen one is silent
+_DECAY = 0.9  # what is left of a slow answer after the next one
 
-# What a decode node says when the other leg is the one that failed.
-_OF_THE_PREFILL = frozenset(
+# Errors of a decode node that mean: the prefill leg failed.
+_PREFILL_CODES = frozenset(
     {
         "peer_gone",
         "peer_failed",
@@ -38,28 +41,39 @@ _OF_THE_PREFILL = frozenset(
         "fingerprint_mismatch",
     }
 )
-# What another node may answer otherwise: it is no node, or was started again as another one, or is too small.
-_ITS_OWN = frozenset({"bad_answer", "not_found", "request_too_large"})
-_BUSY = frozenset({"node_busy", "kv_memory_full", "queue_full"})
+# Refusals that another node may not repeat: this is no node, or it was restarted as another one, or it is too small.
+_NODE_CODES = frozenset({"bad_answer", "not_found", "request_too_large"})
+_BUSY_CODES = frozenset({"node_busy", "kv_memory_full", "queue_full"})
+_REFUSAL_STATUS = {"deadline_exceeded": 504, "bad_request": 400, "context_too_long": 400}
 
 
 class LegFailed(Exception):
-    """One leg of a request failed, and another node may do better."""
+    """One leg of a request failed, and another node may do better.
 
-    def __init__(self, node: str, code: str, message: str, hard: bool = False) -> None:
+    `node_gone`: the node itself, not only this request. `timed_out`: it may only be slow. `connection_broke`: it may be
+    the connection alone."""
+
+    def __init__(
+        self,
+        node: str,
+        code: str,
+        message: str,
+        *,
+        node_gone: bool = False,
+        timed_out: bool = False,
+        connection_broke: bool = False,
+    ) -> None:
         super().__init__(f"{node}: {message}")
-        self.message = message
-        self.node, self.code, self.hard = node, code, hard  # hard: the node itself is gone, not only this request
-        self.silent = False  # nobody said no: it may only be slow
-        self.broke = False  # a connection did: it may be that alone
+        self.node, self.code, self.message = node, code, message
+        self.node_gone, self.timed_out, self.connection_broke = node_gone, timed_out, connection_broke
 
     @property
     def of_prefill(self) -> bool:
-        return self.code in _OF_THE_PREFILL
+        return self.code in _PREFILL_CODES
 
 
 class LegBusy(Exception):
-    """It is well, and has no room for this request now."""
+    """The node is healthy and has no room for this request now."""
 
     def __init__(self, node: str, message: str, retry_after_s: float) -> None:
         super().__init__(f"{node}: {message}")
@@ -67,7 +81,7 @@ class LegBusy(Exception):
 
 
 class NodeRefused(DisaggError):
-    """A node says that the request itself is wrong: another node would say the same."""
+    """A node refuses the request itself: another node would refuse it too."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -79,133 +93,93 @@ class NodeRefused(DisaggError):
 
 
 class RequestRefused(NodeRefused, BadRequest):
-    """For what it asks: who catches a `BadRequest` need not know whether it was refused here or by a node."""
+    """The request is wrong. A caller that catches `BadRequest` need not know whether the client or a node found out."""
 
 
-def refused(status: int, code: str, message: str) -> NodeRefused:
-    """What is not there (404) or came too late (504) may have been asked for quite rightly."""
+def refusal(status: int, code: str, message: str) -> NodeRefused:
+    """404 and 504 are refusals too, but not because the request is wrong."""
     kind = RequestRefused if status in (400, 413, 422) else NodeRefused
     return kind(status, code, message)
 
 
-class ErrorDetail(msgspec.Struct, frozen=True):
-    code: str = "internal_error"
-    message: str = "no reason given"
-
-
-class Progress(msgspec.Struct, frozen=True):
-    """How much of a prompt the node that will write has. By llama.cpp's names."""
-
-    total: int
-    cache: int  # held before the request came
-    processed: int  # those included
-    time_ms: int
-
-
-class Delta(msgspec.Struct, frozen=True, gc=False):
-    """What a stream brings: the next piece of text of one choice. The last one of all has the metrics."""
-
-    text: str = ""
-    token: int | None = None
-    choice: int = msgspec.field(default=0, name="index")
-    logprob: float | None = None
-    top_logprobs: tuple[dict[str, int | float], ...] = ()
-    finish_reason: str | None = None
-    thinking: str = ""  # of a node that takes text, which tells thoughts and calls apart by itself
-    tool_calls: tuple[dict[str, Any], ...] = ()
-    metrics: dict[str, Any] | None = None
-    progress: Progress | None = None  # before the first token, where it was asked for: then there is nothing else
-
-
-class TokenEvent(Delta, frozen=True, gc=False):
-    """One line of a decode node's stream: a token, which goes to the client as it is; the end, an error, or how far the
-    reading is."""
-
-    done: bool = False
-    error: ErrorDetail | None = None
-
-
-class NodeHealth(msgspec.Struct, frozen=True):
-    status: str = "unhealthy"
-    epoch: str = ""
-    stalled_s: float = 0.0
-
-
-_events = msgspec.json.Decoder(list[TokenEvent])
+_events = msgspec.json.Decoder(list[StreamEvent])
 
 
 class NodeClient:
-    """Requests to one node, over one pool of connections that all nodes share."""
+    """Requests to one node, over a connection pool that all nodes share."""
 
     def __init__(self, server: Server, session: aiohttp.ClientSession, heartbeats: Heartbeats, stuck_s: float) -> None:
         self.server, self._session, self._heartbeats, self._stuck_s = server, session, heartbeats, stuck_s
+        self._timeouts = heartbeats.timeouts
         self._headers = {"Authorization": f"Bearer {server.token}"} if server.token else {}
-        self.epoch = ""  # in which its status was last seen: started again, it may hold another model
-        self._probe: asyncio.Task[NodeHealth] | None = None
+        self.epoch = ""  # of its last status: after a restart the node may hold another model
         self.replaceable: Callable[[], bool] = lambda: False  # whether another node could do its work now
-        self._slowness_s = 0.0  # of its answers to small questions, lately
-        self.heard_at = -math.inf  # when it last said anything on a stream
-        self._telling: set[asyncio.Task[None]] = set()
+        self.last_data_at = -math.inf  # when it last sent anything on a stream
+        self._latency_s = 0.0  # of its recent answers to small requests
+        self._probe: asyncio.Task[NodeHealth] | None = None
+        self._cancels: set[asyncio.Task[None]] = set()
 
     async def get(self, path: str, timeout_s: float) -> bytes:
-        """A small question. Whatever goes wrong is a failed leg."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s, connect=min(_DIAL_S, timeout_s))
+        """A small request. Every failure is a `LegFailed`."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s, connect=min(self._timeouts.dial_s, timeout_s))
         loop = asyncio.get_running_loop()
-        asked_at = loop.time()
+        sent_at = loop.time()
         try:
             async with self._session.get(self.server.url + path, headers=self._headers, timeout=timeout) as response:
                 body = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._gone(error) from error
-        self._slowness_s = max(loop.time() - asked_at, self._slowness_s * _FORGOTTEN)
+            raise self._unreachable(error) from error
+        self._latency_s = max(loop.time() - sent_at, self._latency_s * _DECAY)
         if response.status >= 400 and path != "/health":
-            raise self._said(response.status, body)
+            raise self._error(response.status, body)
         return body
 
     async def health(self) -> NodeHealth:
-        """One question at a time, whoever asks."""
+        """One probe at a time, shared by all callers."""
         if self._probe is None or self._probe.done():
-            self._probe = asyncio.create_task(self._health())
+            self._probe = asyncio.create_task(self._fetch_health())
         return await asyncio.shield(self._probe)
 
-    async def _health(self) -> NodeHealth:
-        asked_at = asyncio.get_running_loop().time()
+    async def _fetch_health(self) -> NodeHealth:
+        sent_at = asyncio.get_running_loop().time()
         try:
-            body = await self.get("/health", self._patience_s())
+            body = await self.get("/health", self._probe_timeout_s())
         except LegFailed as error:
-            if not error.silent or self._heartbeats.held_up_at < asked_at:
+            if not error.timed_out or self._heartbeats.held_up_at < sent_at:
                 raise
-            body = await self.get("/health", self._patience_s())  # it was this process that did not listen
+            body = await self.get("/health", self._probe_timeout_s())  # this process itself stood still meanwhile
         try:
             return msgspec.json.decode(body, type=NodeHealth)
-        except msgspec.DecodeError as error:
-            raise LegFailed(self.server.name, "bad_answer", f"its health cannot be read: {error}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise self._bad_answer(f"its health cannot be read: {error}") from error
 
-    def _patience_s(self) -> float:
-        usual_s = _PATIENCE * self._slowness_s if self.replaceable() else math.inf
-        return min(_MOST_PROBE_S, max(_PROBE_S, usual_s))
+    def _probe_timeout_s(self) -> float:
+        usual_s = _PATIENCE * self._latency_s if self.replaceable() else math.inf
+        return min(self._timeouts.max_probe_s, max(self._timeouts.probe_s, usual_s))
 
-    async def prefill(self, body: dict[str, Any], request_id: str) -> str:
-        """Begin; returns the context to fetch from."""
+    async def prefill(self, request: PrefillRequest, request_id: str) -> str:
+        """Start a prefill; returns the context that the decode node fetches with."""
         try:
-            async with self._post("/prefill", body, request_id) as response:
-                answer = msgspec.json.decode(await self._read(response))
+            async with self._post("/prefill", request, request_id) as response:
+                body = await self._read(response)
         except NodeRefused as error:
             if error.status != 504:
                 raise
-            raise LegFailed(self.server.name, error.code, str(error)) from error  # others may have memory for it
-        context: str = answer["context"]
-        return context
+            raise LegFailed(self.server.name, error.code, str(error)) from error  # another node may have memory
+        try:
+            return msgspec.json.decode(body, type=PrefillResponse).context
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise self._bad_answer(f"its answer cannot be read: {error}") from error
 
-    def cancel_soon(self, ticket: str) -> None:
-        """Nobody will come for this cache. In the background: whoever says so may be cancelled itself."""
+    def cancel_prefill(self, ticket: str) -> None:
+        """In the background, since the caller itself may be cancelled."""
         task = asyncio.create_task(self._cancel(ticket))
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        self._cancels.add(task)
+        task.add_done_callback(self._cancels.discard)
 
-    async def told(self) -> None:
-        """Until nothing is being said in the background any more."""
-        await asyncio.gather(*self._telling, return_exceptions=True)
+    async def flush(self) -> None:
+        """Wait for background requests."""
+        await asyncio.gather(*self._cancels, return_exceptions=True)
 
     async def _cancel(self, ticket: str) -> None:
         timeout = aiohttp.ClientTimeout(total=2.0)
@@ -216,141 +190,151 @@ class NodeClient:
         except (aiohttp.ClientError, TimeoutError, OSError):
             return  # the ticket's lease ends it
 
-    async def write(self, path: str, body: dict[str, Any], request_id: str) -> AsyncGenerator[list[TokenEvent], None]:
-        """The events of an answer, as many at a time as have come."""
-        async with self._post(path, body | {"stream": True}, request_id) as response:
+    async def generate(
+        self, path: str, request: DecodeRequest, request_id: str
+    ) -> AsyncGenerator[list[StreamEvent], None]:
+        """The events of an answer, as many at a time as have arrived."""
+        async with self._post(path, request, request_id) as response:
             loop = asyncio.get_running_loop()
-            listening = MonitoredStream(response, self._require_life, loop.time())
-            self._heartbeats.open.add(listening)
+            stream = MonitoredStream(response, self._require_alive, loop.time(), self._timeouts)
+            self._heartbeats.open.add(stream)
             try:
                 rest = b""
                 while True:
-                    data = await self._some(response)
-                    listening.heard_at = self.heard_at = loop.time()
+                    data = await self._receive(response)
+                    stream.last_data_at = self.last_data_at = loop.time()
                     *lines, rest = (rest + data).split(b"\n\n")
-                    if events := self._parsed(lines):
+                    if events := self._parse(lines):
                         yield events
                         if events[-1].done:
-                            await self._rest(response)
+                            await self._drain(response)
                             return
                         if events[-1].error:
-                            raise self._failure(events[-1].error)
+                            raise self._stream_error(events[-1].error)
                     elif not data:
-                        raise LegFailed(self.server.name, "stream_ended", "the stream ended in the middle", hard=True)
+                        raise LegFailed(self.server.name, "stream_ended", "its stream ended too early", node_gone=True)
             finally:
-                self._heartbeats.open.discard(listening)
+                self._heartbeats.open.discard(stream)
 
-    def _parsed(self, lines: list[bytes]) -> list[TokenEvent]:
-        """Tokens, and perhaps the end, or an error."""
-        told = [line[6:] for line in lines if line.startswith(b"data: ")]
-        if not told:
+    def _parse(self, lines: list[bytes]) -> list[StreamEvent]:
+        """Tokens, and perhaps the end or an error. One decode call for all of them costs half."""
+        data = [line[6:] for line in lines if line.startswith(b"data: ")]
+        if not data:
             self._require_progress(lines)
-        return _events.decode(b"[%b]" % b",".join(told))  # all at once: that is half of the work
+        try:
+            return _events.decode(b"[%b]" % b",".join(data))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise self._bad_answer(f"its stream cannot be read: {error}") from error
 
-    async def _rest(self, response: aiohttp.ClientResponse) -> None:
-        """To the very end, so that the connection can serve again; a node that fails now has done its work."""
+    async def _drain(self, response: aiohttp.ClientResponse) -> None:
+        """To the very end, so that the connection can be reused. A node that fails now has done its work."""
         with suppress(aiohttp.ClientError, TimeoutError, OSError):
-            async with asyncio.timeout(_BODY_S):
+            async with asyncio.timeout(self._timeouts.small_body_s):
                 await response.content.read()
 
-    async def _require_life(self) -> None:
-        looking = await self.health()
-        if looking.stalled_s > self._stuck_s:
-            message = f"its engine has made no progress for {looking.stalled_s:.0f} s"
-            raise LegFailed(self.server.name, "stuck", message, hard=True)
+    async def _require_alive(self) -> None:
+        self._require_unstuck((await self.health()).stalled_s)
 
     def _require_progress(self, comments: list[bytes]) -> None:
-        """`: alive 31.2`: so long has its engine been at one thing."""
+        """`: alive 31.2`: the engine has been at one call for 31.2 s."""
         for line in comments:
-            told = line[7:].strip().replace(b".", b"", 1)
-            seconds = float(line[7:]) if line.startswith(b": alive") and told.isdigit() else 0.0
-            if seconds > self._stuck_s:
-                message = f"its engine has made no progress for {seconds:.0f} s"
-                raise LegFailed(self.server.name, "stuck", message, hard=True)
+            seconds = line[7:].strip()
+            if line.startswith(b": alive") and seconds.replace(b".", b"", 1).isdigit():
+                self._require_unstuck(float(seconds))
+
+    def _require_unstuck(self, stalled_s: float) -> None:
+        if stalled_s > self._stuck_s:
+            message = f"its engine has made no progress for {stalled_s:.0f} s"
+            raise LegFailed(self.server.name, "stuck", message, node_gone=True)
 
     @asynccontextmanager
-    async def _post(self, path: str, body: dict[str, Any], request_id: str) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _post(self, path: str, request: msgspec.Struct, request_id: str) -> AsyncIterator[aiohttp.ClientResponse]:
         headers = self._headers | {"X-Request-Id": request_id, "Content-Type": "application/json"}
         if self.epoch:
             headers["X-Node-Epoch"] = self.epoch
-        timeout = aiohttp.ClientTimeout(total=None, connect=_DIAL_S)
-        asking = asyncio.ensure_future(
-            self._session.post(
-                self.server.url + path, data=msgspec.json.encode(body), headers=headers, timeout=timeout
-            ).__aenter__()
+        timeout = aiohttp.ClientTimeout(total=None, connect=self._timeouts.dial_s)
+        url, body = self.server.url + path, msgspec.json.encode(request)
+        sending = asyncio.ensure_future(
+            self._session.post(url, data=body, headers=headers, timeout=timeout).__aenter__()
         )
         try:
-            response = await self._looked_after(asking)
+            response = await self._watch(sending)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._gone(error) from error
+            raise self._unreachable(error) from error
         try:
             if response.status != 200:
-                raise self._said(response.status, await self._read(response), response.headers.get("Retry-After"))
+                raise self._error(response.status, await self._read(response), response.headers.get("Retry-After"))
             yield response
         finally:
-            response.close()  # not kept for others unless it was read to its end
+            response.close()  # the connection is kept only if the response was read to its end
 
-    async def _looked_after(self, asking: "asyncio.Future[aiohttp.ClientResponse]") -> aiohttp.ClientResponse:
-        """The node may take its time; but not be frozen, or stuck, meanwhile."""
+    async def _watch(self, sending: "asyncio.Future[aiohttp.ClientResponse]") -> aiohttp.ClientResponse:
+        """The node may take its time, but it must not be frozen or stuck meanwhile."""
         try:
-            while not (await asyncio.wait({asking}, timeout=_LOOK_AFTER_S))[0]:
-                await self._require_life()
-            return asking.result()
+            while not (await asyncio.wait({sending}, timeout=self._timeouts.watch_s))[0]:
+                await self._require_alive()
+            return sending.result()
         except BaseException:
-            asking.cancel()
-            if asking.done() and not asking.cancelled() and not asking.exception():
-                asking.result().close()
+            sending.cancel()
+            if sending.done() and not sending.cancelled() and not sending.exception():
+                sending.result().close()
             raise
 
-    async def _some(self, response: aiohttp.ClientResponse) -> bytes:
-        """What has come, at least something; who watches the pulses ends it where nothing does."""
+    async def _receive(self, response: aiohttp.ClientResponse) -> bytes:
+        """What has arrived, at least something. The heartbeat ends the wait on a silent stream."""
         try:
             return await response.content.readany()
         except (aiohttp.ClientError, StreamSilent, OSError) as error:
-            raise self._gone(error) from error
+            raise self._unreachable(error) from error
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         try:
-            async with asyncio.timeout(_BODY_S):
+            async with asyncio.timeout(self._timeouts.small_body_s):
                 return await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._gone(error) from error
+            raise self._unreachable(error) from error
 
-    def _gone(self, error: Exception) -> LegFailed:
-        if isinstance(error, StreamSilent):  # somebody asked meanwhile, and has found the words
-            words = str(error).removeprefix(f"{self.server.name}: ")
-            if error.alive:
-                return LegFailed(self.server.name, "stream_ended", words)
-            failure = LegFailed(self.server.name, "unreachable", words, hard=True)
-            failure.silent = not error.refused
-            return failure
-        cause = getattr(error, "os_error", None) or error  # aiohttp's own words name sockets and sessions
-        reason = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
-        words = "it does not answer" if isinstance(error, TimeoutError) else f"it cannot be reached: {reason}"
+    def _bad_answer(self, message: str) -> LegFailed:
+        return LegFailed(self.server.name, "bad_answer", message)
+
+    def _unreachable(self, error: Exception) -> LegFailed:
+        if isinstance(error, StreamSilent):
+            message = str(error).removeprefix(f"{self.server.name}: ")
+            if error.node_alive:
+                return LegFailed(self.server.name, "stream_ended", message)
+            return self._gone(message, timed_out=error.timed_out)
+        if isinstance(error, TimeoutError):
+            return self._gone("it does not answer", timed_out=True)
         if isinstance(error, aiohttp.ClientPayloadError):
-            words = "it broke off in the middle of its answer"
-        failure = LegFailed(self.server.name, "unreachable", words, hard=True)
-        failure.silent = isinstance(error, TimeoutError)
-        failure.broke = not failure.silent and not isinstance(error, aiohttp.ClientConnectorError)
-        return failure
+            return self._gone("it broke off in the middle of its answer", connection_broke=True)
+        cause = getattr(error, "os_error", None) or error  # aiohttp's own message names sockets and sessions
+        reason = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+        broke = not isinstance(error, aiohttp.ClientConnectorError)
+        return self._gone(f"it cannot be reached: {reason}", connection_broke=broke)
 
-    def _said(self, status: int, body: bytes, retry_after: str | None = None) -> Exception:
+    def _gone(self, message: str, *, timed_out: bool = False, connection_broke: bool = False) -> LegFailed:
+        name = self.server.name
+        return LegFailed(
+            name, "unreachable", message, node_gone=True, timed_out=timed_out, connection_broke=connection_broke
+        )
+
+    def _error(self, status: int, body: bytes, retry_after: str | None = None) -> Exception:
         try:
-            failure = msgspec.convert(msgspec.json.decode(body)["error"], ErrorDetail)
-        except (msgspec.DecodeError, msgspec.ValidationError, KeyError, TypeError):
+            detail = msgspec.json.decode(body, type=ErrorBody).error
+        except (msgspec.DecodeError, UnicodeDecodeError):
             code = "unauthorized" if status in (401, 403) else "bad_answer"
-            failure = ErrorDetail(code, f"it does not answer as a node: HTTP {status}")
-        if failure.code in _BUSY:
+            detail = ErrorDetail(code, f"it does not answer as a node: HTTP {status}")
+        if detail.code in _BUSY_CODES:
             wait_s = float(retry_after) if retry_after and retry_after.isdigit() else 1.0
-            return LegBusy(self.server.name, failure.message, wait_s)
-        if status in (400, 404, 413, 422, 504) and failure.code not in _ITS_OWN:
-            return refused(status, failure.code, failure.message)
-        return LegFailed(self.server.name, failure.code, failure.message)
+            return LegBusy(self.server.name, detail.message, wait_s)
+        if status in (400, 404, 413, 422, 504) and detail.code not in _NODE_CODES:
+            return refusal(status, detail.code, detail.message)
+        return LegFailed(self.server.name, detail.code, detail.message)
 
-    def _failure(self, failure: ErrorDetail) -> Exception:
+    def _stream_error(self, detail: ErrorDetail) -> Exception:
         """An error in the middle of a stream."""
-        if failure.code in _BUSY:
-            return LegBusy(self.server.name, failure.message, 1.0)
-        if failure.code in ("deadline_exceeded", "bad_request", "context_too_long"):
-            return refused(504 if failure.code == "deadline_exceeded" else 400, failure.code, failure.message)
-        return LegFailed(self.server.name, failure.code, failure.message)
+        if detail.code in _BUSY_CODES:
+            return LegBusy(self.server.name, detail.message, 1.0)
+        if status := _REFUSAL_STATUS.get(detail.code):
+            return refusal(status, detail.code, detail.message)
+        return LegFailed(self.server.name, detail.code, detail.message)

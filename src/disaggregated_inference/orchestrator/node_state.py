@@ -1,4 +1,4 @@
-"""One node as the orchestrator knows it: its last status, its standing, and what was sent there since."""
+"""One node as the orchestrator knows it: its last status, whether it is usable, and what was sent there since."""
 
 import asyncio
 import time
@@ -7,106 +7,16 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from disaggregated_inference.api import ModelInfo, NodeStatus, PeerStatus, Role
 from disaggregated_inference.cluster.config import Policies, Server
-from disaggregated_inference.kv.fingerprint import Fingerprint
 from disaggregated_inference.orchestrator.breaker import Breaker
-from disaggregated_inference.orchestrator.cluster_view import NodeView, Rate, Role
+from disaggregated_inference.orchestrator.cluster_view import NodeView
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats
 from disaggregated_inference.orchestrator.node_client import LegFailed, NodeClient
 
-_LATE_S = 0.3
-_AWAY, _UNAUTHORIZED = "unreachable", "unauthorized"
-_NOT_ASKED = "not asked yet"
-_QUIET_S = 5.0  # after its last answer; then it is gone
-_MOST_READING = 32  # prompts of ours at a prefill node: it reads few at a time, and the others are better off here
-
-
-class SlotStatus(msgspec.Struct, frozen=True):
-    used: int = 0
-    most: int = 1
-
-
-class QueueDepth(msgspec.Struct, frozen=True):
-    waiting: int = 0  # for memory or a slot
-
-
-class KVMemoryStatus(msgspec.Struct, frozen=True):
-    limit_bytes: int = 0  # for answers
-    reserved_bytes: int = 0
-    held_bytes: int = 0
-    total_limit_bytes: int = 0  # and for prompts that wait to be fetched, where a node has both roles
-
-
-class RateStatus(msgspec.Struct, frozen=True):
-    prefill: tuple[Rate, ...] = ()
-    decode: tuple[Rate, ...] = ()
-    local_prefill: tuple[Rate, ...] = ()
-
-
-class PathStatus(msgspec.Struct, frozen=True):
-    host: str
-    port: int
-    goodput_bytes_s: float | None = None
-
-
-class PeerStatus(msgspec.Struct, frozen=True):
-    epoch: str
-    refused: str | None = None
-
-
-class NodeStatus(msgspec.Struct, frozen=True):
-    """Of a node's `/status`, what is used here. Nodes of another version may say more, or less."""
-
-    status: str = "unhealthy"
-    model: str = ""
-    loaded: bool = True
-    backend: str = ""
-    role: Role = "both"
-    epoch: str = ""
-    stalled_s: float = 0.0
-    context_window: int = 0
-    kv_token_bytes: int = 0
-    waiting: int = 0
-    waiting_tokens: int = 0
-    running: int = 0
-    exports: bool = True
-    imports: bool = True
-    reason: str = ""  # why it is unhealthy, where it says so
-    slots: SlotStatus = SlotStatus()
-    queue: QueueDepth = QueueDepth()
-    kv: KVMemoryStatus = KVMemoryStatus()
-    rates: RateStatus = RateStatus()
-    paths: tuple[PathStatus, ...] = ()
-    peers: tuple[PeerStatus, ...] = ()
-    kv_addresses: tuple[str, ...] = ()
-    tickets: int = 0
-
-
-class ModelIdentity(msgspec.Struct, frozen=True):
-    """Of a model that only its engine knows well: little, but enough to tell two models apart."""
-
-    architecture: str = ""
-    parameters: int = 0
-
-
-class ModelInfo(msgspec.Struct, frozen=True):
-    """Of a node's `/model`. Without a fingerprint it hands out neither cache nor tokenizer, and takes text."""
-
-    context_window: int
-    vocabulary: int | None = None
-    fingerprint: Fingerprint | None = None
-    identity: ModelIdentity = ModelIdentity()
-    capabilities: tuple[str, ...] | None = None  # by Ollama's names; None: nobody knows, or the tokenizer shows
-
-    def differences(self, other: "ModelInfo") -> list[str]:
-        """One line per disagreement; none: both may answer for one model."""
-        if self.fingerprint and other.fingerprint:
-            return self.fingerprint.differences(other.fingerprint)
-        if self.fingerprint or other.fingerprint:
-            takes = {True: "tokens", False: "text alone"}
-            return [f"it takes {takes[bool(other.fingerprint)]}, not {takes[bool(self.fingerprint)]}"]
-        mine, theirs = self.identity, other.identity
-        return [] if mine == theirs else [f"{theirs.architecture} of {theirs.parameters} parameters there"]
+_UNREACHABLE, _UNAUTHORIZED = "unreachable", "unauthorized"
+_NOT_POLLED = "not polled yet"
+_MAX_PREFILLS = 32  # of ours at a prefill node: it works on a few at a time, and the others are better off here
 
 
 class NodeState:
@@ -116,21 +26,22 @@ class NodeState:
         self.server, self.model, self._policies = server, model, policies
         self.name = server.name
         self.client = NodeClient(server, session, heartbeats, policies.stuck_s)
-        self.gate = asyncio.Semaphore(_MOST_READING)
+        self._timeouts = heartbeats.timeouts
+        self.prefill_slots = asyncio.Semaphore(_MAX_PREFILLS)
         self.breaker = Breaker()
-        self.status: NodeStatus | None = None  # None: never heard of
-        self.about: ModelInfo | None = None
+        self.status: NodeStatus | None = None  # None: the node has never answered
+        self.info: ModelInfo | None = None
         self.reachable = False
-        self._condition = _AWAY  # one word for people
-        self.trouble = _NOT_ASKED  # why it is not usable; empty when it is
+        self._condition = _UNREACHABLE  # one word for people
+        self.trouble = _NOT_POLLED  # why it is not usable; empty when it is
         self.mismatch = ""  # why it must not be paired, or answer for its model
-        self._quiet = False  # it is away, and nobody said so
-        self._misses = 0  # questions in a row that it did not answer in time
+        self._quiet = False  # it is unreachable by timeout alone
+        self._missed_polls = 0  # in a row
         self.open = 0  # our requests there
-        self.unread_tokens = 0  # of our prompts, sent there since its status and not known to be read
-        self._read_tokens = 0  # of our prompts, read since: its status still counts them
-        self._open_then = 0  # our requests there when its status came
-        self.heard_at, self.used_at = 0.0, time.monotonic()
+        self.unread_tokens = 0  # of our prompts, sent since the last status and not known to be prefilled
+        self._read_tokens = 0  # of our prompts, prefilled since the last status, which still counts them
+        self._open_at_status = 0
+        self.polled_at, self.used_at = 0.0, time.monotonic()
 
     @property
     def epoch(self) -> str:
@@ -138,7 +49,7 @@ class NodeState:
 
     @property
     def takes_text(self) -> bool:
-        return self.about is not None and self.about.fingerprint is None and not self.mismatch
+        return self.info is not None and self.info.fingerprint is None and not self.mismatch
 
     @property
     def role(self) -> Role:
@@ -150,17 +61,17 @@ class NodeState:
 
     @property
     def serves(self) -> bool:
-        """Also where only one request at a time may go, to see: others wait for it."""
+        """Also while the breaker lets one trial request through: other requests wait for it."""
         return self.reachable and not self.trouble and not self.mismatch and self.breaker.state != "open"
 
     @property
-    def was_asked(self) -> bool:
-        """And answered, or is known to be away."""
-        return self.reachable or self.trouble != _NOT_ASKED
+    def was_polled(self) -> bool:
+        """The node has answered, or is known to be unreachable."""
+        return self.reachable or self.trouble != _NOT_POLLED
 
     @property
     def state(self) -> str:
-        """One word for people, or two."""
+        """One or two words for people."""
         if not self.reachable or not self.status:
             return self._condition
         if self.mismatch:
@@ -174,59 +85,58 @@ class NodeState:
         return self.mismatch or self.trouble or (self.breaker.reason if self.breaker.state != "closed" else "")
 
     async def poll(self) -> bool:
-        """Ask how it is; whether something about its model is new."""
+        """Fetch the status; returns whether the node is new or was restarted."""
         loop = asyncio.get_running_loop()
-        began_at = loop.time()
+        began_at, timeout_s = loop.time(), self._policies.health_timeout_s
         try:
-            body = await self.client.get("/status", self._policies.health_timeout_s)
-            status = msgspec.json.decode(body, type=NodeStatus)
-            renewed = status.epoch != self.epoch or self.about is None
+            status = msgspec.json.decode(await self.client.get("/status", timeout_s), type=NodeStatus)
+            renewed = status.epoch != self.epoch or self.info is None
             if renewed:
-                about = await self.client.get("/model", self._policies.health_timeout_s * 5)
-                self.about = msgspec.json.decode(about, type=ModelInfo)
+                self.info = msgspec.json.decode(await self.client.get("/model", timeout_s * 5), type=ModelInfo)
         except LegFailed as error:
-            late = loop.time() > began_at + self._policies.health_timeout_s + _LATE_S  # it is we who were held up
-            self._misses += 1
-            if not error.silent or (self._misses > 1 and self.client.heard_at < began_at and not late):
-                condition = _UNAUTHORIZED if error.code == _UNAUTHORIZED else _AWAY
-                self.lost(str(error), condition, quiet=error.silent)
+            late = loop.time() > began_at + timeout_s + self._timeouts.late_poll_s  # this process was held up
+            self._missed_polls += 1
+            silent = self._missed_polls > 1 and self.client.last_data_at < began_at and not late
+            if silent or not error.timed_out:
+                condition = _UNAUTHORIZED if error.code == _UNAUTHORIZED else _UNREACHABLE
+                self.lost(str(error), condition, quiet=error.timed_out)
             return False
-        except Exception as error:  # an answer that is none; whatever is at that port, it is not a node
+        except Exception as error:  # the server at that port is not a node
             self.lost(f"{self.name}: it does not answer as a node: {error}")
             return False
-        self._heard(status, renewed)
+        self._update(status, renewed)
         return renewed
 
-    def was_read(self, tokens: int, sent_at: float) -> None:
-        """A prompt of ours, sent there then."""
-        if sent_at < self.heard_at:
+    def prompt_was_read(self, tokens: int, sent_at: float) -> None:
+        """A prompt of ours, sent there at `sent_at`, was prefilled."""
+        if sent_at < self.polled_at:
             self._read_tokens += tokens
         else:
             self.unread_tokens = max(0, self.unread_tokens - tokens)
 
-    def lost(self, reason: str, condition: str = _AWAY, *, quiet: bool = False) -> None:
-        """`quiet`: nobody said that it is gone, it only does not answer."""
+    def lost(self, reason: str, condition: str = _UNREACHABLE, *, quiet: bool = False) -> None:
+        """`quiet`: the node only does not answer; nothing says that it is gone."""
         self.reachable, self.trouble, self._condition, self._quiet = False, reason, condition, quiet
 
     @property
     def may_come_back(self) -> bool:
-        """At any moment: it has not answered its first question yet, or went quiet a moment ago, as a machine does that
-        swaps."""
-        if not self.was_asked:
+        """At any moment: it has not answered its first poll yet, or went quiet a moment ago, as a swapping machine
+        does."""
+        if not self.was_polled:
             return True
-        return self._quiet and not self.mismatch and time.monotonic() - self.heard_at < _QUIET_S
+        return self._quiet and not self.mismatch and time.monotonic() - self.polled_at < self._timeouts.quiet_node_s
 
-    def _heard(self, status: NodeStatus, renewed: bool) -> None:
-        if self.status and renewed:  # it came back; at first sight all are as new
+    def _update(self, status: NodeStatus, renewed: bool) -> None:
+        if self.status and renewed:  # it came back; at first sight every node is new
             self.breaker.renewed()
-        self._misses, self.client.epoch = 0, status.epoch
-        self.status, self.reachable, self.heard_at = status, True, time.monotonic()
+        self._missed_polls, self.client.epoch = 0, status.epoch
+        self.status, self.reachable, self.polled_at = status, True, time.monotonic()
         self.unread_tokens = self._read_tokens = 0  # the status counts them now
-        self._open_then = self.open
-        self._condition, self.trouble = self._standing(status)
+        self._open_at_status = self.open
+        self._condition, self.trouble = self._assess(status)
 
-    def _standing(self, status: NodeStatus) -> tuple[str, str]:
-        """How it is, and why it is not usable: empty when it is."""
+    def _assess(self, status: NodeStatus) -> tuple[str, str]:
+        """Its condition, and why it is not usable: empty when it is."""
         if status.status not in ("healthy", "loading"):
             return status.status, f"it is {status.status}" + (f": {status.reason}" if status.reason else "")
         if status.stalled_s > self._policies.stuck_s:
@@ -236,15 +146,14 @@ class NodeState:
             return "wrong role", f"it runs as a {role} node, and the config has it under {listed}_servers"
         return status.status, ""
 
-    def verdict_on(self, prefill: "NodeState") -> PeerStatus | None:
-        """What the canary said about another node, as it is now; None where nobody asked."""
+    def peer_status(self, prefill: "NodeState") -> PeerStatus | None:
+        """The result of this node's peer check of a prefill node, in its present epoch; None: not checked yet."""
         peers = self.status.peers if self.status else ()
         return next((peer for peer in peers if prefill.epoch and peer.epoch == prefill.epoch), None)
 
     def view(self, group: str) -> NodeView:
         status = self.status or NodeStatus()
-        reads = status.rates.prefill or status.rates.local_prefill
-        others = max(0, status.running - self._open_then)  # of other orchestrators
+        others = max(0, status.running - self._open_at_status)  # of other orchestrators
         running = min(others + self.open, status.slots.most) if self.role != "prefill" else 0
         return NodeView(
             name=self.name,
@@ -258,16 +167,16 @@ class NodeState:
             context_window=status.context_window,
             kv_token_bytes=status.kv_token_bytes,
             kv_free_bytes=max(0, status.kv.limit_bytes - status.kv.reserved_bytes),
-            waiting=max(0, max(0, status.waiting - self._open_then) + self.open - running),
+            waiting=max(0, max(0, status.waiting - self._open_at_status) + self.open - running),
             waiting_tokens=max(0, status.waiting_tokens - self._read_tokens) + self.unread_tokens,
-            running=running,  # what was sent a moment ago will be
+            running=running,  # those sent a moment ago included
             slots=status.slots.most,
-            reads=reads,
-            writes=status.rates.decode,
+            prefill_rates=status.rates.prefill or status.rates.local_prefill,
+            decode_rates=status.rates.decode,
             warmth=self.breaker.warmth(),
         )
 
-    def shown(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """For status pages."""
         status = self.status or NodeStatus()
         return {
@@ -291,5 +200,5 @@ class NodeState:
             "rates": msgspec.to_builtins(status.rates),
             "paths": msgspec.to_builtins(status.paths),
             "peers": msgspec.to_builtins(status.peers),
-            "heard_s_ago": round(time.monotonic() - self.heard_at, 3) if self.heard_at else None,
+            "heard_s_ago": round(time.monotonic() - self.polled_at, 3) if self.polled_at else None,
         }

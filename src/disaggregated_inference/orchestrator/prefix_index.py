@@ -1,6 +1,6 @@
-"""Which node likely holds which beginning of a prompt, from what was sent there. A guess: nodes evict unasked.
+"""Which node likely has which prefix in its cache, from what was sent there. An estimate: nodes evict without notice.
 
-Nodes look at the tokens themselves before they reuse anything; a wrong guess here costs time, never a wrong answer.
+Nodes compare the tokens themselves before they reuse anything: a wrong estimate costs time, never a wrong answer.
 """
 
 import hashlib
@@ -12,44 +12,44 @@ _HASH_BYTES = 16
 
 
 class PrefixIndex:
-    """Blocks of tokens by the hash of all tokens up to their end, and who was seen with them, in which epoch."""
+    """Blocks of tokens by the hash of all tokens up to their end, with the nodes that have them and their epochs."""
 
-    def __init__(self, most_blocks: int = 65536, block_tokens: int = 64) -> None:
-        self.most_blocks, self.block_tokens = most_blocks, block_tokens
+    def __init__(self, max_blocks: int = 65536, block_tokens: int = 64) -> None:
+        self.max_blocks, self.block_tokens = max_blocks, block_tokens
         self._blocks: OrderedDict[bytes, dict[str, str]] = OrderedDict()  # hash: {node: epoch}
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def note(self, node: str, epoch: str, tokens: Sequence[int]) -> None:
-        """The node has read these tokens. The end of a prompt is noted first, so that it is also forgotten first: a
+    def add(self, node: str, epoch: str, tokens: Sequence[int]) -> None:
+        """The node has prefilled these tokens. The end of a prompt is added first, so that it is also evicted first: a
         block is of no use without those before it."""
         for address in reversed(list(self._chain(tokens))):
             self._blocks.setdefault(address, {})[node] = epoch
             self._blocks.move_to_end(address)
-        while len(self._blocks) > self.most_blocks:
+        while len(self._blocks) > self.max_blocks:
             self._blocks.popitem(last=False)
 
-    def held(self, tokens: Sequence[int], epochs: Mapping[str, str]) -> dict[str, int]:
-        """Of the nodes in `epochs`, how many tokens each holds from the start; those that hold none are left out. What
-        an earlier epoch held went with its process."""
-        held: dict[str, int] = {}
+    def lookup(self, tokens: Sequence[int], epochs: Mapping[str, str]) -> dict[str, int]:
+        """Of the nodes in `epochs`, how many tokens each has cached from the start; nodes without any are left out. The
+        cache of an earlier epoch went with its process."""
+        cached: dict[str, int] = {}
         left = list(epochs)
         for number, address in enumerate(self._chain(tokens), 1):
-            seen = self._blocks.get(address, {})
-            left = [node for node in left if seen.get(node) == epochs[node]]
+            holders = self._blocks.get(address, {})
+            left = [node for node in left if holders.get(node) == epochs[node]]
             if not left:
                 break
-            held.update(dict.fromkeys(left, number * self.block_tokens))
-        return held
+            cached.update(dict.fromkeys(left, number * self.block_tokens))
+        return cached
 
     def forget(self, node: str) -> None:
-        for address, seen in list(self._blocks.items()):
-            if seen.pop(node, None) is not None and not seen:
+        for address, holders in list(self._blocks.items()):
+            if holders.pop(node, None) is not None and not holders:
                 del self._blocks[address]
 
     def _chain(self, tokens: Sequence[int]) -> Iterator[bytes]:
-        """Whole blocks only: an end that grows with the next turn of a chat would be found by nobody."""
+        """Whole blocks only: a partial block grows with the next turn of a chat, and would never be found."""
         data, address = array("I", tokens).tobytes(), b""
         size = self.block_tokens * array("I").itemsize
         for at in range(0, len(data) - size + 1, size):

@@ -1,4 +1,4 @@
-"""Who may start next: a bounded line for each model, on one event loop."""
+"""The request queue: bounded, one per model, fair between models, by priority. Runs on one event loop."""
 
 import asyncio
 import math
@@ -14,12 +14,12 @@ import msgspec
 from disaggregated_inference.errors import DeadlineExceeded, QueueFull
 
 _LAST_SERVED = 32
-_UNKNOWN_S = 5  # what to tell people when nothing was served yet
+_DEFAULT_RETRY_S = 5  # before the first request was served
 _LONGEST_RETRY_S = 60
 
 
 class QueueStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One model's line, for status."""
+    """One model's queue, for status pages."""
 
     waiting: int
     running: int
@@ -29,7 +29,7 @@ class QueueStatus(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(slots=True, eq=False)
 class _Waiter:
     priority: int
-    turn: "asyncio.Future[bool]"  # True: it has a place. False: its time was over before
+    turn: "asyncio.Future[bool]"  # True: it has a place. False: its deadline passed first
 
     @property
     def has_place(self) -> bool:
@@ -49,31 +49,31 @@ class _ModelQueue:
         return bool(self.waiters) and self.running < self.places
 
     def retry_after_s(self) -> int:
-        """When someone new might have a turn: all before it, as many at once as have places, at the recent pace."""
+        """When a new request might run: after all before it, at the recent pace."""
         if not self.served_s:
-            return _UNKNOWN_S
+            return _DEFAULT_RETRY_S
         each_s = sum(self.served_s) / len(self.served_s)
         ahead_s = (len(self.waiters) + 1) * each_s / max(self.places, 1)
         return max(1, min(_LONGEST_RETRY_S, math.ceil(ahead_s)))
 
 
 class RequestQueue:
-    """Places to run, by model, and the requests that wait for one: no more than `most_waiting` together.
+    """Places to run, by model, and the requests that wait for one: at most `max_waiting` in all.
 
-    Models take turns, so where `most_running` bounds all of them a crowd before one keeps nobody from another. Inside a
-    model a higher priority goes first, then who came first. `model` is a name that the cluster knows, or there would be
-    no bound on their number.
+    Models take turns, so that with `max_running` many requests for one model do not block another. Inside a model a
+    higher priority goes first, then the earlier request. `model` must be a name from the config, or the number of
+    queues would have no bound.
     """
 
     def __init__(
         self,
-        most_waiting: int,
-        most_running_per_model: int,
-        most_running: int | None = None,
+        max_waiting: int,
+        max_running_per_model: int,
+        max_running: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.most_waiting, self.most_running_per_model = most_waiting, most_running_per_model
-        self.most_running = math.inf if most_running is None else most_running
+        self.max_waiting, self.max_running_per_model = max_waiting, max_running_per_model
+        self.max_running = math.inf if max_running is None else max_running
         self._clock, self._turns = clock, 0
         self._queues: dict[str, _ModelQueue] = {}
 
@@ -85,20 +85,20 @@ class RequestQueue:
     def running(self) -> int:
         return sum(queue.running for queue in self._queues.values())
 
-    def seen(self) -> dict[str, QueueStatus]:
+    def status(self) -> dict[str, QueueStatus]:
         return {
             model: QueueStatus(waiting=len(queue.waiters), running=queue.running, places=queue.places)
             for model, queue in sorted(self._queues.items())
         }
 
     def allow(self, model: str, places: int) -> None:
-        """So many at once from now on. Those that run beyond it end in peace, and nobody takes their places."""
+        """Set how many requests of a model run at once. Requests that run beyond it finish, and are not replaced."""
         self._queue(model).places = places
-        self._let_in()
+        self._grant_places()
 
     @asynccontextmanager
     async def turn(self, model: str, priority: int = 0, deadline: float = math.inf) -> AsyncIterator[None]:
-        """Wait for a place and keep it inside the `with`. `deadline` is on the line's clock."""
+        """Wait for a place and hold it inside the `with`. `deadline` is on the queue's clock."""
         queue = self._queue(model)
         await self._enter(queue, model, priority, deadline)
         started_at = self._clock()
@@ -110,7 +110,7 @@ class RequestQueue:
 
     async def _enter(self, queue: _ModelQueue, model: str, priority: int, deadline: float) -> None:
         if (left_s := deadline - self._clock()) <= 0:
-            raise DeadlineExceeded(f"the request for {model} came after its deadline")
+            raise DeadlineExceeded(f"the request for {model} arrived after its deadline")
         loop = asyncio.get_running_loop()
         waiter = self._join(queue, model, _Waiter(priority, loop.create_future()))
         timer = None if math.isinf(left_s) else loop.call_later(left_s, self._expire, queue, waiter)
@@ -125,40 +125,42 @@ class RequestQueue:
                 timer.cancel()
 
     def _join(self, queue: _ModelQueue, model: str, waiter: _Waiter) -> _Waiter:
-        is_free = queue.running < queue.places and self.running < self.most_running
-        share = self.most_waiting // len(self._queues)  # a crowd before one model refuses nobody of another
-        if not is_free and self.waiting >= self.most_waiting and len(queue.waiters) >= share:
-            raise QueueFull(f"{self.waiting} requests wait already, {model}'s turn is far", queue.retry_after_s())
+        is_free = queue.running < queue.places and self.running < self.max_running
+        share = self.max_waiting // len(self._queues)  # requests for one model do not crowd out another's
+        if not is_free and self.waiting >= self.max_waiting and len(queue.waiters) >= share:
+            raise QueueFull(
+                f"{self.waiting} requests are waiting already; try {model} again later", queue.retry_after_s()
+            )
         insort(queue.waiters, waiter, key=lambda each: -each.priority)
-        self._let_in()
+        self._grant_places()
         return waiter
 
     def _queue(self, model: str) -> _ModelQueue:
-        return self._queues.setdefault(model, _ModelQueue(self.most_running_per_model))
+        return self._queues.setdefault(model, _ModelQueue(self.max_running_per_model))
 
-    def _let_in(self) -> None:
-        """All for whom there is a place, first of the model that had no turn for the longest time."""
-        while self.running < self.most_running:
+    def _grant_places(self) -> None:
+        """Grant all free places, first to the model whose last turn is the longest ago."""
+        while self.running < self.max_running:
             due = (queue for queue in self._queues.values() if queue.is_due)
             if not (queue := min(due, key=lambda each: each.last_turn, default=None)):
                 return
             self._grant(queue, queue.waiters.pop(0))
 
     def _grant(self, queue: _ModelQueue, waiter: _Waiter) -> None:
-        """A cancelled request stands in line until its task wakes up; a place would be lost on it."""
+        """A cancelled request stays in the queue until its task wakes up; it must not take a place."""
         if not waiter.turn.done():
             waiter.turn.set_result(True)
             self._turns += 1
             queue.running, queue.last_turn = queue.running + 1, self._turns
 
     def _expire(self, queue: _ModelQueue, waiter: _Waiter) -> None:
-        """Grants and this run on one loop: what comes first counts, and the other finds it done."""
+        """Grants and this run on one loop: the first one counts, the other finds it done."""
         if not waiter.turn.done():
             waiter.turn.set_result(False)
             queue.waiters.remove(waiter)
 
     def _withdraw(self, queue: _ModelQueue, waiter: _Waiter) -> None:
-        """A task may be cancelled after it was given a place and before it woke up: then the place goes on."""
+        """A task may be cancelled between its grant and its wake-up: then the place goes to the next."""
         if waiter.has_place:
             self._leave(queue)
         elif waiter in queue.waiters:
@@ -166,4 +168,4 @@ class RequestQueue:
 
     def _leave(self, queue: _ModelQueue) -> None:
         queue.running -= 1
-        self._let_in()
+        self._grant_places()

@@ -9,7 +9,7 @@ Result = TypeVar("Result")
 
 
 async def in_thread(work: Callable[[], Result]) -> Result:
-    """As `asyncio.to_thread`, whose pool refuses work once the main thread has ended: other threads may go on then."""
+    """As `asyncio.to_thread`, but it also works after the main thread has ended, when the default pool refuses."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
 

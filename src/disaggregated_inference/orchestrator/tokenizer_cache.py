@@ -1,4 +1,4 @@
-"""Text to tokens, once, here: tokenizers and chat templates come from the nodes, by their hash, and are kept."""
+"""Tokenizers and chat templates, fetched from the nodes by their hash and cached. Text becomes tokens here, once."""
 
 import asyncio
 import hashlib
@@ -10,42 +10,42 @@ from pathlib import Path
 
 import msgspec
 
+from disaggregated_inference.api import GenerateRequest
 from disaggregated_inference.errors import BadRequest, DisaggError, NoDecodeNode
 from disaggregated_inference.models.store import default_home
 from disaggregated_inference.models.text_only import TextOnlyTokenizer
 from disaggregated_inference.models.tokenizer import ModelTokenizer
 from disaggregated_inference.orchestrator.node_client import LegBusy, LegFailed
 from disaggregated_inference.orchestrator.node_state import NodeState
-from disaggregated_inference.orchestrator.request import GenerateRequest
 from disaggregated_inference.orchestrator.threads import in_thread
 
 log = logging.getLogger(__name__)
 
-_FETCH_S = 15.0  # tokenizers have some megabytes
-_SHORT_CHARS = 2000  # below it, handing the work to a thread takes longer than the work
-_MOST_KEPT = 16
+_SHORT_CHARS = 2000  # below it, a thread costs more than the work itself
+_MAX_CACHED = 16
 
 
 class TokenizerCache:
-    def __init__(self, home: Path | None = None) -> None:
+    def __init__(self, home: Path | None = None, fetch_s: float = 15.0) -> None:
         self._home = (home or default_home()) / "tokenizers"
-        self._known: dict[str, ModelTokenizer] = {}
+        self._fetch_s = fetch_s
+        self._cached: dict[str, ModelTokenizer] = {}
         self._fetching: dict[str, asyncio.Task[ModelTokenizer]] = {}
-        self._few = asyncio.Semaphore(2)
+        self._workers = asyncio.Semaphore(2)
 
     async def tokenizer(self, nodes: Iterable[NodeState]) -> ModelTokenizer:
-        """Of these nodes' model. Fetched once, however many ask."""
-        having = [node for node in nodes if node.about and not node.mismatch]
-        if not having:
+        """Of these nodes' model. Concurrent callers share one fetch."""
+        sources = [node for node in nodes if node.info and not node.mismatch]
+        if not sources:
             raise NoDecodeNode()
-        assert having[0].about
-        if (model := having[0].about.fingerprint) is None:
-            return TextOnlyTokenizer(having[0].model, having[0].about.capabilities)
+        assert sources[0].info
+        if (model := sources[0].info.fingerprint) is None:
+            return TextOnlyTokenizer(sources[0].model, sources[0].info.capabilities)
         identity = hashlib.blake2b(f"{model.tokenizer}/{model.chat_template}".encode(), digest_size=16).hexdigest()
-        if found := self._known.get(identity):
+        if found := self._cached.get(identity):
             return found
         if identity not in self._fetching or self._fetching[identity].done():
-            self._fetching[identity] = asyncio.create_task(self._get(identity, having))
+            self._fetching[identity] = asyncio.create_task(self._get(identity, sources))
         return await asyncio.shield(self._fetching[identity])
 
     async def _get(self, identity: str, nodes: list[NodeState]) -> ModelTokenizer:
@@ -53,9 +53,9 @@ class TokenizerCache:
             found = await in_thread(lambda: self._from_disk(identity)) or await self._from_nodes(identity, nodes)
         finally:
             self._fetching.pop(identity, None)
-        while len(self._known) >= _MOST_KEPT:
-            self._known.pop(next(iter(self._known)))
-        self._known[identity] = found
+        while len(self._cached) >= _MAX_CACHED:
+            self._cached.pop(next(iter(self._cached)))
+        self._cached[identity] = found
         return found
 
     def _from_disk(self, identity: str) -> ModelTokenizer | None:
@@ -67,7 +67,7 @@ class TokenizerCache:
     async def _from_nodes(self, identity: str, nodes: list[NodeState]) -> ModelTokenizer:
         for node in sorted(nodes, key=lambda node: not node.usable):
             try:
-                body = await node.client.get("/model/tokenizer", _FETCH_S)
+                body = await node.client.get("/model/tokenizer", self._fetch_s)
             except (LegFailed, LegBusy, DisaggError) as error:
                 failure: Exception = error
                 continue
@@ -76,33 +76,32 @@ class TokenizerCache:
 
     def _take(self, identity: str, body: bytes, node: NodeState) -> ModelTokenizer:
         tokenizer = ModelTokenizer.from_whole(msgspec.json.decode(body))
-        assert node.about
-        assert node.about.fingerprint
-        if tokenizer.identity != node.about.fingerprint.tokenizer:
-            raise DisaggError(f"{node.name} handed out another tokenizer than the one it uses; restart it")
+        assert node.info
+        assert node.info.fingerprint
+        if tokenizer.identity != node.info.fingerprint.tokenizer:
+            raise DisaggError(f"{node.name} handed out another tokenizer than it uses; restart it")
         try:
             self._home.mkdir(parents=True, exist_ok=True)
             partial = self._home / f"{identity}.{os.getpid()}.partial"
             partial.write_bytes(body)
             partial.replace(self._home / f"{identity}.json")
         except OSError as error:
-            log.warning("the tokenizer is not kept on disk: %s", error)
+            log.warning("the tokenizer could not be written to disk: %s", error)
         return tokenizer
 
-    async def to_tokens(self, tokenizer: ModelTokenizer, ask: GenerateRequest, window: int) -> list[int]:
-        """Off the event loop where it takes a while, and few at a time: many threads would keep the loop from running
-        just as well."""
-        size = len(ask.prompt or "") + sum(len(str(message.get("content"))) for message in ask.messages or [])
+    async def encode(self, tokenizer: ModelTokenizer, request: GenerateRequest, window: int) -> list[int]:
+        """Long texts on a thread, and few at a time: many threads would hold up the event loop too."""
+        size = len(request.prompt or "") + sum(len(str(message.get("content"))) for message in request.messages or [])
         if size < _SHORT_CHARS:
-            return _encoded(tokenizer, ask, window)
-        async with self._few:
-            return await in_thread(lambda: _encoded(tokenizer, ask, window))
+            return _encoded(tokenizer, request, window)
+        async with self._workers:
+            return await in_thread(lambda: _encoded(tokenizer, request, window))
 
 
-def _encoded(tokenizer: ModelTokenizer, ask: GenerateRequest, window: int) -> list[int]:
-    text = ask.prompt or ""
-    if ask.messages is not None:
-        text = tokenizer.render_chat(ask.messages, **ask.template)
+def _encoded(tokenizer: ModelTokenizer, request: GenerateRequest, window: int) -> list[int]:
+    text = request.prompt or ""
+    if request.messages is not None:
+        text = tokenizer.render_chat(request.messages, **request.template)
     tokens = tokenizer.encode_within(text, window)
     if not tokens:
         raise BadRequest("the prompt is empty")

@@ -1,0 +1,112 @@
+"""How an answer is asked for, and how it goes on after a failure: by token ids, so that no token is lost or repeated.
+
+`text_continuation.py` is the same for nodes that take text.
+"""
+
+from typing import Any, Protocol
+
+import msgspec
+
+from disaggregated_inference.api import DecodeRequest, GenerateRequest, StreamEvent
+from disaggregated_inference.orchestrator.cluster_view import Route, RouteRequest
+from disaggregated_inference.orchestrator.node_client import NodeRefused
+from disaggregated_inference.orchestrator.recorder import Attempt, ChoiceState
+from disaggregated_inference.orchestrator.registry import NodeRegistry
+
+Numbers = tuple[int, ...]  # of the choices that one attempt generates
+
+
+class Continuation(Protocol):
+    """What a runner asks of either kind."""
+
+    choice_states: list[Any]
+    separate_choices: bool  # each choice is a request of its own from the start
+    hands_over: bool  # KV can move between nodes
+
+    def prompt(self, numbers: Numbers) -> list[int]: ...
+    def route_request(self, numbers: Numbers, avoid: frozenset[str]) -> RouteRequest: ...
+    def decode_request(self, numbers: Numbers, timeout_s: float, context: str | None) -> DecodeRequest: ...
+    def explain(self, route: Route, reason: str) -> str: ...
+    def is_output(self, event: StreamEvent) -> bool: ...
+    def warning(self, numbers: Numbers) -> str | None: ...
+    def refused(self, error: NodeRefused, numbers: Numbers, cause: str) -> Exception: ...
+    def finished(self, attempt: Attempt, numbers: Numbers, prompt: list[int]) -> None: ...
+    def can_continue(self) -> bool: ...
+
+
+class TokenContinuation:
+    """Before the first token the next attempt asks for the whole answer; after it, the prompt and the written tokens
+    are the new prompt. With one seed the tokens are the same."""
+
+    separate_choices = False
+    hands_over = True
+
+    def __init__(self, registry: NodeRegistry, model: str, request: GenerateRequest, tokens: list[int]) -> None:
+        self._registry, self._model, self._request, self._tokens = registry, model, request, tokens
+        self.choice_states = [ChoiceState() for _ in range(request.n)]
+        assert request.max_tokens is not None
+        self._max_tokens: int = request.max_tokens
+        self._params = request.sampling()
+
+    def prompt(self, numbers: Numbers) -> list[int]:
+        return self._tokens + self._written(numbers)
+
+    def _written(self, numbers: Numbers) -> list[int]:
+        """Several choices share a prompt only as long as none has a token."""
+        return self.choice_states[numbers[0]].written if len(numbers) == 1 else []
+
+    def route_request(self, numbers: Numbers, avoid: frozenset[str]) -> RouteRequest:
+        prompt, epochs = self.prompt(numbers), self._registry.epochs(self._model)
+        return RouteRequest(
+            model=self._model,
+            prompt_tokens=len(prompt),
+            max_tokens=self._max_tokens - len(self._written(numbers)),
+            choices=len(numbers),
+            cached=self._registry.prefix_index.lookup(prompt, epochs),
+            avoid=avoid,
+        )
+
+    def decode_request(self, numbers: Numbers, timeout_s: float, context: str | None) -> DecodeRequest:
+        written = self._written(numbers)
+        params = self._params | {"max_tokens": self._max_tokens - len(written)}
+        if len(numbers) < self._request.n:
+            params |= {"n": 1, "choice": numbers[0]}
+        first = not any(state.written for state in self.choice_states)
+        return DecodeRequest(
+            tokens=self._tokens + written,
+            written=tuple(written),
+            context=context,
+            stream=True,
+            progress=self._request.progress and first,
+            timeout_s=timeout_s,
+            **params,
+        )
+
+    def explain(self, route: Route, reason: str) -> str:
+        return reason
+
+    def is_output(self, event: StreamEvent) -> bool:
+        return event.token is not None
+
+    def warning(self, numbers: Numbers) -> str | None:
+        return None
+
+    def refused(self, error: NodeRefused, numbers: Numbers, cause: str) -> Exception:
+        return error
+
+    def finished(self, attempt: Attempt, numbers: Numbers, prompt: list[int]) -> None:
+        nodes, index = self._registry.nodes, self._registry.prefix_index
+        decode, written = nodes[attempt.route.decode], self.choice_states[numbers[0]].written
+        index.add(decode.name, decode.epoch, [*self._tokens, *written])
+        if attempt.route.prefill:
+            index.add(attempt.route.prefill, nodes[attempt.route.prefill].epoch, prompt)
+
+    def can_continue(self) -> bool:
+        return True
+
+
+def with_seed(request: GenerateRequest, seed: int) -> GenerateRequest:
+    """A sampled answer needs a seed, or another node could not continue it."""
+    if not request.temperature or request.seed is not None:
+        return request
+    return msgspec.structs.replace(request, seed=seed)

@@ -1,0 +1,85 @@
+"""Picks the route of one attempt: the router's best that the policies and the request's own failures allow."""
+
+import time
+
+from disaggregated_inference.api import ModelInfo
+from disaggregated_inference.errors import ClusterError
+from disaggregated_inference.orchestrator.cluster_view import Plan, Route, RouteRequest
+from disaggregated_inference.orchestrator.failover import FailoverState
+from disaggregated_inference.orchestrator.registry import NodeRegistry
+from disaggregated_inference.orchestrator.router import plan
+
+_MAX_EXPLORATION = 4.0  # times the best route's time, at most
+
+
+class RoutePicker:
+    def __init__(self, registry: NodeRegistry, model: str, failover: FailoverState, *, hands_over: bool) -> None:
+        self._registry, self._model, self._failover = registry, model, failover
+        self._policies = registry.config.policies
+        self._hands_over = hands_over  # false: no KV can move, whatever the policies say
+        self.info: ModelInfo | None = None  # the model that the request began with
+
+    def excluded(self) -> frozenset[str]:
+        """Nodes that failed this request and were not restarted since, and nodes with another model."""
+        epochs = self._registry.epochs(self._model)
+        failed = frozenset(name for name, epoch in self._failover.avoid if epochs.get(name) == epoch)
+        return failed | self.other_models()
+
+    def other_models(self) -> frozenset[str]:
+        """Nodes that hold another model than the request began with, whatever the model's name means by now."""
+        info, nodes = self.info, self._registry.of(self._model)
+        return frozenset(node.name for node in nodes if info and node.info and info.differences(node.info))
+
+    def pick(self, request: RouteRequest, *, explore: bool) -> tuple[Route, str]:
+        """The route, and the reason for it."""
+        planned = plan(request, self._registry.view(self._model))
+        routes = list(filter(self._failover.allows, planned.routes))
+        pinned = [route for route in routes if self._is_pinned(route)]
+        for candidates in (pinned, routes):
+            allowed = [route for route in candidates if self._keeps_policy(route) and self._may_fall_back(route)]
+            if allowed:
+                route = self._explore(allowed) if explore else allowed[0]
+                return route, _reason(planned, route)
+        if not self._policies.fallback:
+            raise ClusterError("no prefill node can read this prompt, and the config allows no fallback")
+        route = pinned[0] if pinned else routes[0]
+        return route, _reason(planned, route)
+
+    def is_fallback(self, route: Route) -> bool:
+        if not self._hands_over or route.prefill is not None or self._policies.local == "always":
+            return False
+        return self._failover.prefill_failures > 0 or not self._failover.has_prefill_node(route.decode)
+
+    def _may_fall_back(self, route: Route) -> bool:
+        return self._policies.fallback or not self.is_fallback(route)
+
+    def _is_pinned(self, route: Route) -> bool:
+        return route.decode == self._failover.pinned
+
+    def _keeps_policy(self, route: Route) -> bool:
+        local = self._policies.local
+        if not self._hands_over:
+            return True
+        if self._failover.fell_back or local == "always":
+            return route.prefill is None
+        return route.prefill is not None or (local == "auto" and not self._failover.prefill_failures)
+
+    def _explore(self, routes: list[Route]) -> Route:
+        """The best, but for one request in a while: a node that was slow once is tried again, to find out whether it
+        still is."""
+        now, nodes = time.monotonic(), self._registry.nodes
+        unused_s = self._registry.timeouts.explore_s
+        for route in routes[1:]:
+            names = [name for name in (route.prefill, route.decode) if name]
+            unused = any(now - nodes[name].used_at > unused_s for name in names)
+            if unused and route.total_s < _MAX_EXPLORATION * routes[0].total_s:
+                return route
+        return routes[0]
+
+
+def _reason(planned: Plan, route: Route) -> str:
+    if route is planned.routes[0]:
+        return planned.reason
+    way = f"{route.prefill} -> {route.decode}" if route.prefill else f"local on {route.decode}"
+    best_s = planned.routes[0].first_token_s
+    return f"{way}: by policy, after a failure or to look again; {route.first_token_s:.2f} s, best {best_s:.2f} s"
