@@ -11,10 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack, overload
 
-from disaggregated_inference.api import Completion, Delta, GenerateOptions
-from disaggregated_inference.cluster.config import ClusterConfig
+from disaggregated_inference.api import Completion, Delta, GenerateOptions, named_options
+from disaggregated_inference.cluster import ClusterConfig
 from disaggregated_inference.errors import ClusterError
 from disaggregated_inference.orchestrator import DisaggregatedInference
+from disaggregated_inference.timeouts import OrchestratorTimeouts
 
 Result = TypeVar("Result")
 
@@ -31,8 +32,14 @@ class DisaggregatedClient:
     Threads may share a client. It ends with `close`, with its `with` block, or with the interpreter.
     """
 
-    def __init__(self, config_path: "str | Path | dict[str, Any] | ClusterConfig | None" = None) -> None:
-        self._core = DisaggregatedInference(config_path)  # a bad config is an error before a thread is started
+    def __init__(
+        self,
+        config_path: "str | Path | dict[str, Any] | ClusterConfig | None" = None,
+        timeouts: OrchestratorTimeouts = OrchestratorTimeouts(),
+    ) -> None:
+        self._core = DisaggregatedInference(
+            config_path, timeouts
+        )  # a bad config is an error before a thread is started
         self._loop_thread = _LoopThread(self._core)
         self._end = weakref.finalize(self, self._loop_thread.shut_down)  # dropped, or at exit
         self._call(self._core.start())
@@ -61,6 +68,7 @@ class DisaggregatedClient:
         self, prompt: str | None = None, *, stream: Literal[True], **options: Unpack[GenerateOptions]
     ) -> Iterator[str]: ...
 
+    @named_options
     def generate(
         self, prompt: str | None = None, *, stream: bool = False, **options: Unpack[GenerateOptions]
     ) -> tuple[str, dict[str, Any]] | Iterator[str]:
@@ -70,10 +78,12 @@ class DisaggregatedClient:
         answer = self._call(self._core.generate(prompt, **options))
         return answer["response"], {name: value for name, value in answer.items() if name != "response"}
 
+    @named_options
     def complete(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Completion:
         """The whole answer, typed: `.text`, `.choices`, and `.record` with every metric."""
         return self._call(self._core.complete(prompt, **options))
 
+    @named_options
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Generator[Delta, None, None]:
         """Deltas of text as they are generated; the last one has the metrics. Leaving the loop cancels the rest."""
         items: queue.SimpleQueue[Delta | BaseException | None] = queue.SimpleQueue()

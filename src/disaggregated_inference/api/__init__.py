@@ -13,14 +13,16 @@ from disaggregated_inference.api.events import (
     ReportedMetrics,
     StreamEvent,
     TextEvent,
+    TextGenerateResponse,
     TextMetrics,
     TokenEvent,
     TokenLogprob,
     TopLogprob,
     Usage,
 )
-from disaggregated_inference.api.record import Completion, Failover, Phase, RequestRecord
+from disaggregated_inference.api.record import Completion, Failover, Outcome, Phase, RequestRecord, plain
 from disaggregated_inference.api.requests import (
+    DEFAULT_NODE_TOKENS,
     DecodeRequest,
     GenerateOptions,
     GenerateRequest,
@@ -30,8 +32,10 @@ from disaggregated_inference.api.requests import (
     PrefillResponse,
     RequestOptions,
     TextGenerateRequest,
+    new_seed,
 )
 from disaggregated_inference.api.sampling import OutputFormat, SamplingParams
+from disaggregated_inference.api.signatures import named_options
 from disaggregated_inference.api.status import (
     KVMemoryStatus,
     ModelIdentity,
@@ -47,9 +51,17 @@ from disaggregated_inference.api.status import (
     SlotStatus,
     TicketEndings,
 )
-from disaggregated_inference.api.validation import convert, generate_request, invalid, output_format
+from disaggregated_inference.api.validation import (
+    convert,
+    generate_request,
+    invalid,
+    options_of,
+    output_format,
+    with_reason,
+)
 
 __all__ = [
+    "DEFAULT_NODE_TOKENS",
     "ChoiceTokenEvent",
     "Completion",
     "DecodeMetrics",
@@ -69,6 +81,7 @@ __all__ = [
     "ModelInfo",
     "NodeHealth",
     "NodeStatus",
+    "Outcome",
     "OutputFormat",
     "PathStatus",
     "PeerStatus",
@@ -89,6 +102,7 @@ __all__ = [
     "StreamEvent",
     "TextEvent",
     "TextGenerateRequest",
+    "TextGenerateResponse",
     "TextMetrics",
     "TicketEndings",
     "TokenEvent",
@@ -98,5 +112,10 @@ __all__ = [
     "convert",
     "generate_request",
     "invalid",
+    "named_options",
+    "new_seed",
+    "options_of",
     "output_format",
+    "plain",
+    "with_reason",
 ]

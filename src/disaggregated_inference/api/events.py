@@ -17,6 +17,7 @@ class Progress(msgspec.Struct, frozen=True):
 class ErrorDetail(msgspec.Struct, frozen=True):
     code: str = "internal_error"
     message: str = "no reason given"
+    param: str | msgspec.UnsetType = msgspec.UNSET  # the field of the request that is wrong
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -26,10 +27,10 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    prompt_tokens: int
+    prompt_tokens: int | None  # None: the engine did not say
     completion_tokens: int
     total_tokens: int
-    cached_tokens: int
+    cached_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class GenerationMetrics(msgspec.Struct):
@@ -103,8 +104,8 @@ class TopLogprob(msgspec.Struct, frozen=True):
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What a client's stream brings: the next piece of text of one choice. The last delta has the metrics."""
 
-    text: str = ""
     token: int | None = None
+    text: str = ""
     choice: int = msgspec.field(default=0, name="index")
     logprob: float | None = None
     top_logprobs: tuple[TopLogprob, ...] = ()
@@ -138,8 +139,9 @@ class ChoiceTokenEvent(TokenEvent, frozen=True, kw_only=True, omit_defaults=True
 
 
 class TextEvent(StreamEvent, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """A piece of text from a node whose engine keeps its token ids to itself."""
+    """A piece of text from a node whose engine does not show token ids."""
 
+    token: None
     text: str
 
 
@@ -179,3 +181,15 @@ class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     choices: tuple[GeneratedChoice, ...] = ()  # where there are several
     usage: Usage
     metrics: DecodeMetrics
+
+
+class TextGenerateResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The same, of a node that takes and gives text."""
+
+    generated_text: str
+    tokens: None
+    finish_reason: str | None
+    thinking: str = ""
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    usage: Usage
+    metrics: TextMetrics

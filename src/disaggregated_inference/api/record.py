@@ -29,6 +29,11 @@ class Failover(msgspec.Struct, kw_only=True):
     stall_s: float | None = None
 
 
+def plain(content: Any) -> Any:
+    """As JSON has it: dicts, lists, strings and numbers."""
+    return msgspec.json.decode(msgspec.json.encode(content))
+
+
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Times are seconds, speeds are tokens per second. None: unknown, or it does not apply."""
 
@@ -78,11 +83,11 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def metrics(self) -> dict[str, Any]:
         """The part that a client gets beside its answer, as plain values."""
-        return _without(msgspec.to_builtins(self), _HISTORY_ONLY, ("energy_wh", "cost"))
+        return _without(plain(self), _HISTORY_ONLY, ("energy_wh", "cost"))
 
     def row(self) -> dict[str, Any]:
         """All of it as plain values, for the history."""
-        return _without(msgspec.to_builtins(self), (), ("energy_wh", "cost", "error"))
+        return _without(plain(self), (), ("energy_wh", "cost", "error"))
 
 
 _HISTORY_ONLY = ("ok", "outcome", "error", "time", "finish_reason", "operation", "n")

@@ -68,7 +68,7 @@ class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=
     """Sampling parameters, and what a decode node needs to know to continue an answer that another node began."""
 
     written: tuple[TokenId, ...] = ()  # tokens of the answer that the prompt already ends with
-    choice: int = 0  # which of several choices goes on by itself: each has random numbers of its own
+    choice: int = 0  # the number of the choice that is continued: each has random numbers of its own
     timeout_s: Seconds = 180.0
     queue_s: WaitSeconds = 30.0  # the part of it that the request may wait for memory
     progress: bool = False  # a stream also reports how much of the prompt has arrived
@@ -76,7 +76,7 @@ class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.written or self.choice) and self.n > 1:
-            raise BadRequest("an answer that goes on has one choice: give written and choice with n = 1")
+            raise BadRequest("a continued completion has one choice: give written and choice with n = 1")
         if not 0 <= self.choice < MAX_CHOICES:
             raise BadRequest(f"choice must be between 0 and {MAX_CHOICES - 1}, not {self.choice}")
 
@@ -105,9 +105,10 @@ class DecodeRequest(GenerationParams, frozen=True, kw_only=True, omit_defaults=T
         if None not in (self.max_tokens, self.max_new_tokens) and self.max_tokens != self.max_new_tokens:
             raise BadRequest("max_tokens and max_new_tokens are the same thing: give one of them")
 
-    @property
-    def limit(self) -> int:
-        return self.max_tokens or self.max_new_tokens or DEFAULT_NODE_TOKENS
+    def params(self) -> GenerationParams:
+        """With one name for each thing: this request is itself the parameters of the generation."""
+        max_tokens = self.max_tokens or self.max_new_tokens or DEFAULT_NODE_TOKENS
+        return msgspec.structs.replace(self, max_tokens=max_tokens, progress=self.progress and self.stream)
 
 
 class TextGenerateRequest(DecodeRequest, frozen=True, kw_only=True, omit_defaults=True):
@@ -118,38 +119,60 @@ class TextGenerateRequest(DecodeRequest, frozen=True, kw_only=True, omit_default
     )  # variables of the chat template; such engines know tools and thinking
     tools: list[dict[str, Any]] | None = None  # the same as in template
     images: Any = None  # refused: images belong to messages
-    written_text: str = ""  # of an answer that another node began: it goes on after this
+    written_text: str = ""  # of a completion that another node began: this node continues it
 
 
 class GenerateOptions(TypedDict, total=False):
-    """The options of `generate` and `stream`, of both clients. An option that is None counts as not given; then the
-    model's default in the cluster file applies, or else the default named here."""
+    """Options of `generate`, `complete` and `stream`. An option that is None counts as not given: then the
+    default of the model in the cluster file applies, or else the default named here.
 
-    model: str | None  # a name, an alias or a part of a name; default: the only model of the cluster
-    model_type: str | None  # an older name for model
-    messages: list[dict[str, Any]] | None  # a chat, instead of prompt
-    tokens: list[int] | None  # token ids, instead of prompt
-    template: dict[str, Any] | None  # variables of the chat template: tools, reasoning_effort, ...
-    max_tokens: int | None  # longest answer; default: 2000, or what the context window has left
-    temperature: float | None  # default 0.2; 0 is greedy
+    model: a name, an alias or a part of a name; default: the only model of the cluster
+    messages: a chat, instead of prompt: [{"role": "user", "content": "..."}]
+    tokens: token ids, instead of prompt
+    template: variables of the chat template: tools, reasoning_effort, ...
+    max_tokens: longest answer; default: 2000, or what the context window has left
+    temperature: default 0.2; 0 is greedy
+    top_p, top_k, min_p: which tokens may be drawn
+    seed: the same seed gives the same answer
+    repetition_penalty, frequency_penalty, presence_penalty, logit_bias: see docs/CLIENT.md
+    stop: a string or several; the answer ends before the first of them
+    n: how many choices
+    logprobs: how many alternatives per token
+    ignore_eos, min_tokens: when the answer may end
+    format: structured output: {"type": "json_schema", "schema": {...}}, regex, grammar, choice
+    response_format: the same in OpenAI's form
+    timeout: seconds for the whole request
+    priority: higher first, while requests wait
+    progress: a stream also reports how much of the prompt was read
+    request_id: the request's name in logs and history
+    model_type: an older name for model
+    """
+
+    model: str | None
+    model_type: str | None
+    messages: list[dict[str, Any]] | None
+    tokens: list[int] | None
+    template: dict[str, Any] | None
+    max_tokens: int | None
+    temperature: float | None
     top_p: float | None
     top_k: int | None
     min_p: float | None
-    seed: int | None  # the same seed gives the same answer
+    seed: int | None
     repetition_penalty: float | None
     frequency_penalty: float | None
     presence_penalty: float | None
     logit_bias: dict[int, float] | dict[str, float] | None
-    stop: str | list[str] | tuple[str, ...] | None  # the answer ends before the first of these strings
-    n: int | None  # how many choices
-    logprobs: int | None  # how many alternatives per token
+    stop: str | list[str] | tuple[str, ...] | None
+    n: int | None
+    logprobs: int | None
     ignore_eos: bool | None
     min_tokens: int | None
-    format: OutputFormat | dict[str, Any] | None  # structured output: JSON schema, regex, grammar, choice
-    response_format: dict[str, Any] | None  # the same in OpenAI's form
-    timeout: float | None  # seconds for the whole request
-    priority: int | None  # higher first, while requests wait
-    progress: bool | None  # a stream also reports how much of the prompt was read
+    format: OutputFormat | dict[str, Any] | None
+    response_format: dict[str, Any] | None
+    timeout: float | None
+    priority: int | None
+    progress: bool | None
     request_id: str | None
 
 

@@ -23,6 +23,9 @@ Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 Logprobs = Annotated[int, Meta(ge=0, le=20)]
 MinTokens = Annotated[int, Meta(ge=0, le=1 << 31)]
 StopString = Annotated[str, Meta(min_length=1)]
+Stops = Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
+MaxTokens = Annotated[int, Meta(ge=1, le=1 << 31)]  # what public APIs accept
+Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 WaitSeconds = Annotated[float, Meta(ge=0, le=86400)]
 
@@ -41,13 +44,13 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         wanted = _FORMAT_FIELDS[self.type]
         given = {name for name in _FORMAT_FIELDS.values() if name and getattr(self, name) not in (None, ())}
         if wanted and wanted not in given:
-            raise BadRequest(f"format: the type {self.type} needs the field {wanted}")
+            raise BadRequest(f"format: the type {self.type} needs the field {wanted}", "format")
         if superfluous := sorted(given - {wanted}):
-            raise BadRequest(f"format: the type {self.type} has no field {superfluous[0]}; leave it out")
+            raise BadRequest(f"format: the type {self.type} has no field {superfluous[0]}; leave it out", "format")
         if not all(self.choices):
-            raise BadRequest("format: a choice is empty; every choice needs at least one character")
+            raise BadRequest("format: a choice is empty; every choice needs at least one character", "format")
         if (size := len(msgspec.json.encode(self))) > _MAX_FORMAT_BYTES:
-            raise BadRequest(f"format: {size} bytes are too many; the limit is {_MAX_FORMAT_BYTES}")
+            raise BadRequest(f"format: {size} bytes are too many; the limit is {_MAX_FORMAT_BYTES}", "format")
 
 
 _FORMAT_FIELDS: dict[str, str | None] = {
@@ -75,16 +78,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop: str | tuple[StopString, ...] | None = None
     n: Choices = 1
     logprobs: Logprobs | None = None  # how many alternatives per token; None: no logprobs at all
-    ignore_eos: bool = False  # an end token may come like any other, and the answer goes on after it
+    ignore_eos: bool = False  # an end token counts like any other, and does not end the answer
     min_tokens: MinTokens = 0  # no end token before the answer has this many tokens
     format: OutputFormat | None = None
 
     def __post_init__(self) -> None:
         """What a type alone cannot say. It runs wherever a request enters a process."""
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise BadRequest(f"max_tokens must be at least 1, not {self.max_tokens}", "max_tokens")
         if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 64:
-            raise BadRequest("seed must fit in 64 bits")
+            raise BadRequest("seed must fit in 64 bits", "seed")
         if self.stop == "" or len(self.stop_strings) > MAX_STOPS:
-            raise BadRequest(f"stop takes up to {MAX_STOPS} strings, none of them empty")
+            raise BadRequest(f"stop takes up to {MAX_STOPS} strings, none of them empty", "stop")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -101,4 +106,5 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Only a node knows how many tokens there are."""
         for token in self.logit_bias or ():
             if token >= size:
-                raise BadRequest(f"logit_bias: token {token} is not in the vocabulary, which has {size} tokens")
+                message = f"logit_bias: token {token} is not in the vocabulary, which has {size} tokens"
+                raise BadRequest(message, "logit_bias")

@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from disaggregated_inference.kv import Fingerprint
 
@@ -83,8 +84,8 @@ class NodeHealth(msgspec.Struct, frozen=True, kw_only=True):
     role: Role = "both"
     epoch: str = ""  # of this run: a restarted node has another
     stalled_s: float = 0.0  # how long the engine has been at one call
-    reason: str = ""  # why it is unhealthy
-    ollama: dict[str, Any] | None = None  # of a node in front of one
+    reason: str | UnsetType = UNSET  # why it is unhealthy
+    ollama: dict[str, Any] | UnsetType = UNSET  # of a node in front of one
 
 
 class NodeStatus(NodeHealth, frozen=True, kw_only=True):
@@ -93,7 +94,7 @@ class NodeStatus(NodeHealth, frozen=True, kw_only=True):
     dtype: str = ""
     context_window: int = 0
     kv_token_bytes: int = 0
-    waiting: int = 0  # requests that are not finished
+    waiting: int = 0  # open requests, running ones included
     waiting_tokens: int = 0  # of their prompts, still to be prefilled
     running: int = 0  # answers in the decode batch
     exports: bool = True  # KV
@@ -113,10 +114,11 @@ class NodeStatus(NodeHealth, frozen=True, kw_only=True):
     paths: tuple[PathStatus, ...] = ()
     peers: tuple[PeerStatus, ...] = ()
     rates: Rates = Rates()
+    tokenizer: Literal["none"] | UnsetType = UNSET  # of a node that takes text
 
 
 class ModelIdentity(msgspec.Struct, frozen=True):
-    """Of a model that only its engine knows well: little, but enough to tell two models apart."""
+    """Identity of a model without a fingerprint: enough to tell two models apart."""
 
     architecture: str = ""
     parameters: int = 0
@@ -131,6 +133,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_tokens: tuple[int, ...] = ()
     fingerprint: Fingerprint | None = None
     identity: ModelIdentity = ModelIdentity()
+    exports: bool | UnsetType = UNSET
+    imports: bool | UnsetType = UNSET
+    tokenizer: Literal["none"] | UnsetType = UNSET  # of a node that takes text
     capabilities: tuple[str, ...] | None = None  # by Ollama's names; None: unknown, or the tokenizer shows them
 
     def differences(self, other: "ModelInfo") -> list[str]:

@@ -24,12 +24,25 @@ def convert(content: object, kind: type[Kind]) -> Kind:
         raise invalid(error) from error
 
 
+_LIMITS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
+_LIMIT = re.compile(r"Expected `\w+`( of length)? (>=|<=|>|<) (\S+)")
+
+
 def invalid(error: msgspec.ValidationError) -> BadRequest:
-    """msgspec ends its messages with the place: ` - at `$.top_p``."""
+    """msgspec ends its messages with the place: `Expected `float` <= 1.0 - at `$.top_p``."""
     reason, _, place = str(error).partition(" - at `$")
     name = place.rstrip("`").lstrip(".")
     param = re.match(r"\w+", name)
-    return BadRequest(f"{name}: {reason}" if name else reason, param=param[0] if param else None)
+    return BadRequest(with_reason(name, reason), param=param[0] if param else None)
+
+
+def with_reason(name: str, reason: str) -> str:
+    """The field and msgspec's reason, in plain words where it is a limit."""
+    if limit := _LIMIT.fullmatch(reason):
+        of_length, sign, value = limit.groups()
+        size = f"{_LIMITS[sign]} {value.removesuffix('.0')}"
+        return f"{name} must {'have a length of' if of_length else 'be'} {size}"
+    return f"{name}: {reason}" if name else reason
 
 
 def generate_request(given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> GenerateRequest:
@@ -37,12 +50,12 @@ def generate_request(given: Mapping[str, Any], defaults: Mapping[str, Any] | Non
     options = {"request_id": new_request_id()} | _plain(defaults or {}) | _plain(given)
     require_known(options, GenerateRequest.__struct_fields__)
     request = convert(options, GenerateRequest)
-    if request.format:
-        request.format.require_valid()
     try:
         msgspec.json.encode((request.sampling(), request.template))
     except (UnicodeEncodeError, TypeError, ValueError) as error:
         raise BadRequest(f"the request cannot be sent as JSON: {error}") from error
+    if request.format:
+        request.format.require_valid()
     return request
 
 

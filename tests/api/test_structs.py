@@ -1,0 +1,90 @@
+"""The structs that cross between processes: the JSON they become, and the values they refuse."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from disaggregated_inference.api import (
+    ChoiceTokenEvent,
+    DecodeRequest,
+    GenerateRequest,
+    NodeStatus,
+    PrefillRequest,
+    PrefillResponse,
+    SamplingParams,
+    StreamEvent,
+    TokenEvent,
+    convert,
+)
+from disaggregated_inference.errors import BadRequest
+
+SAMPLING = SamplingParams.__struct_fields__
+
+
+def _json(struct: msgspec.Struct) -> Any:
+    return msgspec.json.decode(msgspec.json.encode(struct))
+
+
+def test_requests_to_nodes_leave_out_defaults() -> None:
+    assert _json(PrefillRequest(tokens=[1, 2])) == {"tokens": [1, 2]}
+    assert _json(DecodeRequest(context="c", max_tokens=5, seed=0)) == {"context": "c", "max_tokens": 5, "seed": 0}
+
+
+def test_a_response_has_only_what_is_known() -> None:
+    response = PrefillResponse(context="c", ticket="t", prompt_tokens=2)
+    assert _json(response) == {"context": "c", "ticket": "t", "prompt_tokens": 2}
+
+
+def test_a_token_event_always_has_token_and_text() -> None:
+    assert _json(TokenEvent(token=0, text="")) == {"token": 0, "text": ""}
+    assert _json(ChoiceTokenEvent(token=0, text="", choice=0)) == {"token": 0, "text": "", "index": 0}
+
+
+@pytest.mark.parametrize("event", [TokenEvent(token=7, text="a"), ChoiceTokenEvent(token=7, text="a", choice=2)])
+def test_the_orchestrator_reads_what_a_node_writes(event: TokenEvent) -> None:
+    read = msgspec.json.decode(msgspec.json.encode(event), type=StreamEvent)
+    assert (read.token, read.text, read.choice, read.done, read.error) == (7, "a", event.choice, False, None)
+
+
+def test_a_status_of_another_version_is_read() -> None:
+    status = msgspec.json.decode(b'{"status": "healthy", "waiting": 3, "new_field": {}}', type=NodeStatus)
+    assert (status.status, status.waiting, status.running, status.kv.limit_bytes) == ("healthy", 3, 0, 0)
+
+
+def test_every_kind_of_request_has_the_same_sampling_params() -> None:
+    for request in (DecodeRequest, GenerateRequest):
+        assert set(SAMPLING) <= set(request.__struct_fields__)
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, DecodeRequest, GenerateRequest])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("temperature", -0.1),
+        ("temperature", 101),
+        ("top_p", 1.1),
+        ("top_k", -1),
+        ("min_p", -1),
+        ("seed", 1 << 64),
+        ("repetition_penalty", 0),
+        ("presence_penalty", 2.1),
+        ("logit_bias", {5: 101}),
+        ("stop", ""),
+        ("stop", ["a"] * 17),
+        ("n", 17),
+        ("logprobs", 21),
+        ("min_tokens", -1),
+    ],
+)
+def test_ranges_are_the_same_for_every_kind_of_request(kind: type[SamplingParams], field: str, value: Any) -> None:
+    prompt = {"prompt": "x"} if kind is GenerateRequest else {}
+    with pytest.raises(BadRequest, match=field):
+        convert(prompt | {field: value}, kind)
+    assert convert(prompt, kind)
+
+
+def test_a_continued_answer_has_one_choice() -> None:
+    with pytest.raises(BadRequest, match="n = 1"):
+        convert({"written": [5], "n": 2}, DecodeRequest)
