@@ -85,7 +85,7 @@ def test_half_open_lets_one_through_at_a_time(breaker: Breaker, clock: Clock) ->
     assert breaker.reason == ""
 
 
-def test_asking_whether_it_is_ready_takes_nothing(breaker: Breaker, clock: Clock) -> None:
+def test_ready_takes_no_probe(breaker: Breaker, clock: Clock) -> None:
     breaker.failed("reset", hard=True)
     seen = [breaker.ready]
     clock.now += 0.5
@@ -129,13 +129,13 @@ def test_a_soft_failure_of_the_probe_opens_again(breaker: Breaker, clock: Clock)
     assert (state(breaker), breaker.retry_at) == ("open", clock.now + 1)
 
 
-def test_what_fails_together_counts_once(breaker: Breaker) -> None:
+def test_failures_at_the_same_time_count_once(breaker: Breaker) -> None:
     for _ in range(20):
         breaker.failed("reset", hard=True)
     assert breaker.retry_at == 100.5
 
 
-def test_an_old_answer_does_not_close(breaker: Breaker, clock: Clock) -> None:
+def test_a_response_from_before_the_failure_does_not_close(breaker: Breaker, clock: Clock) -> None:
     breaker.failed("frozen", hard=True)
     breaker.succeeded()
     assert state(breaker) == "open"
@@ -165,7 +165,7 @@ def test_success_after_success_stays_warm(breaker: Breaker, clock: Clock) -> Non
     assert breaker.warmth() == 1.0
 
 
-def test_a_new_epoch_starts_cold_and_without_a_past(breaker: Breaker) -> None:
+def test_a_new_epoch_starts_cold_without_failures(breaker: Breaker) -> None:
     breaker.failed("500")
     breaker.failed("500")
     breaker.renewed()
@@ -200,7 +200,7 @@ def test_limits_are_settings(clock: Clock) -> None:
 
 
 @given(st.lists(st.sampled_from(["hard", "soft", "good", "ask", "renewed", "wait", "long"]), max_size=60))
-def test_whatever_happens_it_is_tried_again(steps: list[str]) -> None:
+def test_a_breaker_always_half_opens_again(steps: list[str]) -> None:
     clock = Clock()
     breaker = Breaker(clock)
     for step in steps:

@@ -27,11 +27,15 @@ from disaggregated_inference.errors import (
     NoDecodeNode,
 )
 from disaggregated_inference.orchestrator import DisaggregatedInference
-from disaggregated_inference.orchestrator import node_client as legs
-from tests.conftest import LoadTiny, until
-from tests.orchestrator.test_orchestrator import COMMON, Four, answered, ask_of
+from disaggregated_inference.timeouts import OrchestratorTimeouts
 from tests.support.cluster import Process, config_of
+from tests.support.engines import LoadTiny
 from tests.support.handoff import alone, prompt_of
+from tests.support.orchestrator_cluster import COMMON, Four, answered, ask_of
+from tests.support.scale import CHAOS_REQUESTS, CHAOS_SECONDS
+from tests.support.waiting import until, until_async
+
+pytestmark = pytest.mark.slow
 
 Folder = Callable[[str], Path]
 
@@ -89,7 +93,7 @@ def test_two_models_on_four_nodes(tiny_folder: Folder, tiny_engine: LoadTiny) ->
 
 
 @pytest.mark.parametrize("what", ["model", "tokenizer", "rope"])
-def test_a_node_with_something_else_is_never_asked(
+def test_a_node_with_another_model_gets_no_request(
     four: Four, tiny_folder: Folder, tiny_engine: LoadTiny, tmp_path: Path, what: str
 ) -> None:
     wrong = _copy_with_another(what, tiny_folder("llama"), tmp_path / "llama")
@@ -107,7 +111,7 @@ def test_a_node_with_something_else_is_never_asked(
         imposter.end()
 
 
-def test_nobody_becomes_the_model_by_the_death_of_another(
+def test_a_node_with_another_model_never_takes_over(
     four: Four, tiny_folder: Folder, tiny_engine: LoadTiny, tmp_path: Path
 ) -> None:
     """Of one that holds something else not a token is taken: not when the right decode node is gone, and not in the
@@ -130,7 +134,7 @@ def test_nobody_becomes_the_model_by_the_death_of_another(
                 killed_at_40()
             assert 40 <= len(got) < 1500
             assert got == expected[: len(got)]
-            until(lambda: False, 1.0)  # until it was asked again, several times
+            time.sleep(1.0)  # the client polls the imposter several times
             assert client.health()["nodes"]["imposter"]["state"] == "mismatch"
             with pytest.raises(NoDecodeNode):
                 answered(client, prompt, 4)
@@ -177,8 +181,8 @@ def test_one_client_for_32_threads(four: Four, tiny_engine: LoadTiny) -> None:
     assert nothing_left(four)
 
 
-def test_clients_that_leave_at_any_moment_leave_nothing(four: Four, tiny_engine: LoadTiny) -> None:
-    """A thousand of them; between them others are served as if nothing was."""
+def test_cancelled_requests_leave_nothing_behind(four: Four, tiny_engine: LoadTiny) -> None:
+    """Hundreds of clients leave; the requests between them are served as usual."""
     prompt = prompt_of(150)
     expected = alone(tiny_engine("mlx", "llama"), prompt, 6)
     chance = random.Random(7)
@@ -198,15 +202,15 @@ def test_clients_that_leave_at_any_moment_leave_nothing(four: Four, tiny_engine:
                 async with gate:
                     await leave(core, number)
 
-            for batch in range(10):
-                await asyncio.gather(*(one(batch * 100 + number) for number in range(100)))
+            for first in range(0, CHAOS_REQUESTS, 100):
+                await asyncio.gather(*(one(first + number) for number in range(100)))
                 assert (await core.generate(**ask_of(prompt, 6)))["tokens"] == expected
             status = await core.status()
             assert not any(line["waiting"] or line["running"] for line in status["queue"].values())
             return Counter(status["served"])
 
     served = asyncio.run(run())
-    assert served["cancelled"] > 500
+    assert served["cancelled"] > CHAOS_REQUESTS // 2
     assert served["failed"] == 0
     assert nothing_left(four)
 
@@ -218,7 +222,7 @@ def test_bad_requests_end_in_typed_errors_and_the_client_lives_on(four: Four) ->
         with pytest.raises(BadRequest, match="exactly one"):
             client.generate(model="llama")
         with pytest.raises(BadRequest, match="no_such_option"):
-            client.generate(model="llama", prompt="x", no_such_option=1)
+            client.generate(model="llama", prompt="x", no_such_option=1)  # type: ignore[call-overload]
         with pytest.raises(DisaggError, match="temperature"):
             client.generate(model="llama", prompt="x", temperature=-1)
         with pytest.raises(DisaggError, match="4096"):
@@ -234,7 +238,7 @@ def test_bad_requests_end_in_typed_errors_and_the_client_lives_on(four: Four) ->
     assert nothing_left(four)
 
 
-def test_a_client_closed_while_many_ask_leaves_nobody_waiting(four: Four) -> None:
+def test_closing_a_client_ends_all_its_requests(four: Four) -> None:
     """Whoever came too late is told so, and nobody waits for a loop that is gone."""
     for way in ("health", "generate", "stream"):
         for _ in range(10):
@@ -262,19 +266,18 @@ def _asked(client: DisaggregatedClient, way: str) -> object:
     return client.generate(**ask) if way == "generate" else list(client.stream(**ask))
 
 
-def test_a_client_in_a_child_process_says_so(four: Four) -> None:
+def test_a_client_is_refused_after_a_fork(four: Four) -> None:
     program = """
-        import os, sys, time
+        import os, sys
         from disaggregated_client import DisaggregatedClient
         client = DisaggregatedClient({config})
         if not (child := os.fork()):
-            started = time.monotonic()
             try:
                 client.generate(model="llama", prompt="x")
             except Exception as error:
                 print(type(error).__name__, error, flush=True)
             client.close()
-            print(time.monotonic() - started < 5, flush=True)
+            print("closed", flush=True)
             os._exit(0)
         os.waitpid(child, 0)
         print(client.generate(model="llama", prompt="x", max_tokens=2)[1]["completion_tokens"] > 0)
@@ -282,16 +285,19 @@ def test_a_client_in_a_child_process_says_so(four: Four) -> None:
     text = textwrap.dedent(program).format(config=config_of(four.p1, four.d1))
     ended = subprocess.run([sys.executable, "-W", "ignore", "-c", text], capture_output=True, text=True, timeout=60)
     refused = "ClusterError this client was made before a fork; make one in each process"
-    assert ended.stdout.splitlines() == [refused, "True", "True"], ended
+    assert ended.stdout.splitlines() == [refused, "closed", "True"], ended
 
 
-def test_the_async_core_has_one_loop_and_one_life(four: Four) -> None:
+def test_the_async_core_belongs_to_one_loop_and_is_closed_once(four: Four) -> None:
     core = DisaggregatedInference(config_of(four.p1, four.d1))
+
+    async def running() -> bool:
+        return any(queue["running"] for queue in (await core.status())["queue"].values())
 
     async def use() -> None:
         await core.generate(**ask_of(prompt_of(20), 3))
         task = asyncio.create_task(core.generate(**ask_of(prompt_of(20), 3000)))
-        await asyncio.sleep(0.2)
+        assert await until_async(running)
         closing = asyncio.create_task(core.aclose())
         await asyncio.sleep(0)
         for ask in (core.generate(**ask_of(prompt_of(20), 3)), core.health()):
@@ -318,7 +324,7 @@ def test_the_async_core_has_one_loop_and_one_life(four: Four) -> None:
     asyncio.run(two_loops())
 
 
-def test_the_configs_window_holds(four: Four) -> None:
+def test_the_context_window_of_the_config_is_enforced(four: Four) -> None:
     config = config_of(four.p1, four.d1) | {"models": {"llama": {"context_window": 100}}}
     with DisaggregatedClient(config) as client:
         for prompt, limit in ((150, 2), (50, 51), (100, None)):
@@ -344,10 +350,8 @@ def test_the_interpreter_ends_with_requests_in_flight(four: Four) -> None:
     """
     for end, code in (("", 0), ("sys.exit(3)", 3)):
         text = textwrap.dedent(program).format(config=config_of(*four.all), end=end)
-        started = time.monotonic()
         ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
         assert (ended.returncode, ended.stdout, complaints(ended.stderr)) == (code, "True\n", []), ended
-        assert time.monotonic() - started < 50
     assert nothing_left(four)
 
 
@@ -356,7 +360,7 @@ def complaints(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if not re.match(r"a leg failed: |\S+ is not usable: ", line)]
 
 
-def test_a_daemon_thread_that_asks_after_the_interpreter_s_end(four: Four) -> None:
+def test_daemon_threads_that_call_at_interpreter_exit(four: Four) -> None:
     program = """
         import atexit, threading, time
         from disaggregated_client import DisaggregatedClient
@@ -380,27 +384,23 @@ def test_a_daemon_thread_that_asks_after_the_interpreter_s_end(four: Four) -> No
     assert (ended.returncode, ended.stdout, complaints(ended.stderr)) == (0, "True\n", []), ended
 
 
-def test_nodes_that_die_all_the_time(
-    four: Four, tiny_engine: LoadTiny, record_property: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """200 requests at once for a minute; every few seconds a node is killed that has another of its kind. Who is killed
-    is known at once; who is only slow, on a machine that runs other tests too, has time here to say that it lives."""
-    monkeypatch.setattr(legs, "_PROBE_S", 10.0)
-    monkeypatch.setattr(legs, "_MOST_PROBE_S", 10.0)
+def test_nodes_that_die_all_the_time(four: Four, tiny_engine: LoadTiny, record_property: Any) -> None:
+    """200 requests at once; every few seconds a node dies while another node of its role is up. A killed node is
+    noticed at once. The probes have 10 s here, so that a node that is only slow on a busy machine is not given up."""
+    patient = OrchestratorTimeouts(probe_s=10.0, max_probe_s=10.0)
     prompts = [prompt_of(40 + 13 * number, seed=number) for number in range(12)]
     expected = [alone(tiny_engine("mlx", "llama"), prompt, 24) for prompt in prompts]
     outcomes: Counter[str] = Counter()
     codes: Counter[str] = Counter()
     kills: list[str] = []
     errors: list[str] = []
-    stop_at = time.monotonic() + 60
-    longest_s = 0.0
+    started, longest_s, over = time.monotonic(), 0.0, False
 
     async def client(core: DisaggregatedInference, number: int) -> None:
         nonlocal longest_s
         chance = random.Random(number)
-        while time.monotonic() < stop_at:
-            which, started = chance.randrange(len(prompts)), time.monotonic()
+        while not over:
+            which, sent = chance.randrange(len(prompts)), time.monotonic()
             try:
                 answer = await core.generate(**ask_of(prompts[which], 24))
                 outcomes["right" if answer["tokens"] == expected[which] else "WRONG"] += 1
@@ -408,13 +408,14 @@ def test_nodes_that_die_all_the_time(
                 codes.update(f"{failover['node']} {failover['code']}" for failover in answer["failovers"])
             except DisaggError as error:
                 outcomes["error"] += 1
-                errors.append(f"{time.monotonic() - stop_at + 60:.1f} s: {error}")
-            longest_s = max(longest_s, time.monotonic() - started)
+                errors.append(f"{time.monotonic() - started:.1f} s: {error}")
+            longest_s = max(longest_s, time.monotonic() - sent)
 
     async def killer(core: DisaggregatedInference) -> None:
+        nonlocal over
         chance = random.Random(1)
-        while time.monotonic() < stop_at - 12:
-            await asyncio.sleep(chance.uniform(2, 4))
+        while time.monotonic() - started < CHAOS_SECONDS or len(kills) < 2:
+            await asyncio.sleep(chance.uniform(1, 2))
             nodes = {node["name"]: node["usable"] for node in (await core.status())["nodes"]}
             pairs = [pair for pair in (("p1", "p2"), ("d1", "d2")) if all(nodes[name] for name in pair)]
             if pairs:
@@ -423,18 +424,20 @@ def test_nodes_that_die_all_the_time(
                 kills.append(victim.name)
                 victim.start()
                 await asyncio.to_thread(victim.ready)
+        over = True
 
     async def run() -> None:
-        async with DisaggregatedInference(config_of(*four.all)) as core:
-            async with asyncio.timeout(150):
+        async with DisaggregatedInference(config_of(*four.all), patient) as core:
+            async with asyncio.timeout(CHAOS_SECONDS + 180):
                 await asyncio.gather(killer(core), *(client(core, number) for number in range(200)))
 
     asyncio.run(run())
     total = outcomes["right"] + outcomes["error"] + outcomes["WRONG"]
-    told = f"{total} requests, kills {dict(Counter(kills))}: {dict(outcomes)}, {dict(codes)}, longest {longest_s:.1f} s"
-    record_property("report", told)
-    assert outcomes["WRONG"] == 0, told
-    assert len(kills) >= 2, told  # as many as restarts allow: a victim always has another of its kind
-    assert outcomes["over a failure"] > 0, told
-    assert outcomes["error"] <= total * 0.001, (told, errors[:5])
+    report = (
+        f"{total} requests, kills {dict(Counter(kills))}: {dict(outcomes)}, {dict(codes)}, longest {longest_s:.1f} s"
+    )
+    record_property("report", report)
+    assert outcomes["WRONG"] == 0, report
+    assert outcomes["over a failure"] > 0, report
+    assert outcomes["error"] <= total * 0.001, (report, errors[:5])
     assert nothing_left(four, 30), [node.status() for node in four.all]

@@ -10,23 +10,23 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from disaggregated_inference.api import ModelInfo, NodeStatus, PeerStatus, PrefillRequest
 from disaggregated_inference.client import DisaggregatedClient
-from disaggregated_inference.cluster.config import Policies, load_config
+from disaggregated_inference.cluster import Policies, load_config
 from disaggregated_inference.errors import DisaggError
-from disaggregated_inference.kv.fingerprint import Fingerprint, Sampled, Weights
+from disaggregated_inference.kv import Fingerprint, Weights, WeightSample
 from disaggregated_inference.orchestrator.cluster_view import Route
 from disaggregated_inference.orchestrator.failover import FailoverState
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats
 from disaggregated_inference.orchestrator.node_client import LegFailed, NodeClient
-from disaggregated_inference.orchestrator.node_state import ModelInfo, NodeStatus, PeerStatus
 from disaggregated_inference.orchestrator.recorder import Attempt
 from disaggregated_inference.orchestrator.registry import NodeRegistry
-from tests.conftest import until
-from tests.kv.test_fingerprint import REFERENCE, floats
-from tests.orchestrator.test_node_client import served
 from tests.support.cluster import Process, config_of
+from tests.support.fingerprints import REFERENCE, floats
 from tests.support.handoff import prompt_of
-from tests.support.tcp_proxy import Line
+from tests.support.http_stub import served
+from tests.support.tcp_proxy import FaultyProxy
+from tests.support.waiting import until
 
 MODEL = "simulated:tiny"
 
@@ -50,7 +50,7 @@ def asked(**more: Any) -> dict[str, Any]:
     return {"model": MODEL, "tokens": prompt_of(40, 900), "max_tokens": 60, "temperature": 0, "ignore_eos": True} | more
 
 
-def test_too_large_for_one_node_is_for_another_to_say() -> None:
+def test_a_request_too_large_for_one_node_goes_to_another() -> None:
     """The small one is faster. What nobody could hold is refused as such."""
     small = simulated("small", "decode", "prefill=50000,decode=2000", "--kv-memory", "80K")  # 160 tokens
     with running(small, large := simulated("large")):
@@ -66,7 +66,7 @@ def test_too_large_for_one_node_is_for_another_to_say() -> None:
         assert (caught.value.status, caught.value.code) == (413, "request_too_large")
 
 
-def test_a_prompt_too_large_for_the_reader_is_read_by_the_writer() -> None:
+def test_a_prompt_too_large_for_the_prefill_node_is_read_by_the_decode_node() -> None:
     small = simulated("small", "prefill", "prefill=50000,decode=2000", "--kv-memory", "16K")  # 32 tokens
     writer = simulated("writer")
     with running(small, writer), DisaggregatedClient(config_of(small, writer, local="never")) as client:
@@ -77,9 +77,9 @@ def test_a_prompt_too_large_for_the_reader_is_read_by_the_writer() -> None:
 
 
 @pytest.mark.parametrize("at", [1, 10])
-def test_a_broken_connection_to_the_only_writer(at: int) -> None:
+def test_a_broken_connection_to_the_only_decode_node(at: int) -> None:
     """The node is well: it is asked for the rest."""
-    with running(node := simulated("d")), Line(("127.0.0.1", node.port)) as line:
+    with running(node := simulated("d")), FaultyProxy(("127.0.0.1", node.port)) as line:
         with DisaggregatedClient(config_of(node, local="always")) as client:
             _, expected = client.generate(**asked())
         config = config_of(node, local="always")
@@ -90,7 +90,7 @@ def test_a_broken_connection_to_the_only_writer(at: int) -> None:
                 tokens += [] if delta.token is None else [delta.token]
                 if len(tokens) == at and not line.struck.is_set():
                     line.struck.set()
-                    line._hang_up()
+                    line.hang_up()
         assert tokens == expected["tokens"]
 
 
@@ -110,7 +110,7 @@ def test_another_role_at_the_same_port() -> None:
         assert client.status()["nodes"][0]["state"] == "wrong role"
 
 
-def test_a_reader_without_memory_in_time_is_a_failed_leg() -> None:
+def test_a_prefill_node_without_memory_in_time_can_be_replaced() -> None:
     """Not the end of the request: it may have much more time than its prompt."""
 
     async def answer(request: web.Request) -> web.Response:
@@ -120,7 +120,7 @@ def test_a_reader_without_memory_in_time_is_a_failed_leg() -> None:
         async with served("/prefill", answer, "POST") as server, aiohttp.ClientSession() as session:
             legs = NodeClient(server, session, Heartbeats(), stuck_s=30.0)
             with pytest.raises(LegFailed, match="not in time"):
-                await legs.prefill({"tokens": [1]}, "r")
+                await legs.prefill(PrefillRequest(tokens=[1]), "r")
 
     asyncio.run(run())
 
@@ -134,14 +134,14 @@ def watched(session: aiohttp.ClientSession, *held: tuple[str, str, Weights]) -> 
     for name, role, weights in held:
         node = watch.nodes[name]
         who: Fingerprint = msgspec.structs.replace(REFERENCE, weights=weights)
-        node.about, node.reachable, node.trouble = ModelInfo(context_window=100, fingerprint=who), True, ""
+        node.info, node.reachable, node.trouble = ModelInfo(context_window=100, fingerprint=who), True, ""
         node.status = NodeStatus(status="healthy", role=role, epoch=f"epoch of {name}")  # type: ignore[arg-type]
     watch._compare("m")
     return watch
 
 
 def stored(form: str, values: bytes, rounding: float) -> Weights:
-    return Weights("nnn", form, form, (Sampled(tensor="v", rounding=rounding, values=values),))
+    return Weights("nnn", form, form, (WeightSample(tensor="v", rounding=rounding, values=values),))
 
 
 BASE = stored("BF16", floats(1, 2), 0.01)
@@ -149,7 +149,7 @@ COARSE = stored("gguf:Q4_0", floats(1.1, 2.1), 0.25)
 TUNED = stored("gguf:F16", floats(1.2, 2.2), 0.01)
 
 
-def test_what_is_like_a_coarse_copy_need_not_be_like_its_original() -> None:
+def test_a_fine_tune_does_not_pass_for_its_base_by_a_quantized_copy() -> None:
     """A fine-tune and the base are both as near to the base in four bits as that can tell."""
 
     async def run() -> None:
@@ -162,7 +162,7 @@ def test_what_is_like_a_coarse_copy_need_not_be_like_its_original() -> None:
     asyncio.run(run())
 
 
-def test_a_refused_pair_is_not_asked_again() -> None:
+def test_a_refused_pair_is_not_used_again() -> None:
     async def run() -> None:
         async with aiohttp.ClientSession() as session:
             watch = watched(session, ("p", "prefill", BASE), ("d1", "decode", BASE), ("d2", "decode", BASE))
@@ -175,24 +175,24 @@ def test_a_refused_pair_is_not_asked_again() -> None:
             ):
                 watch.nodes["d1"].status = msgspec.structs.replace(status, peers=(peer,))
                 view = watch.view("m")
-                assert (set(view.met), set(view.refused)) == (met, refused)
+                assert (set(view.checked), set(view.refused)) == (met, refused)
                 assert [no["decode"] for no in watch.refusals("m")] == [decode for _, decode in refused]
 
     asyncio.run(run())
 
 
-def test_both_of_a_refused_pair_are_well_with_others() -> None:
+def test_nodes_of_a_refused_pair_serve_with_other_nodes() -> None:
     async def run() -> None:
         async with aiohttp.ClientSession() as session:
             watch = watched(session, ("p", "prefill", BASE), ("d1", "decode", BASE), ("d2", "decode", BASE))
             failover = FailoverState(watch, "m", Policies())
             options = {name: Route(decode=name, prefill="p", first_token_s=0, total_s=0) for name in ("d1", "d2")}
-            attempt = Attempt(options["d1"], "", "", 0.0, watch.epochs("m"))
+            attempt = Attempt(options["d1"], "", "", 0.0, epochs=watch.epochs("m"))
             failure = LegFailed("d1", "peer_refused", "it computes something else")
             assert failover.learn(failure, attempt)
-            assert failover.wants_a_look(failure)
+            assert failover.wants_refresh(failure)
             assert [failover.allows(options[name]) for name in ("d1", "d2")] == [False, True]
-            assert [failover.has_readers(name) for name in ("d1", "d2")] == [False, True]
+            assert [failover.prefill_expected(name) for name in ("d1", "d2")] == [False, True]
             assert (failover.avoid, failover.pinned) == (set(), None)
             assert all(node.usable for node in watch.nodes.values())
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from disaggregated_inference.orchestrator import history as module
 from disaggregated_inference.orchestrator.history import History
-from tests.conftest import until
+from tests.support.waiting import until
 
 
 @contextmanager
-def opened(most: int, file: Path | str = "") -> Iterator[History]:
-    history = History(most, str(file))
+def opened(most: int, file: Path | str = "", lock_s: float = 2.0) -> Iterator[History]:
+    history = History(most, str(file), lock_s)
     try:
         yield history
     finally:
@@ -42,7 +42,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_newest_first_and_no_more_than_asked() -> None:
+def test_newest_first_up_to_the_limit() -> None:
     with opened(3) as history:
         assert (history.recent(5), history.percentiles("n")) == ([], {})
         for n in range(5):
@@ -53,7 +53,7 @@ def test_newest_first_and_no_more_than_asked() -> None:
         assert history.recent(0) == history.recent(-1) == history.recent(5, "none") == []
 
 
-def test_what_another_one_has_is_taken_over_once(tmp_path: Path) -> None:
+def test_records_of_another_history_are_taken_over_once(tmp_path: Path) -> None:
     file = tmp_path / "h.sqlite"
     with opened(9, file) as old:
         for n in range(3):
@@ -61,13 +61,13 @@ def test_what_another_one_has_is_taken_over_once(tmp_path: Path) -> None:
         assert until(lambda: len(rows(file)) == 3)
         with opened(3, file) as history:
             old.add({"n": 3, "request_id": "3"})
-            history.inherit(old)
+            history.adopt(old)
             history.add({"n": 4, "request_id": "4"})
             assert numbers(history.recent(9)) == [4, 3, 2]
     assert sorted(json.loads(row)["n"] for row in rows(file)) == [0, 1, 2, 3, 4]
 
 
-def test_nothing_is_kept_where_nothing_is_wanted(tmp_path: Path) -> None:
+def test_a_history_of_size_zero_keeps_nothing(tmp_path: Path) -> None:
     with opened(0, tmp_path / "h.sqlite") as history:
         history.add({"n": 1})
         assert history.recent(5) == []
@@ -192,7 +192,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "memory only" in caplog.text
 
 
-def test_rows_that_others_spoiled_are_passed_over(tmp_path: Path) -> None:
+def test_broken_rows_are_skipped(tmp_path: Path) -> None:
     file = tmp_path / "h.sqlite"
     with opened(9, file) as history:
         for n in range(3):
@@ -242,14 +242,13 @@ def locked(file: Path) -> Iterator[None]:
         other.execute("ROLLBACK")
 
 
-def test_a_locked_file_makes_nobody_wait(
+def test_a_locked_file_blocks_no_request(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_BUSY_S", 0.05)
-    monkeypatch.setattr(module, "_MOST_PENDING", 10)
-    monkeypatch.setattr(module, "_MOST_UNWRITTEN", 0)
+    monkeypatch.setattr(module, "_MAX_PENDING", 10)
+    monkeypatch.setattr(module, "_MAX_UNWRITTEN", 0)
     file = tmp_path / "h.sqlite"
-    with opened(500, file) as history:
+    with opened(500, file, lock_s=0.05) as history:
         with locked(file):
             for n in range(200):
                 history.add({"n": n})
@@ -267,13 +266,12 @@ def written_numbers(file: Path) -> list[int]:
     return [json.loads(row)["n"] for row in rows(file)]
 
 
-def test_what_a_locked_file_did_not_take_is_tried_again(
+def test_records_are_written_when_the_lock_is_gone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_BUSY_S", 0.05)
-    monkeypatch.setattr(module, "_MOST_UNWRITTEN", 3)
+    monkeypatch.setattr(module, "_MAX_UNWRITTEN", 3)
     file = tmp_path / "h.sqlite"
-    with opened(500, file) as history:
+    with opened(500, file, lock_s=0.05) as history:
         with locked(file):
             history.add({"n": 0})
             assert until(lambda: "database is locked" in caplog.text)
@@ -286,23 +284,20 @@ def test_what_a_locked_file_did_not_take_is_tried_again(
     assert (written_numbers(file), history.lost) == ([2, 3, 4, 5], 2)
 
 
-def test_what_was_not_written_is_tried_once_more_at_the_end(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_BUSY_S", 0.05)
+def test_close_tries_once_more_to_write(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "h.sqlite"
-    with opened(5, file) as history, locked(file):
+    with opened(5, file, lock_s=0.05) as history, locked(file):
         history.add({"n": 1})
         assert until(lambda: "database is locked" in caplog.text)
     assert (written_numbers(file), history.lost) == ([1], 0)
-    with opened(5, file) as history, locked(file):
+    with opened(5, file, lock_s=0.05) as history, locked(file):
         history.add({"n": 2})
         history.close(timeout_s=60)
         assert history.lost == 1
     assert written_numbers(file) == [1]
 
 
-def test_what_will_never_be_written_is_not_kept(tmp_path: Path) -> None:
+def test_records_that_cannot_be_written_are_dropped(tmp_path: Path) -> None:
     file = tmp_path / "h.sqlite"
     with opened(5, file) as history:
         with closing(sqlite3.connect(file)) as database, database:
@@ -315,14 +310,13 @@ def test_what_will_never_be_written_is_not_kept(tmp_path: Path) -> None:
     assert written_numbers(file) == [1, 3]
 
 
-def test_closing_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BUSY_S", 3.0)
+def test_closing_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "h.sqlite"
-    history = History(5, str(file))
+    history = History(5, str(file), lock_s=3.0)
     with locked(file):
         history.add({"n": 1})
         history.close(timeout_s=0.05)
-        assert "no answer after 0.05 s" in caplog.text
+        assert "not written within 0.05 s" in caplog.text
     history.close()
     assert len(rows(file)) == 1
 

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from disaggregated_client import DisaggregatedClient
-from disaggregated_inference.orchestrator.recorder import FALLBACK
-from disaggregated_inference.orchestrator.text_runner import SEAM
-from tests.conftest import LLAMACPP, LoadTiny, twin_of, until
+from disaggregated_inference.orchestrator.recorder import FALLBACK_WARNING
+from disaggregated_inference.orchestrator.text_continuation import CONTINUED_WARNING
 from tests.support.cluster import Process, config_of
+from tests.support.engines import LLAMACPP, LoadTiny, twin_of
 from tests.support.handoff import alone, prompt_of
 from tests.support.recorded_ollama import LONG_S, RecordedOllama
+from tests.support.waiting import until
 
-pytestmark = pytest.mark.skipif(not LLAMACPP, reason="needs llama.cpp")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not LLAMACPP, reason="needs llama.cpp")]
 
 TINY = "tiny"
 COUNT = 800
@@ -118,11 +119,11 @@ def test_each_model_fails_over_among_its_own(mixed: Mixed, client: Disaggregated
     assert tokens == expected
     assert dead[0] in [failover["node"] for failover in metrics["failovers"]]
     text, metrics = whole.result()
-    assert (text, metrics["warning"], metrics["attempts"]) == (" 1 2 3 4 5 6", SEAM, 2)
+    assert (text, metrics["warning"], metrics["attempts"]) == (" 1 2 3 4 5 6", CONTINUED_WARNING, 2)
 
     mixed.reader.kill()
     tokens, metrics = ask_tiny(client)
-    assert (tokens, metrics["warning"]) == (expected, FALLBACK)
+    assert (tokens, metrics["warning"]) == (expected, FALLBACK_WARNING)
     assert metrics["decode_server"] not in dead
     for writer in mixed.writers:
         writer.kill()

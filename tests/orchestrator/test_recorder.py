@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from disaggregated_inference.cluster.config import Policies, Server
-from disaggregated_inference.orchestrator import recorder as records
+from disaggregated_inference.api import Failover, ReportedMetrics
+from disaggregated_inference.cluster import Policies, Server
 from disaggregated_inference.orchestrator.cluster_view import Route
-from disaggregated_inference.orchestrator.recorder import Attempt, Failover, RequestRecorder
+from disaggregated_inference.orchestrator.recorder import Attempt, RequestRecorder
 
 SERVERS = {
     name: Server(name=name, host=name, port=1, model="m", role="prefill" if name[0] == "p" else "decode")
@@ -20,22 +20,17 @@ class Clock:
 
     now = 100.0
 
-    def perf_counter(self) -> float:
-        return self.now
-
-    def time(self) -> float:
+    def __call__(self) -> float:
         return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(records, "time", clock)
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
-def a_record(prompt_tokens: int) -> RequestRecorder:
-    record = RequestRecorder("r", "m")
+def a_record(prompt_tokens: int, clock: Clock | None = None) -> RequestRecorder:
+    record = RequestRecorder("r", "m", clock=clock or Clock())
     record.prompt_tokens = prompt_tokens
     return record
 
@@ -46,7 +41,7 @@ def begun(record: RequestRecorder, prefill: str | None, decode: str) -> Attempt:
 
 def wrote(record: RequestRecorder, attempt: Attempt, at: float) -> None:
     attempt.first_token_at = attempt.last_at = at
-    record.token_came(at)
+    record.first_token(at)
 
 
 def failed(record: RequestRecorder, attempt: Attempt, node: str) -> None:
@@ -54,53 +49,52 @@ def failed(record: RequestRecorder, attempt: Attempt, node: str) -> None:
 
 
 def told(record: RequestRecorder) -> dict[str, Any]:
-    record.end()
-    return record.metrics(SERVERS, Policies())
+    return record.finish(SERVERS, Policies()).metrics()
 
 
-def test_what_an_attempt_left_behind_was_not_held_before(clock: Clock) -> None:
+def test_blocks_of_a_failed_attempt_are_not_counted_as_cached(clock: Clock) -> None:
     """A new prompt of 200 tokens; the writer dies after 50: the reader holds the prompt, and reads what was written."""
-    record = a_record(200)
+    record = a_record(200, clock)
     first = begun(record, "p1", "d1")
     wrote(record, first, clock.now + 0.5)
     failed(record, first, "d1")
     second = begun(record, "p1", "d2")
     wrote(record, second, clock.now + 1.0)
-    second.metrics = {"prompt_tokens": 250, "prefill_cached_tokens": 200, "cached_tokens": 0, "prefill_time": 0.5}
+    second.metrics = ReportedMetrics(prompt_tokens=250, prefill_cached_tokens=200, cached_tokens=0, prefill_time=0.5)
     metrics = told(record)
     assert (metrics["cached_tokens"], metrics["prefill_speed"]) == (0, 50 / 0.5)
 
 
-def test_what_another_reader_held_is_told_and_no_more_than_the_prompt(clock: Clock) -> None:
-    record = a_record(200)
+def test_cached_tokens_of_another_prefill_node_are_counted_up_to_the_prompt(clock: Clock) -> None:
+    record = a_record(200, clock)
     failed(record, begun(record, "p1", "d1"), "p1")
     second = begun(record, "p2", "d1")
-    second.metrics = {"prompt_tokens": 200, "prefill_cached_tokens": 128, "cached_tokens": 200}
+    second.metrics = ReportedMetrics(prompt_tokens=200, prefill_cached_tokens=128, cached_tokens=200)
     assert told(record)["cached_tokens"] == 128
-    second.metrics |= {"prompt_tokens": 250, "prefill_cached_tokens": 250}
+    second.metrics = ReportedMetrics(prompt_tokens=250, prefill_cached_tokens=250, cached_tokens=200)
     assert told(record)["cached_tokens"] == 200
 
 
-def test_what_only_the_writer_held_was_computed_all_the_same() -> None:
+def test_tokens_cached_only_on_the_decode_node_are_not_counted() -> None:
     record = a_record(200)
-    begun(record, "p1", "d1").metrics = {"prompt_tokens": 200, "prefill_cached_tokens": 100, "cached_tokens": 150}
+    begun(record, "p1", "d1").metrics = ReportedMetrics(prompt_tokens=200, prefill_cached_tokens=100, cached_tokens=150)
     assert told(record)["cached_tokens"] == 100
 
 
-def test_choices_that_went_apart_found_what_the_first_had_read() -> None:
+def test_choices_on_several_nodes_count_the_cache_of_the_first() -> None:
     record = a_record(200)
     for cached in (64, 199, 199):
-        begun(record, None, "d1").metrics = {"prompt_tokens": 200, "cached_tokens": cached}
+        begun(record, None, "d1").metrics = ReportedMetrics(prompt_tokens=200, cached_tokens=cached)
     assert told(record)["cached_tokens"] == 64
 
 
-def test_nobody_was_asked() -> None:
+def test_a_request_that_reached_no_node() -> None:
     metrics = told(a_record(200))
     assert (metrics["cached_tokens"], metrics["prefill_speed"], metrics["waterfall"]) == (0, 0.0, [])
 
 
-def test_a_failed_bar_lasts_until_that_was_known_and_names_the_node(clock: Clock) -> None:
-    record = a_record(200)
+def test_a_failed_phase_ends_when_the_failure_was_detected(clock: Clock) -> None:
+    record = a_record(200, clock)
     first = begun(record, "p1", "d1")
     clock.now += 2.0
     failed(record, first, "p1")

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disaggregated_inference.api import Rate
 from disaggregated_inference.errors import ClusterError, ContextTooLong, DisaggError, NoDecodeNode, QueueFull
-from disaggregated_inference.orchestrator.cluster_view import ClusterView, NodeView, Plan, Rate, Route, RouteRequest
+from disaggregated_inference.orchestrator.cluster_view import ClusterView, NodeView, Plan, Route, RouteRequest
 from disaggregated_inference.orchestrator.router import plan
 
 KV_TOKEN_BYTES = 98_304  # 48 layers, 4 heads of 128, bfloat16
@@ -27,20 +28,20 @@ def node(name: str, role: Any, **more: Any) -> NodeView:
 
 
 def dgx(name: str = "dgx-1", **more: Any) -> NodeView:
-    return node(name, "prefill", **({"reads": (Rate(size=4096, tokens_per_s=4000.0),)} | more))
+    return node(name, "prefill", **({"prefill_rates": (Rate(size=4096, tokens_per_s=4000.0),)} | more))
 
 
 def mac(name: str = "mac-1", **more: Any) -> NodeView:
     rates: dict[str, Any] = {
-        "reads": (Rate(size=4096, tokens_per_s=625.0),),
-        "writes": (Rate(size=1, tokens_per_s=60.0),),
+        "prefill_rates": (Rate(size=4096, tokens_per_s=625.0),),
+        "decode_rates": (Rate(size=1, tokens_per_s=60.0),),
     }
     return node(name, "decode", **(rates | more))
 
 
 def cluster(*nodes: NodeView, **more: Any) -> ClusterView:
     met = frozenset((one.name, other.name) for one in nodes for other in nodes)
-    return ClusterView(nodes=nodes, **({"met": met} | more))
+    return ClusterView(nodes=nodes, **({"checked": met} | more))
 
 
 def ask(prompt_tokens: int, *nodes: NodeView, **more: Any) -> Plan:
@@ -54,32 +55,32 @@ def chosen(made: Plan) -> tuple[str | None, str]:
 # What is faster
 
 
-def test_a_long_prompt_is_read_by_the_fast_reader() -> None:
+def test_a_long_prompt_goes_to_the_fast_prefill_node() -> None:
     made = ask(8000, dgx(), mac())
     assert chosen(made) == ("dgx-1", "mac-1")
     assert made.first_token_s == pytest.approx(0.005 + 2.0, abs=0.01), "the transfer hides behind the reading"
     assert made.total_s == pytest.approx(made.first_token_s + 256 / 60)
     assert made.reason == "dgx-1 -> mac-1: 8000 new tokens, 2.01 s < 12.80 s local"
-    assert [(option.prefill, option.decode) for option in made.options] == [("dgx-1", "mac-1"), (None, "mac-1")]
+    assert [(option.prefill, option.decode) for option in made.routes] == [("dgx-1", "mac-1"), (None, "mac-1")]
 
 
-def test_a_short_prompt_is_not_worth_the_way() -> None:
+def test_a_short_prompt_is_not_worth_a_transfer() -> None:
     made = ask(2, dgx(), mac())
     assert chosen(made) == (None, "mac-1")
     assert made.reason == "local: 2 new tokens, 0.00 s < 0.01 s"
 
 
-def test_what_is_held_is_not_read_again() -> None:
-    made = ask(8000, dgx(), mac(), held={"mac-1": 7904})
+def test_cached_tokens_are_not_computed_again() -> None:
+    made = ask(8000, dgx(), mac(), cached={"mac-1": 7904})
     assert chosen(made) == (None, "mac-1"), "96 tokens here are faster than all of them there"
     assert made.reason.startswith("local: 96 new tokens, 0.15 s < 2.0")
-    made = ask(8000, dgx(), mac(), held={"dgx-1": 7904, "mac-1": 7000})
+    made = ask(8000, dgx(), mac(), cached={"dgx-1": 7904, "mac-1": 7000})
     assert chosen(made) == ("dgx-1", "mac-1")
     assert made.reason.startswith("dgx-1 -> mac-1: 96 new tokens, ")
 
 
 def test_a_prompt_held_entirely_still_has_one_token_to_read() -> None:
-    made = ask(100, mac(), held={"mac-1": 5000})
+    made = ask(100, mac(), cached={"mac-1": 5000})
     assert made.reason == "only way: local, 1 new tokens, 0.00 s"
     assert made.first_token_s == pytest.approx(1 / 625)
 
@@ -95,7 +96,7 @@ def test_a_slow_link_is_exposed() -> None:
 
 def test_only_what_the_receiver_lacks_is_moved() -> None:
     there = cluster(dgx(), mac(), links={("dgx-1", "mac-1"): 1e8})
-    made = plan(RouteRequest(model="m", prompt_tokens=8000, held={"mac-1": 4000}), there)
+    made = plan(RouteRequest(model="m", prompt_tokens=8000, cached={"mac-1": 4000}), there)
     assert chosen(made) == ("dgx-1", "mac-1")
     assert made.first_token_s == pytest.approx(0.005 + (4000 + 16) * KV_TOKEN_BYTES / 1e8)
 
@@ -108,28 +109,28 @@ def test_the_size_of_a_token_is_taken_from_either_side() -> None:
     assert plan(question, cluster(dgx(kv_token_bytes=0), mac(), links=links)).first_token_s == known.first_token_s
 
 
-def test_strangers_need_a_canary() -> None:
+def test_a_new_pair_needs_a_peer_check() -> None:
     question = RouteRequest(model="m", prompt_tokens=8000)
-    met, strangers = plan(question, cluster(dgx(), mac())), plan(question, cluster(dgx(), mac(), met=frozenset()))
+    met, strangers = plan(question, cluster(dgx(), mac())), plan(question, cluster(dgx(), mac(), checked=frozenset()))
     assert strangers.first_token_s == pytest.approx(met.first_token_s + 0.1)
 
 
-def test_a_busy_reader_is_waited_for_or_left_alone() -> None:
-    other = dgx("dgx-2", reads=(Rate(size=4096, tokens_per_s=2000.0),))
+def test_a_busy_prefill_node_is_waited_for_or_avoided() -> None:
+    other = dgx("dgx-2", prefill_rates=(Rate(size=4096, tokens_per_s=2000.0),))
     assert ask(8000, dgx(waiting=1, waiting_tokens=4000), other, mac()).prefill == "dgx-1"
     assert ask(8000, dgx(waiting=3, waiting_tokens=24000), other, mac()).prefill == "dgx-2"
     assert ask(8000, dgx(waiting=9, waiting_tokens=80000), mac()).prefill is None
 
 
-def test_those_in_line_are_read_at_the_speed_of_their_length() -> None:
+def test_waiting_prompts_count_at_the_speed_of_their_length() -> None:
     reads = (Rate(size=64, tokens_per_s=100.0), Rate(size=4096, tokens_per_s=1000.0))
-    short = ask(4096, mac(reads=reads, waiting=10, waiting_tokens=1000, slots=99))
+    short = ask(4096, mac(prefill_rates=reads, waiting=10, waiting_tokens=1000, slots=99))
     assert short.first_token_s == pytest.approx(1000 / 100 + 4096 / 1000)
-    long = ask(4096, mac(reads=reads, waiting=1, waiting_tokens=5000, slots=99))
+    long = ask(4096, mac(prefill_rates=reads, waiting=1, waiting_tokens=5000, slots=99))
     assert long.first_token_s == pytest.approx(5000 / 1000 + 4096 / 1000)
 
 
-def test_reading_beside_answers_is_slower() -> None:
+def test_prefill_beside_running_generations_is_slower() -> None:
     assert ask(1000, mac()).first_token_s == pytest.approx(1.6)
     assert ask(1000, mac(running=3)).first_token_s == pytest.approx(2.4)
 
@@ -139,43 +140,43 @@ def test_reading_beside_answers_is_slower() -> None:
 )
 def test_the_nearest_size_is_the_speed(prompt: int, tokens_per_s: float) -> None:
     reads = (Rate(size=512, tokens_per_s=200.0), Rate(size=32, tokens_per_s=100.0))
-    assert ask(prompt, mac(reads=reads)).first_token_s == pytest.approx(prompt / tokens_per_s)
+    assert ask(prompt, mac(prefill_rates=reads)).first_token_s == pytest.approx(prompt / tokens_per_s)
 
 
 def test_defaults_where_nothing_was_measured() -> None:
-    made = ask(8000, dgx(reads=()), mac(reads=(), writes=()))
+    made = ask(8000, dgx(prefill_rates=()), mac(prefill_rates=(), decode_rates=()))
     assert made.first_token_s == pytest.approx(0.005 + 4 + 16 * KV_TOKEN_BYTES / 1e9)
     assert made.total_s == pytest.approx(made.first_token_s + 256 / 30)
-    assert made.options[1].first_token_s == pytest.approx(20)
+    assert made.routes[1].first_token_s == pytest.approx(20)
     nonsense = (Rate(size=64, tokens_per_s=0.0),)
-    assert ask(8000, dgx(reads=nonsense), mac(reads=nonsense, writes=nonsense)) == made
+    assert ask(8000, dgx(prefill_rates=nonsense), mac(prefill_rates=nonsense, decode_rates=nonsense)) == made
 
 
 # Writing
 
 
-def test_an_answer_is_as_long_as_asked_but_seldom_longer_than_typical() -> None:
+def test_expected_completion_length() -> None:
     short, typical, long = (ask(100, mac(), max_tokens=count) for count in (16, 256, 100_000))
     assert short.total_s - short.first_token_s == pytest.approx(16 / 60)
     assert typical.total_s == long.total_s
 
 
-def test_many_answers_share_a_machine() -> None:
+def test_many_generations_share_a_node() -> None:
     writes = (Rate(size=1, tokens_per_s=60.0), Rate(size=4, tokens_per_s=120.0))
     for running, tokens_per_s in ((0, 60), (1, 60), (3, 30), (6, 120 / 7), (7, 120 / 7)):
-        made = ask(100, mac(writes=writes, running=running, slots=32))
+        made = ask(100, mac(decode_rates=writes, running=running, slots=32))
         assert made.total_s - made.first_token_s == pytest.approx(256 / tokens_per_s), running
-    alone = ask(100, mac(writes=writes[1:]))
+    alone = ask(100, mac(decode_rates=writes[1:]))
     assert alone.total_s - alone.first_token_s == pytest.approx(256 / 30), "not faster than what was seen"
 
 
-def test_a_faster_writer_wins_a_short_prompt() -> None:
-    made = ask(96, mac("mac-1"), mac("mac-2", writes=(Rate(size=1, tokens_per_s=80.0),)))
+def test_a_faster_decode_node_wins_a_short_prompt() -> None:
+    made = ask(96, mac("mac-1"), mac("mac-2", decode_rates=(Rate(size=1, tokens_per_s=80.0),)))
     assert made.decode == "mac-2"
     assert made.reason == "local: 96 new tokens, done in 3.35 s < 4.42 s on mac-1"
 
 
-def test_without_a_slot_one_waits() -> None:
+def test_a_node_without_a_free_slot_costs_waiting_time() -> None:
     free, full = ask(100, mac(running=3, slots=4)), ask(100, mac(running=4, slots=4))
     assert full.first_token_s - free.first_token_s == pytest.approx(256 / 60 / 4), "until one of four ends"
     assert ask(100, dgx(), mac(running=4, slots=4)).first_token_s > 1
@@ -184,40 +185,40 @@ def test_without_a_slot_one_waits() -> None:
 # Spreading
 
 
-def test_equals_are_used_in_turn() -> None:
+def test_equal_nodes_are_used_in_turn() -> None:
     assert ask(100, mac("mac-2"), mac("mac-1")).decode == "mac-1"
     assert ask(100, mac("mac-2", running=1), mac("mac-1", running=2)).decode == "mac-2"
 
 
 def test_a_prefix_attracts_but_not_onto_a_full_node() -> None:
     held = {"mac-2": 960}
-    assert ask(1000, mac("mac-1"), mac("mac-2"), held=held).decode == "mac-2"
-    assert ask(1000, mac("mac-1"), mac("mac-2", kv_free_bytes=1 << 20), held=held).decode == "mac-1"
+    assert ask(1000, mac("mac-1"), mac("mac-2"), cached=held).decode == "mac-2"
+    assert ask(1000, mac("mac-1"), mac("mac-2", kv_free_bytes=1 << 20), cached=held).decode == "mac-1"
     crowded = mac("mac-2", running=8, waiting=1)
-    assert ask(1000, mac("mac-1"), crowded, held=held).decode == "mac-1"
+    assert ask(1000, mac("mac-1"), crowded, cached=held).decode == "mac-1"
 
 
-def test_what_is_full_is_better_than_nothing() -> None:
+def test_a_full_node_is_better_than_none() -> None:
     made = ask(1000, mac("mac-1", kv_free_bytes=0), mac("mac-2", running=8, waiting=3))
     assert made.decode == "mac-1"
-    slow = mac("mac-3", reads=(Rate(size=1, tokens_per_s=1.0),))
+    slow = mac("mac-3", prefill_rates=(Rate(size=1, tokens_per_s=1.0),))
     made = ask(1000, mac("mac-1", kv_free_bytes=0), slow)
     assert made.decode == "mac-3"
     assert made.reason.endswith("s > 5.87 s on mac-1 (overloaded)")
 
 
-def test_memory_that_nobody_counts_is_enough() -> None:
+def test_unknown_memory_is_enough() -> None:
     assert ask(1000, mac("mac-1", kv_token_bytes=0, kv_free_bytes=0), mac("mac-2", running=1)).decode == "mac-1"
 
 
-def test_a_reader_without_memory_is_left_alone() -> None:
+def test_a_prefill_node_without_memory_is_avoided() -> None:
     made = ask(8000, dgx(kv_free_bytes=7999 * KV_TOKEN_BYTES), mac())
     assert chosen(made) == (None, "mac-1")
     assert made.reason == "local: 8000 new tokens, 12.80 s > 2.01 s (overloaded)"
     assert ask(8000, dgx(kv_free_bytes=8000 * KV_TOKEN_BYTES), mac()).prefill == "dgx-1"
 
 
-def test_a_line_before_a_reader_is_no_overload() -> None:
+def test_a_queue_at_a_prefill_node_is_no_overload() -> None:
     assert ask(8000, dgx(waiting=3, waiting_tokens=8000, slots=1), mac()).prefill == "dgx-1"
 
 
@@ -243,7 +244,7 @@ def test_a_node_that_just_came_gets_its_share_step_by_step() -> None:
         (mac("failed-1"), mac("failed-2"), dgx()),
     ],
 )
-def test_nobody_to_write(there: tuple[NodeView, ...]) -> None:
+def test_no_decode_node(there: tuple[NodeView, ...]) -> None:
     with pytest.raises(NoDecodeNode, match=r"^Decode server unavailable - request failed$") as caught:
         ask(100, *there, avoid=frozenset({"failed-1", "failed-2"}))
     assert (caught.value.status, caught.value.code) == (503, "no_decode_node")
@@ -259,7 +260,7 @@ def test_a_prompt_too_long_for_all() -> None:
         ask(1000, *there, avoid=frozenset({"mac-1", "mac-2"}))
 
 
-def test_a_reader_with_a_small_window_is_left_out() -> None:
+def test_a_prefill_node_with_a_small_window_is_left_out() -> None:
     assert ask(8000, dgx(context_window=8000), mac()).prefill is None
 
 
@@ -273,19 +274,19 @@ def test_a_reader_with_a_small_window_is_left_out() -> None:
         (dgx(usable=False), mac()),
     ],
 )
-def test_who_cannot_hand_over_does_not(reader: NodeView, writer: NodeView) -> None:
+def test_pairs_that_cannot_transfer_are_left_out(reader: NodeView, writer: NodeView) -> None:
     made = ask(8000, reader, writer)
     assert chosen(made) == (None, "mac-1")
     assert made.reason == "only way: local, 8000 new tokens, 12.80 s"
 
 
-def test_a_node_of_both_roles_serves_alone_when_all_writers_are_gone() -> None:
+def test_a_node_of_both_roles_serves_when_all_decode_nodes_are_gone() -> None:
     both = node("dgx-1", "both")
     assert chosen(ask(8000, both, mac(usable=False))) == (None, "dgx-1")
     assert chosen(ask(8000, both, mac(), avoid=frozenset({"mac-1"}))) == (None, "dgx-1")
 
 
-def test_a_failed_reader_is_not_asked_again() -> None:
+def test_a_failed_prefill_node_is_not_used_again() -> None:
     assert ask(8000, dgx(), dgx("dgx-2"), mac(), avoid=frozenset({"dgx-1"})).prefill == "dgx-2"
     assert ask(8000, dgx(), mac(), avoid=frozenset({"dgx-1"})).prefill is None
 
@@ -331,8 +332,8 @@ def _node(name: str) -> st.SearchStrategy[NodeView]:
         waiting_tokens=st.integers(0, 50_000),
         running=st.integers(0, 9),
         slots=st.integers(0, 8),
-        reads=_RATES,
-        writes=_RATES,
+        prefill_rates=_RATES,
+        decode_rates=_RATES,
         warmth=st.floats(0, 1),
     )
 
@@ -342,7 +343,7 @@ def _clusters(draw: st.DrawFn) -> ClusterView:
     nodes = [draw(_node(name)) for name in draw(st.lists(st.sampled_from(_NAMES), unique=True, max_size=5))]
     pairs = st.tuples(st.sampled_from(_NAMES), st.sampled_from(_NAMES))
     links = draw(st.dictionaries(pairs, st.just(0.0) | st.floats(1e3, 1e11), max_size=4))
-    return ClusterView(nodes=tuple(nodes), links=links, met=draw(st.frozensets(pairs, max_size=4)))
+    return ClusterView(nodes=tuple(nodes), links=links, checked=draw(st.frozensets(pairs, max_size=4)))
 
 
 _QUESTIONS = st.builds(
@@ -350,7 +351,7 @@ _QUESTIONS = st.builds(
     model=st.just("m"),
     prompt_tokens=st.integers(1, 60_000),
     max_tokens=st.integers(1, 4000),
-    held=st.dictionaries(st.sampled_from(_NAMES), st.integers(0, 70_000)),
+    cached=st.dictionaries(st.sampled_from(_NAMES), st.integers(0, 70_000)),
     avoid=st.frozensets(st.sampled_from(_NAMES), max_size=2),
 )
 
@@ -380,7 +381,7 @@ def _is_possible(question: RouteRequest, nodes: dict[str, NodeView], option: Rou
 
 @given(_QUESTIONS, _clusters())
 @settings(deadline=None)
-def test_every_possible_way_is_weighed_and_no_other(question: RouteRequest, there: ClusterView) -> None:
+def test_every_possible_route_is_weighed_and_no_other(question: RouteRequest, there: ClusterView) -> None:
     nodes = {view.name: view for view in there.nodes}
     every = [
         Route(decode=decode, prefill=prefill, first_token_s=0, total_s=0)
@@ -392,12 +393,12 @@ def test_every_possible_way_is_weighed_and_no_other(question: RouteRequest, ther
     if isinstance(made, str):
         assert not expected
         return
-    assert {(option.prefill, option.decode) for option in made.options} == expected
-    assert len(made.options) == len(expected)
-    best = made.options[0]
+    assert {(option.prefill, option.decode) for option in made.routes} == expected
+    assert len(made.routes) == len(expected)
+    best = made.routes[0]
     assert (best.prefill, best.decode) == chosen(made)
     assert (best.first_token_s, best.total_s) == (made.first_token_s, made.total_s)
-    assert all(0 < option.first_token_s < option.total_s < float("inf") for option in made.options)
+    assert all(0 < option.first_token_s < option.total_s < float("inf") for option in made.routes)
     assert made.reason.startswith("only way: ") == (len(expected) == 1)
 
 
@@ -411,14 +412,14 @@ def _is_overloaded(question: RouteRequest, nodes: dict[str, NodeView], option: R
 
 @given(_QUESTIONS, _clusters())
 @settings(deadline=None)
-def test_the_fastest_of_those_with_room(question: RouteRequest, there: ClusterView) -> None:
+def test_the_fastest_route_with_free_memory_wins(question: RouteRequest, there: ClusterView) -> None:
     """Of warm ones: what is held against a cold node is in the order and not in the prediction."""
     there = msgspec.structs.replace(there, nodes=tuple(msgspec.structs.replace(n, warmth=1.0) for n in there.nodes))
     made = _answer(question, there)
     if isinstance(made, str):
         return
     nodes = {view.name: view for view in there.nodes}
-    ranks = [(_is_overloaded(question, nodes, option), option.total_s) for option in made.options]
+    ranks = [(_is_overloaded(question, nodes, option), option.total_s) for option in made.routes]
     assert ranks == sorted(ranks)
 
 
@@ -434,14 +435,14 @@ def test_the_same_answer_in_any_order(question: RouteRequest, there: ClusterView
 
 @given(_QUESTIONS, _clusters(), st.sampled_from(_NAMES), st.integers(0, 20_000))
 @settings(deadline=None)
-def test_holding_more_is_never_worse(question: RouteRequest, there: ClusterView, holder: str, more: int) -> None:
-    held = question.held | {holder: question.held.get(holder, 0) + more}
-    before, after = _answer(question, there), _answer(msgspec.structs.replace(question, held=held), there)
+def test_more_cached_tokens_are_never_worse(question: RouteRequest, there: ClusterView, holder: str, more: int) -> None:
+    held = question.cached | {holder: question.cached.get(holder, 0) + more}
+    before, after = _answer(question, there), _answer(msgspec.structs.replace(question, cached=held), there)
     if isinstance(before, str) or isinstance(after, str):
         assert before == after
         return
-    was = {(option.prefill, option.decode): option for option in before.options}
-    for option in after.options:
+    was = {(option.prefill, option.decode): option for option in before.routes}
+    for option in after.routes:
         old = was[option.prefill, option.decode]
         assert option.first_token_s <= old.first_token_s * (1 + 1e-9)
         assert option.total_s <= old.total_s * (1 + 1e-9)
@@ -449,11 +450,11 @@ def test_holding_more_is_never_worse(question: RouteRequest, there: ClusterView,
             assert option == old
 
 
-def test_a_pair_that_was_refused_hands_nothing_over() -> None:
+def test_a_refused_pair_transfers_nothing() -> None:
     question = RouteRequest(model="m", prompt_tokens=8000)
     made = plan(question, cluster(dgx(), mac(), mac("mac-2"), refused=frozenset({("dgx-1", "mac-1")})))
     assert chosen(made) == ("dgx-1", "mac-2")
-    assert {(option.prefill, option.decode) for option in made.options} == {
+    assert {(option.prefill, option.decode) for option in made.routes} == {
         ("dgx-1", "mac-2"),
         (None, "mac-1"),
         (None, "mac-2"),
@@ -461,6 +462,6 @@ def test_a_pair_that_was_refused_hands_nothing_over() -> None:
 
 
 def test_each_choice_needs_memory() -> None:
-    small = mac("small", kv_free_bytes=3000 * KV_TOKEN_BYTES, writes=(Rate(size=1, tokens_per_s=600.0),))
+    small = mac("small", kv_free_bytes=3000 * KV_TOKEN_BYTES, decode_rates=(Rate(size=1, tokens_per_s=600.0),))
     for choices, decode in ((1, "small"), (2, "mac-1")):
         assert ask(1000, small, mac(), max_tokens=1000, choices=choices).decode == decode

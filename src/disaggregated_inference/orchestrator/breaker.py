@@ -71,7 +71,7 @@ class Breaker:
             self._open(min(self._open_s * 2, self._longest_open_s))
         elif state == "closed" and (hard or self._too_many_failures()):
             self._open(self._first_open_s)
-        # Open already: requests that ran there together fail together, which is no news.
+        # Open already: requests that ran there together fail together: this failure adds nothing.
 
     def succeeded(self) -> None:
         """Closes a half-open circuit. Not an open one: old output of a frozen node may still arrive."""
@@ -83,8 +83,8 @@ class Breaker:
             self._open_s, self._warm_from = self._first_open_s, self._clock()
 
     def renewed(self) -> None:
-        """The node was restarted: failures of the old process do not count. An open circuit lets a trial through at once,
-        but only one: a process may keep restarting."""
+        """The node was restarted: failures of the old process do not count. An open circuit lets a trial through at
+        once, but only one: a process may keep restarting."""
         self._soft_at.clear()
         self._warm_from = self._clock()
         if self._retry_at is not None:

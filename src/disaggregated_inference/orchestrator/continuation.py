@@ -1,4 +1,4 @@
-"""How an answer is asked for, and how it goes on after a failure: by token ids, so that no token is lost or repeated.
+"""Builds the node requests of each attempt, by token ids: after a failure no token is lost or repeated.
 
 `text_continuation.py` is the same for nodes that take text.
 """
@@ -17,11 +17,11 @@ Numbers = tuple[int, ...]  # of the choices that one attempt generates
 
 
 class Continuation(Protocol):
-    """What a runner asks of either kind."""
+    """The interface of token and text continuations."""
 
     choice_states: list[Any]
     separate_choices: bool  # each choice is a request of its own from the start
-    hands_over: bool  # KV can move between nodes
+    can_transfer_kv: bool  # KV can move between nodes
 
     def prompt(self, numbers: Numbers) -> list[int]: ...
     def route_request(self, numbers: Numbers, avoid: frozenset[str]) -> RouteRequest: ...
@@ -39,7 +39,7 @@ class TokenContinuation:
     are the new prompt. With one seed the tokens are the same."""
 
     separate_choices = False
-    hands_over = True
+    can_transfer_kv = True
 
     def __init__(self, registry: NodeRegistry, model: str, request: GenerateRequest, tokens: list[int]) -> None:
         self._registry, self._model, self._request, self._tokens = registry, model, request, tokens

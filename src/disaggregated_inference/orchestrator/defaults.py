@@ -1,7 +1,7 @@
 """Defaults of requests in the cluster file: they must be what a request may have."""
 
 from disaggregated_inference.api import generate_request
-from disaggregated_inference.cluster.config import ClusterConfig
+from disaggregated_inference.cluster import ClusterConfig
 from disaggregated_inference.errors import BadRequest, ConfigError, ModelNotFound
 
 _PER_REQUEST = ("prompt", "messages", "tokens", "request_id")

@@ -1,6 +1,6 @@
 """Failover: what a request learns from a failed leg. Which nodes the next attempt avoids, and whether there is one."""
 
-from disaggregated_inference.cluster.config import Policies
+from disaggregated_inference.cluster import Policies
 from disaggregated_inference.orchestrator.cluster_view import Route
 from disaggregated_inference.orchestrator.node_client import LegFailed
 from disaggregated_inference.orchestrator.node_state import NodeState
@@ -29,8 +29,9 @@ class FailoverState:
     def allows(self, route: Route) -> bool:
         return (route.prefill, route.decode) not in self._refused
 
-    def has_prefill_node(self, decode: str) -> bool:
-        """Also true if the config has no prefill nodes for this model: then local prefill is no fallback."""
+    def prefill_expected(self, decode: str) -> bool:
+        """False if local prefill would be a fallback: the config has prefill nodes for this model, and none is
+        usable."""
         nodes = self._registry.of(self._model)
         readers = [node for node in nodes if node.server.role != "decode" and node.name != decode]
         return not readers or any(node.usable and not self._is_refused(node, decode) for node in readers)

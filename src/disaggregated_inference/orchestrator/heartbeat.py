@@ -64,7 +64,7 @@ class Heartbeats:
     def __init__(self, timeouts: OrchestratorTimeouts = OrchestratorTimeouts()) -> None:
         self.timeouts = timeouts
         self.open: set[MonitoredStream] = set()
-        self.held_up_at = -math.inf  # when this process itself last stood still
+        self.held_up_at = -math.inf  # when this process itself was last paused
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()

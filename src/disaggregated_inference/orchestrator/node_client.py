@@ -21,11 +21,11 @@ from disaggregated_inference.api import (
     PrefillResponse,
     StreamEvent,
 )
-from disaggregated_inference.cluster.config import Server
+from disaggregated_inference.cluster import Server
 from disaggregated_inference.errors import BadRequest, DisaggError
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats, MonitoredStream, StreamSilent
 
-_PATIENCE = 8  # times its recent latency: a busy machine is slow to everybody, a frozen one is silent
+_PATIENCE = 8  # times its recent latency: a busy machine is slow for all clients, a frozen one is silent
 _DECAY = 0.9  # what is left of a slow answer after the next one
 
 # Errors of a decode node that mean: the prefill leg failed.
@@ -83,9 +83,9 @@ class LegBusy(Exception):
 class NodeRefused(DisaggError):
     """A node refuses the request itself: another node would refuse it too."""
 
-    def __init__(self, status: int, code: str, message: str) -> None:
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.status, self._code = status, code
+        self.status, self._code, self.param = status, code, param
 
     @property
     def code(self) -> str:
@@ -96,10 +96,10 @@ class RequestRefused(NodeRefused, BadRequest):
     """The request is wrong. A caller that catches `BadRequest` need not know whether the client or a node found out."""
 
 
-def refusal(status: int, code: str, message: str) -> NodeRefused:
+def refusal(status: int, code: str, message: str, param: str | None = None) -> NodeRefused:
     """404 and 504 are refusals too, but not because the request is wrong."""
     kind = RequestRefused if status in (400, 413, 422) else NodeRefused
-    return kind(status, code, message)
+    return kind(status, code, message, param)
 
 
 _events = msgspec.json.Decoder(list[StreamEvent])
@@ -147,7 +147,7 @@ class NodeClient:
         except LegFailed as error:
             if not error.timed_out or self._heartbeats.held_up_at < sent_at:
                 raise
-            body = await self.get("/health", self._probe_timeout_s())  # this process itself stood still meanwhile
+            body = await self.get("/health", self._probe_timeout_s())  # this process itself was paused meanwhile
         try:
             return msgspec.json.decode(body, type=NodeHealth)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -328,7 +328,7 @@ class NodeClient:
             wait_s = float(retry_after) if retry_after and retry_after.isdigit() else 1.0
             return LegBusy(self.server.name, detail.message, wait_s)
         if status in (400, 404, 413, 422, 504) and detail.code not in _NODE_CODES:
-            return refusal(status, detail.code, detail.message)
+            return refusal(status, detail.code, detail.message, detail.param or None)
         return LegFailed(self.server.name, detail.code, detail.message)
 
     def _stream_error(self, detail: ErrorDetail) -> Exception:
@@ -336,5 +336,5 @@ class NodeClient:
         if detail.code in _BUSY_CODES:
             return LegBusy(self.server.name, detail.message, 1.0)
         if status := _REFUSAL_STATUS.get(detail.code):
-            return refusal(status, detail.code, detail.message)
+            return refusal(status, detail.code, detail.message, detail.param or None)
         return LegFailed(self.server.name, detail.code, detail.message)

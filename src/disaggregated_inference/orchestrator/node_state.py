@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 
 from disaggregated_inference.api import ModelInfo, NodeStatus, PeerStatus, Role
-from disaggregated_inference.cluster.config import Policies, Server
+from disaggregated_inference.cluster import Policies, Server
 from disaggregated_inference.orchestrator.breaker import Breaker
 from disaggregated_inference.orchestrator.cluster_view import NodeView
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats

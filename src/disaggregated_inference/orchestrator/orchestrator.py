@@ -19,13 +19,13 @@ from disaggregated_inference.api import (
     RequestOptions,
     RequestRecord,
     generate_request,
+    named_options,
+    new_seed,
+    options_of,
 )
-from disaggregated_inference.api.record import Outcome
-from disaggregated_inference.api.requests import new_seed
-from disaggregated_inference.api.validation import options_of
-from disaggregated_inference.cluster.config import ClusterConfig, load_config
+from disaggregated_inference.cluster import ClusterConfig, load_config
 from disaggregated_inference.errors import ClusterError, ContextTooLong, DeadlineExceeded, DisaggError
-from disaggregated_inference.models.tokenizer import ModelTokenizer
+from disaggregated_inference.models import ModelTokenizer
 from disaggregated_inference.orchestrator.cluster_view import Route
 from disaggregated_inference.orchestrator.continuation import Continuation, TokenContinuation, with_seed
 from disaggregated_inference.orchestrator.defaults import require_defaults
@@ -36,6 +36,7 @@ from disaggregated_inference.orchestrator.output_queue import OutputQueue
 from disaggregated_inference.orchestrator.recorder import RequestRecorder
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 from disaggregated_inference.orchestrator.request_queue import RequestQueue
+from disaggregated_inference.orchestrator.results import Outcomes, answer_of, merge_results, outcome_of
 from disaggregated_inference.orchestrator.runner import Put, RequestRunner
 from disaggregated_inference.orchestrator.text_continuation import TextContinuation, estimated_tokens
 from disaggregated_inference.orchestrator.threads import in_thread
@@ -50,15 +51,6 @@ _PLACES = 64  # of a model whose nodes have not answered yet
 _PLACES_PER_SLOT = 2  # so that a node has the next request there when a slot is free
 
 OnPlan = Callable[[Route, str], None]
-
-
-class Outcomes:
-    """What became of requests: of an orchestrator's, and of those of the orchestrators it replaced."""
-
-    def __init__(self, history: History) -> None:
-        self.history = history
-        self.counts: dict[Outcome, int] = {"ok": 0, "failed": 0, "refused": 0, "cancelled": 0}
-        self.on_end: list[Callable[[RequestRecord], None]] = []
 
 
 class DisaggregatedInference:
@@ -149,17 +141,20 @@ class DisaggregatedInference:
         while self._running:
             await asyncio.wait(set(self._running))
 
+    @named_options
     async def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> dict[str, Any]:
         """The whole answer as a dict: `response`, the metrics beside it, and `choices` if there are several."""
         completion = await self.complete(prompt, **options)
         return answer_of(completion)
 
+    @named_options
     async def complete(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Completion:
         """The whole answer, typed."""
         request, recorder = self._prepare({"prompt": prompt, **options})
         record = await _result(self._start(request, recorder, lambda events: None))
         return Completion(choices=recorder.choices(), record=record)
 
+    @named_options
     async def stream(
         self, prompt: str | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[Delta, None]:
@@ -230,7 +225,7 @@ class DisaggregatedInference:
         }
 
     async def tokenizer(self, model: str | None = None) -> ModelTokenizer:
-        """Of a model, as its nodes have it."""
+        """The tokenizer that a model's nodes use."""
         registry, name = await self.start(), self.config.resolve_model(model)
         await registry.wait_for_status(name)
         return await self._tokenizers.tokenizer(registry.of(name))
@@ -238,7 +233,7 @@ class DisaggregatedInference:
     def _prepare(
         self, options: RequestOptions, on_plan: OnPlan | None = None
     ) -> tuple[GenerateRequest, RequestRecorder]:
-        """The checked request. What is wrong with it is an error here, before a node works for it."""
+        """Checks the request. Raises BadRequest before a node is contacted."""
         model = self.config.resolve_model(options.get("model") or options.get("model_type"))
         request = with_seed(generate_request(options, self.config.options_of(model).defaults), new_seed())
         operation = "text_completion" if request.messages is None else "chat"
@@ -314,7 +309,7 @@ class DisaggregatedInference:
 
     def _finish(self, recorder: RequestRecorder, error: BaseException | None) -> RequestRecord:
         servers = {server.name: server for server in self.config.servers}
-        outcome = _outcome(error)
+        outcome = outcome_of(error)
         detail = ErrorDetail(getattr(error, "code", outcome), str(error)) if error else None
         record = recorder.finish(servers, self.config.policies, outcome, detail)
         self._outcomes.counts[outcome] += 1
@@ -322,15 +317,6 @@ class DisaggregatedInference:
         for callback in self.on_end:
             callback(record)
         return record
-
-
-def answer_of(completion: Completion) -> dict[str, Any]:
-    """As plain values: the first choice, all of them if there are several, and the metrics."""
-    choices = [msgspec.to_builtins(choice) for choice in completion.choices]
-    if not choices:
-        return {"response": None} | completion.record.metrics()
-    first = {"response": choices[0]["text"]} | {k: v for k, v in choices[0].items() if k not in ("text", "index")}
-    return first | ({"choices": choices} if len(choices) > 1 else {}) | completion.record.metrics()
 
 
 def _limited(request: GenerateRequest, fits: int) -> GenerateRequest:
@@ -346,15 +332,6 @@ def _is_late(error: BaseException, deadline: float) -> bool:
     return late and time.monotonic() > deadline - _NODE_CLOCK_S
 
 
-def _outcome(error: BaseException | None) -> Outcome:
-    """A request that is wrong would be so on every node: it is refused, nothing failed."""
-    if error is None:
-        return "ok"
-    if not isinstance(error, Exception):
-        return "cancelled"
-    return "refused" if 400 <= getattr(error, "status", 500) < 500 else "failed"
-
-
 async def _result(task: "asyncio.Task[RequestRecord]") -> RequestRecord:
     """A caller that is cancelled cancels the request. If the orchestrator was closed meanwhile, that is the error."""
     try:
@@ -364,7 +341,7 @@ async def _result(task: "asyncio.Task[RequestRecord]") -> RequestRecord:
         await asyncio.wait({task})
         raise
     if task.cancelled():
-        raise ClusterError("shutting down: the request was not done by then, and was ended; ask again")
+        raise ClusterError("shutting down: the request was not done by then, and was ended; send it again")
     return task.result()
 
 
@@ -381,19 +358,3 @@ def _places(nodes: list[NodeState]) -> int:
 
 def _brief(node: dict[str, Any]) -> dict[str, Any]:
     return {name: node[name] for name in ("state", "why", "role", "model", "engine", "url", "usable")}
-
-
-def merge_results(results: Sequence[dict[str, Any]], wall_s: float) -> dict[str, Any]:
-    """Of requests that ran at once. `speedup`: the sum of their times over the time that all of them took."""
-    sequential_s = sum(result.get("total_time") or 0.0 for result in results)
-    tokens = sum(result.get("completion_tokens") or 0 for result in results)
-    return {
-        "results": list(results),
-        "wall_time": wall_s,
-        "sequential_time": sequential_s,
-        "speedup": sequential_s / wall_s if wall_s else 0.0,
-        "completion_tokens": tokens,
-        "total_tokens": sum(result.get("total_tokens") or 0 for result in results),
-        "tokens_per_sec": tokens / wall_s if wall_s else 0.0,
-        "errors": sum("error" in result for result in results),
-    }

@@ -11,6 +11,7 @@ from disaggregated_inference.api import (
     ErrorDetail,
     Failover,
     GeneratedChoice,
+    Outcome,
     Phase,
     Progress,
     ReportedMetrics,
@@ -18,8 +19,7 @@ from disaggregated_inference.api import (
     StreamEvent,
     TokenLogprob,
 )
-from disaggregated_inference.api.record import Outcome
-from disaggregated_inference.cluster.config import Policies, Server
+from disaggregated_inference.cluster import Policies, Server
 from disaggregated_inference.orchestrator.cluster_view import Route
 
 FALLBACK_WARNING = "Using fallback mode - slower performance"
@@ -88,11 +88,13 @@ class Attempt:
 
 
 class RequestRecorder:
-    """Of one request, from the moment it came."""
+    """Records one request from its arrival on."""
 
-    def __init__(self, request_id: str, model: str, operation: str = "") -> None:
+    def __init__(
+        self, request_id: str, model: str, operation: str = "", clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.request_id, self.model, self.operation = request_id, model, operation
-        self.came_at, self.time = time.perf_counter(), time.time()
+        self._clock, self.came_at, self.time = clock, clock(), time.time()
         self.prompt_tokens = 0
         self.phases: list[Phase] = []
         self.attempts: list[Attempt] = []
@@ -107,24 +109,24 @@ class RequestRecorder:
 
     def phase(self, name: str, began_at: float, node: str = "") -> None:
         """A phase has ended now."""
-        now = time.perf_counter()
+        now = self._clock()
         self.phases.append(Phase(name, began_at - self.came_at, now - began_at, node))
 
     def begin(self, route: Route, reason: str, engine: str, *, text_only: bool = False) -> Attempt:
-        attempt = Attempt(route, reason, engine, time.perf_counter(), text_only)
+        attempt = Attempt(route, reason, engine, self._clock(), text_only)
         self.attempts.append(attempt)
         self.on_plan(route, reason)
         return attempt
 
     def first_token(self, at: float) -> None:
-        """Of an attempt."""
+        """An attempt brought its first token."""
         self.first_token_s = self.first_token_s or at - self.came_at
         for failover, since in self._stalled:
             failover.stall_s = at - since
         self._stalled.clear()
 
     def failed(self, failover: Failover, attempt: Attempt) -> None:
-        now, since = time.perf_counter(), attempt.last_at or attempt.began_at
+        now, since = self._clock(), attempt.last_at or attempt.began_at
         failover.at_s, failover.detected_s = now - self.came_at, now - since
         attempt.failed_at, attempt.failed_node = now, failover.node
         self.failovers.append(failover)
@@ -136,7 +138,7 @@ class RequestRecorder:
     def finish(
         self, servers: dict[str, Server], policies: Policies, outcome: Outcome = "ok", error: ErrorDetail | None = None
     ) -> RequestRecord:
-        self.total_s = time.perf_counter() - self.came_at
+        self.total_s = self._clock() - self.came_at
         for attempt in self.attempts:
             self.phases += _phases(attempt, self.came_at, self.total_s)
         last = next((attempt for attempt in reversed(self.attempts) if attempt.metrics), None)
@@ -209,7 +211,7 @@ class RequestRecorder:
         return min(self.prompt_tokens, *(other.cached.get(name, self.prompt_tokens) for other in self.attempts))
 
     def _method(self, attempt: Attempt | None) -> str | None:
-        """How the prompt was prefilled; None if no node was asked."""
+        """How the prompt was prefilled; None if no node was contacted."""
         if attempt is None:
             return None
         if self.fallback:

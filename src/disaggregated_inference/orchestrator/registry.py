@@ -9,7 +9,7 @@ from functools import partial
 
 import aiohttp
 
-from disaggregated_inference.cluster.config import ClusterConfig
+from disaggregated_inference.cluster import ClusterConfig
 from disaggregated_inference.orchestrator.cluster_view import ClusterView
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats
 from disaggregated_inference.orchestrator.node_state import NodeState
@@ -108,10 +108,10 @@ class NodeRegistry:
                 log.warning("%s is not usable: %s", node.name, node.why, extra=extra)
 
     def _compare(self, model: str) -> None:
-        """Groups the nodes that hold the same model. The largest group that can answer is the model; of equal groups
-        the one that was the model before, or that can hand over, or whose decode node comes first in the config. A node
-        that holds something else answers no request, and says why. An unreachable node counts for its group for a
-        while: otherwise a node with another model would become the model when the right one dies."""
+        """Groups the nodes that hold the same model. The largest group that can answer serves as the model; of equal
+        groups the one that did so before, or that can hand over, or whose decode node comes first in the config. A
+        node that holds something else answers no request, and says why. An unreachable node counts for its group for
+        a while: otherwise a node with another model would become the model when the right one dies."""
         nodes = [node for node in self.of(model) if node.info]
         groups: list[list[NodeState]] = []
         for node in sorted(nodes, key=lambda node: (_coarseness(node), node.server.role == "prefill")):
@@ -121,7 +121,7 @@ class NodeRegistry:
             if not same:
                 groups.append([node])
         if present := [group for group in groups if any(self._is_present(node) for node in group)]:
-            right = max(present, key=_standing)
+            right = max(present, key=_reference_rank)
             for node in nodes:
                 node.mismatch = "" if node in right else _differences(right, node)
 
@@ -168,7 +168,7 @@ def _decoders(nodes: list[NodeState]) -> list[NodeState]:
     return [node for node in nodes if node.server.role != "prefill"]
 
 
-def _standing(group: list[NodeState]) -> tuple[bool, int, bool, bool]:
+def _reference_rank(group: list[NodeState]) -> tuple[bool, int, bool, bool]:
     hands_over = any(node.server.role != "decode" for node in group)
     return bool(_decoders(group)), len(group), not all(node.mismatch for node in group), hands_over
 

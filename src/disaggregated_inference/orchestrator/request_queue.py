@@ -129,7 +129,7 @@ class RequestQueue:
         share = self.max_waiting // len(self._queues)  # requests for one model do not crowd out another's
         if not is_free and self.waiting >= self.max_waiting and len(queue.waiters) >= share:
             raise QueueFull(
-                f"{self.waiting} requests are waiting already; try {model} again later", queue.retry_after_s()
+                f"{self.waiting} requests for {model} and others are waiting already", queue.retry_after_s()
             )
         insort(queue.waiters, waiter, key=lambda each: -each.priority)
         self._grant_places()

@@ -13,10 +13,10 @@ _MAX_EXPLORATION = 4.0  # times the best route's time, at most
 
 
 class RoutePicker:
-    def __init__(self, registry: NodeRegistry, model: str, failover: FailoverState, *, hands_over: bool) -> None:
+    def __init__(self, registry: NodeRegistry, model: str, failover: FailoverState, *, can_transfer_kv: bool) -> None:
         self._registry, self._model, self._failover = registry, model, failover
         self._policies = registry.config.policies
-        self._hands_over = hands_over  # false: no KV can move, whatever the policies say
+        self._can_transfer_kv = can_transfer_kv  # false: no KV can move, whatever the policies say
         self.info: ModelInfo | None = None  # the model that the request began with
 
     def excluded(self) -> frozenset[str]:
@@ -46,9 +46,9 @@ class RoutePicker:
         return route, _reason(planned, route)
 
     def is_fallback(self, route: Route) -> bool:
-        if not self._hands_over or route.prefill is not None or self._policies.local == "always":
+        if not self._can_transfer_kv or route.prefill is not None or self._policies.local == "always":
             return False
-        return self._failover.prefill_failures > 0 or not self._failover.has_prefill_node(route.decode)
+        return self._failover.prefill_failures > 0 or not self._failover.prefill_expected(route.decode)
 
     def _may_fall_back(self, route: Route) -> bool:
         return self._policies.fallback or not self.is_fallback(route)
@@ -58,7 +58,7 @@ class RoutePicker:
 
     def _keeps_policy(self, route: Route) -> bool:
         local = self._policies.local
-        if not self._hands_over:
+        if not self._can_transfer_kv:
             return True
         if self._failover.fell_back or local == "always":
             return route.prefill is None

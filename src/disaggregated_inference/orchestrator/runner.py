@@ -45,7 +45,7 @@ class RequestRunner:
         self._policies, self._timeouts = registry.config.policies, registry.timeouts
         self._choice_states = recorder.choice_states = continuation.choice_states
         self._failover = FailoverState(registry, self._model, self._policies)
-        self._picker = RoutePicker(registry, self._model, self._failover, hands_over=continuation.hands_over)
+        self._picker = RoutePicker(registry, self._model, self._failover, can_transfer_kv=continuation.can_transfer_kv)
         self._gave_second_chance = False
         self._waiting_since: float | None = None
         self._cached_tokens: int | None = None  # of the prompt, at most: see `_report_progress`
@@ -55,9 +55,10 @@ class RequestRunner:
         """Until the answer is complete. `put` is a plain call, since every token passes through it."""
         self._put = put
         numbers = tuple(range(self._request.n))
-        await (self._split(numbers) if self._continuation.separate_choices else self._persist(numbers))
+        run = self._run_separately if self._continuation.separate_choices else self._attempt_until_done
+        await run(numbers)
 
-    async def _persist(self, numbers: Numbers) -> None:
+    async def _attempt_until_done(self, numbers: Numbers) -> None:
         """Attempt after attempt, until these choices are complete."""
         while not all(self._choice_states[number].finish_reason for number in numbers):
             attempt: Attempt | None = None
@@ -74,7 +75,7 @@ class RequestRunner:
                 assert attempt
                 await self._fail_over(failure, attempt)
                 if len(numbers) > 1 and any(self._choice_states[number].written for number in numbers):
-                    await self._split(numbers)
+                    await self._run_separately(numbers)
 
     def _begin(self, numbers: Numbers) -> Attempt:
         route_request = self._continuation.route_request(numbers, self._picker.excluded())
@@ -82,7 +83,7 @@ class RequestRunner:
         self._recorder.fallback = self._picker.is_fallback(route)
         decode = self._registry.nodes[route.decode]
         self._picker.info = self._picker.info or decode.info
-        engine, text_only = decode.status.backend if decode.status else "", not self._continuation.hands_over
+        engine, text_only = decode.status.backend if decode.status else "", not self._continuation.can_transfer_kv
         reason = self._continuation.explain(route, reason)
         attempt = self._recorder.begin(route, reason, engine, text_only=text_only)
         attempt.epochs = self._registry.epochs(self._model)
@@ -136,7 +137,7 @@ class RequestRunner:
             events = decode.client.generate(path, decode_request, self._request.request_id)
             async with aclosing(events):
                 async for batch in events:
-                    if output := self._take(batch, attempt, numbers, len(prompt)):
+                    if output := self._collect(batch, attempt, numbers, len(prompt)):
                         slot.release()  # the first token: the prompt was prefilled
                         self._put(output)
 
@@ -156,17 +157,17 @@ class RequestRunner:
             kv_addresses=tuple(prefill.server.kv_addresses),
         )
 
-    def _take(
+    def _collect(
         self, events: list[StreamEvent], attempt: Attempt, numbers: Numbers, prompt_tokens: int
     ) -> list[StreamEvent]:
         """Keep the output; the node numbers its choices from 0, the request has numbers of its own."""
-        alone = len(numbers) == 1 and numbers[0]
+        renumber = len(numbers) == 1 and numbers[0] > 0
         output: list[StreamEvent] = []
         for event in events:
             if self._continuation.is_output(event):
                 number = numbers[event.choice]
                 self._choice_states[number].take(event)
-                output.append(msgspec.structs.replace(event, choice=number) if alone else event)
+                output.append(msgspec.structs.replace(event, choice=number) if renumber else event)
             elif event.done:
                 attempt.metrics = event.node_metrics
             elif event.progress:
@@ -230,16 +231,16 @@ class RequestRunner:
         await asyncio.sleep(min(self._timeouts.come_back_s, self._left_s()))
 
     async def _wait_a_while(self, error: NoDecodeNode, tried_out: bool) -> None:
-        """The while begins when no request tries the nodes out any more."""
+        """The time limit starts when no other request is trying the nodes out."""
         now = time.monotonic()
         self._waiting_since = now if tried_out else self._waiting_since or now
         if now - self._waiting_since > self._timeouts.no_node_s:
             raise error
         await asyncio.sleep(min(self._timeouts.poll_s, self._left_s()))
 
-    async def _split(self, numbers: Numbers) -> None:
-        """Each choice goes on by itself, all at once."""
-        tasks = [asyncio.create_task(self._persist((number,))) for number in numbers]
+    async def _run_separately(self, numbers: Numbers) -> None:
+        """Each choice in attempts of its own, all at once."""
+        tasks = [asyncio.create_task(self._attempt_until_done((number,))) for number in numbers]
         try:
             await asyncio.gather(*tasks)
         finally:

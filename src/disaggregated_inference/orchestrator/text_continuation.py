@@ -1,4 +1,4 @@
-"""How an answer of a node that takes text is asked for, and how it goes on after a failure.
+"""Builds the node requests of each attempt for nodes that take text.
 
 Before the first text another node begins anew. After it, the next node gets the text so far and continues it: it may
 tokenize that text otherwise, so the result carries a warning. Reasoning or a tool call that has begun cannot be
@@ -17,7 +17,7 @@ from disaggregated_inference.orchestrator.node_client import NodeRefused
 from disaggregated_inference.orchestrator.recorder import Attempt, ChoiceState, RequestRecorder
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 
-CONTINUED_WARNING = "Another node went on from the text - tokens may differ"
+CONTINUED_WARNING = "Another node continued from the text - tokens may differ"
 
 _TOKEN_BYTES = 3  # most texts have a little more: an estimate with reserve
 _IMAGE_TOKENS = 768  # as on the node
@@ -63,7 +63,7 @@ class TextContinuation:
     """Such engines generate one choice per request."""
 
     separate_choices = True
-    hands_over = False
+    can_transfer_kv = False
 
     def __init__(self, registry: NodeRegistry, model: str, request: GenerateRequest, recorder: RequestRecorder) -> None:
         if request.tokens is not None:

@@ -26,7 +26,7 @@ async def in_thread(work: Callable[[], Result]) -> Result:
         try:
             loop.call_soon_threadsafe(tell, result, error)
         except RuntimeError:
-            return  # the loop was closed: nobody waits
+            return  # the loop was closed: no caller waits
 
     threading.Thread(target=run, name="disagg-work", daemon=True).start()
     return await done

@@ -12,9 +12,7 @@ import msgspec
 
 from disaggregated_inference.api import GenerateRequest
 from disaggregated_inference.errors import BadRequest, DisaggError, NoDecodeNode
-from disaggregated_inference.models.store import default_home
-from disaggregated_inference.models.text_only import TextOnlyTokenizer
-from disaggregated_inference.models.tokenizer import ModelTokenizer
+from disaggregated_inference.models import MissingTokenizer, ModelTokenizer, default_home
 from disaggregated_inference.orchestrator.node_client import LegBusy, LegFailed
 from disaggregated_inference.orchestrator.node_state import NodeState
 from disaggregated_inference.orchestrator.threads import in_thread
@@ -40,7 +38,7 @@ class TokenizerCache:
             raise NoDecodeNode()
         assert sources[0].info
         if (model := sources[0].info.fingerprint) is None:
-            return TextOnlyTokenizer(sources[0].model, sources[0].info.capabilities)
+            return MissingTokenizer(sources[0].model, sources[0].info.capabilities)
         identity = hashlib.blake2b(f"{model.tokenizer}/{model.chat_template}".encode(), digest_size=16).hexdigest()
         if found := self._cached.get(identity):
             return found
@@ -60,7 +58,7 @@ class TokenizerCache:
 
     def _from_disk(self, identity: str) -> ModelTokenizer | None:
         try:
-            return ModelTokenizer.from_whole(msgspec.json.decode((self._home / f"{identity}.json").read_bytes()))
+            return ModelTokenizer.from_dict(msgspec.json.decode((self._home / f"{identity}.json").read_bytes()))
         except (OSError, msgspec.DecodeError, DisaggError):
             return None
 
@@ -75,7 +73,7 @@ class TokenizerCache:
         raise NoDecodeNode() from failure
 
     def _take(self, identity: str, body: bytes, node: NodeState) -> ModelTokenizer:
-        tokenizer = ModelTokenizer.from_whole(msgspec.json.decode(body))
+        tokenizer = ModelTokenizer.from_dict(msgspec.json.decode(body))
         assert node.info
         assert node.info.fingerprint
         if tokenizer.identity != node.info.fingerprint.tokenizer:

@@ -1,4 +1,4 @@
-"""What the state of its nodes comes to for a cluster: one of five verdicts per model."""
+"""Verdicts: whether a model's nodes can serve, in one of five phrases."""
 
 from enum import StrEnum
 

@@ -1,0 +1,50 @@
+"""Outcomes and results of finished requests, for clients, counters and the history."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from disaggregated_inference.api import Completion, Outcome, RequestRecord, plain
+from disaggregated_inference.orchestrator.history import History
+
+
+class Outcomes:
+    """Counters, history and callbacks of finished requests; they survive a reload of the config."""
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.counts: dict[Outcome, int] = {"ok": 0, "failed": 0, "refused": 0, "cancelled": 0}
+        self.on_end: list[Callable[[RequestRecord], None]] = []
+
+
+def outcome_of(error: BaseException | None) -> Outcome:
+    """A request that is wrong would be so on every node: it is refused, nothing failed."""
+    if error is None:
+        return "ok"
+    if not isinstance(error, Exception):
+        return "cancelled"
+    return "refused" if 400 <= getattr(error, "status", 500) < 500 else "failed"
+
+
+def answer_of(completion: Completion) -> dict[str, Any]:
+    """As plain values: the first choice, all of them if there are several, and the metrics."""
+    choices = plain(completion.choices)
+    if not choices:
+        return {"response": None} | completion.record.metrics()
+    first = {"response": choices[0]["text"]} | {k: v for k, v in choices[0].items() if k not in ("text", "index")}
+    return first | ({"choices": choices} if len(choices) > 1 else {}) | completion.record.metrics()
+
+
+def merge_results(results: Sequence[dict[str, Any]], wall_s: float) -> dict[str, Any]:
+    """Of requests that ran at once. `speedup`: the sum of their times over the time that all of them took."""
+    sequential_s = sum(result.get("total_time") or 0.0 for result in results)
+    tokens = sum(result.get("completion_tokens") or 0 for result in results)
+    return {
+        "results": list(results),
+        "wall_time": wall_s,
+        "sequential_time": sequential_s,
+        "speedup": sequential_s / wall_s if wall_s else 0.0,
+        "completion_tokens": tokens,
+        "total_tokens": sum(result.get("total_tokens") or 0 for result in results),
+        "tokens_per_sec": tokens / wall_s if wall_s else 0.0,
+        "errors": sum("error" in result for result in results),
+    }
