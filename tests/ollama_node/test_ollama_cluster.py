@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from disaggregated_client import DisaggregatedClient
+from disaggregated_inference.api import GenerateRequest
 from disaggregated_inference.errors import BadRequest, ClusterError, DisaggError
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node.node import Node
 from disaggregated_inference.node.routes import node_app
-from disaggregated_inference.orchestrator.request import GenerateRequest
-from disaggregated_inference.orchestrator.text_runner import SEAM, about_tokens
-from tests.conftest import Pair, until
+from disaggregated_inference.orchestrator.text_continuation import CONTINUED_WARNING, estimated_tokens
 from tests.support.gateway import served
+from tests.support.node_pair import Pair
 from tests.support.recorded_ollama import LONG_S, Front, OnThread, RecordedOllama
+from tests.support.waiting import until
 
 ROLES = {"p": "prefill", "a": "decode", "b": "decode"}
 
@@ -129,7 +130,7 @@ def test_after_it_another_node_goes_on_from_the_text(
     farm.fail_once(fault, after=2)
     text, metrics = client.generate(**ask)
     assert text == " 1 2 3 4 5 6", "no gap and no repetition"
-    assert (metrics["warning"], metrics["attempts"]) == (SEAM, 2)
+    assert (metrics["warning"], metrics["attempts"]) == (CONTINUED_WARNING, 2)
     assert metrics["completion_tokens"] == 6
     assert metrics["prompt_tokens"] in (1, 2, 3)
 
@@ -138,7 +139,7 @@ def test_what_cannot_be_gone_on_with_fails_with_the_reason(farm: Farm, client: D
     farm.fail_once("die", after=2)
     for ollama in farm.ollamas.values():
         ollama.continues = False
-    with pytest.raises(ClusterError, match=r"unexpected EOF.*cannot be gone on with"):
+    with pytest.raises(ClusterError, match=r"unexpected EOF.*cannot continue"):
         client.generate(**CHAT)
 
 
@@ -162,7 +163,7 @@ def test_nodes_of_one_model_all_take_text_or_none_does(
     try:
         with DisaggregatedClient(config) as client:
             assert until(lambda: client.health()["nodes"]["odd"]["state"] == "mismatch", LONG_S)
-            assert "it takes tokens, not text alone" in client.health()["nodes"]["odd"]["why"]
+            assert "it takes tokens, not text only" in client.health()["nodes"]["odd"]["why"]
             assert client.generate(prompt="1", max_tokens=1)[0] == " 2"
     finally:
         odd.end()
@@ -196,7 +197,7 @@ def test_every_api_of_the_gateway_serves_it(farm: Farm) -> None:
         assert json.loads(body)["content"][0]["text"] == " 1 2 3 4 5 6"
         status, body = _ask(url, "/v1/messages/count_tokens", {"model": "smollm2", "messages": CHAT["messages"]})
         assert status == 422
-        assert b"keeps its tokenizer to itself" in body
+        assert b"does not export its tokenizer" in body
         _tools(farm, url)
 
 
@@ -231,16 +232,16 @@ def _pictures(farm: Farm, url: str, sees: bool) -> None:
         status, body = _ask(url, path, {"model": "smollm2", "stream": False} | ask)
         sent = [body["messages"] for ollama in farm.ollamas.values() for body in ollama.asked]
         assert sent == ([[{"role": "user", "content": "What?", "images": [picture]}]] if sees else [])
-        assert (status, b"reads text alone" in body) == ((200, False) if sees else (400, True))
+        assert (status, b"text only" in body) == ((200, False) if sees else (400, True))
 
 
 def test_a_guess_counts_all_that_may_be_read() -> None:
     plain = {"role": "user", "content": "x"}
     call = {"function": {"name": "f", "arguments": {"x": "word " * 300}}}
-    few = about_tokens(GenerateRequest(messages=[plain]))
+    few = estimated_tokens(GenerateRequest(messages=[plain]))
     for more in ({"thinking": "word " * 300}, {"tool_calls": [call]}, {"images": ["aGk="]}):
-        assert about_tokens(GenerateRequest(messages=[plain | more])) >= few + 500
-    assert about_tokens(GenerateRequest(messages=[plain], template={"tools": [call]})) >= few + 500
+        assert estimated_tokens(GenerateRequest(messages=[plain | more])) >= few + 500
+    assert estimated_tokens(GenerateRequest(messages=[plain], template={"tools": [call]})) >= few + 500
 
 
 def test_tools_and_loading_are_told_through_the_gateway(farm: Farm) -> None:

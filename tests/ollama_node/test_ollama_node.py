@@ -26,8 +26,8 @@ from disaggregated_inference.ollama_node.client import (
     keep_alive_of,
     version_of,
 )
-from tests.conftest import until
 from tests.support.recorded_ollama import LONG_S, Front, RecordedOllama
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -87,11 +87,11 @@ def test_a_prompt_is_warmed_and_nothing_is_claimed(front: Front, ollama: Recorde
     assert "kv_bytes" not in decoded[1]["metrics"]
     alone = front.ask("/decode", {"context": read["context"]})
     assert alone[0] == 400
-    assert "no cache is behind it" in alone[1]["error"]["message"]
+    assert "it has no KV" in alone[1]["error"]["message"]
     other = PrefillContext(ticket="t", secret="s", epoch="e", tokens=3, prompt_hash="h", addresses=(("127.0.0.1", 9),))
     refused = front.ask("/decode", {"context": other.encode(), "prompt": "x"})
     assert refused[0] == 400
-    assert "cannot take one in" in refused[1]["error"]["message"]
+    assert "cannot import" in refused[1]["error"]["message"]
     for body in ({"prompt": "x", "inline": True}, {"prompt": "x", "wait": False}, {"tokens": [1]}, {"prompt": ""}):
         assert front.ask("/prefill", body)[0] == 400
     assert front.ask("/prefill/abc", method="DELETE")[0] == 404
@@ -164,10 +164,10 @@ def test_tools_are_warmed_too(front: Front, ollama: RecordedOllama) -> None:
     ("more", "says"),
     [
         ({"images": ["aGVsbG8="]}, "the images in one of them"),
-        ({"template": {"verbosity": "low"}}, "not told of verbosity"),
+        ({"template": {"verbosity": "low"}}, "does not know verbosity"),
         ({"template": {"tools": TOOLS}, "tools": TOOLS}, "given twice"),
-        ({"messages": None, "prompt": "x", "tools": TOOLS}, "tools: a prompt is taken as it is"),
-        ({"messages": None, "prompt": "x", "template": {"tools": TOOLS}}, "template: a prompt is taken as it is"),
+        ({"messages": None, "prompt": "x", "tools": TOOLS}, "tools: a prompt has no chat template"),
+        ({"messages": None, "prompt": "x", "template": {"tools": TOOLS}}, "template: a prompt has no chat template"),
     ],
     ids=["images", "word", "twice", "tools", "template"],
 )
@@ -249,11 +249,11 @@ def test_what_it_cannot_do_is_refused_with_the_reason(down: Front, wrong: dict[s
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"images": "aGVsbG8="}, "images: a list of pictures"),
-        ({"images": [5]}, "images: a list of pictures"),
-        ({"images": ["data:image/png;base64,aGVsbG8="]}, "images: a list of pictures"),
-        ({"images": ["é"]}, "images: a list of pictures"),
-        ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "pictures are its images, in base64"),
+        ({"images": "aGVsbG8="}, "images: give a list"),
+        ({"images": [5]}, "images: give a list"),
+        ({"images": ["data:image/png;base64,aGVsbG8="]}, "images: give a list"),
+        ({"images": ["é"]}, "images: give a list"),
+        ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "give images as `images`, in base64"),
     ],
 )
 def test_images_that_are_none_are_refused(down: Front, more: dict[str, Any], says: str) -> None:
@@ -290,7 +290,7 @@ def test_images_go_where_ollama_has_them(ollama: RecordedOllama) -> None:
 def test_a_model_without_eyes_is_shown_nothing(front: Front, ollama: RecordedOllama) -> None:
     status, answer = front.ask("/generate", {"messages": [{"role": "user", "content": "x", "images": ["aGVsbG8="]}]})
     assert (status, ollama.asked) == (400, [])
-    assert "images: this model reads text alone" in answer["error"]["message"]
+    assert "images: this model reads text only" in answer["error"]["message"]
 
 
 def test_a_stream_has_the_shape_of_every_other_nodes(front: Front, ollama: RecordedOllama) -> None:
@@ -336,7 +336,7 @@ def test_a_client_that_leaves_has_ollama_stop(front: Front, ollama: RecordedOlla
         connection.sock.close() if connection.sock else None
         connection.close()
         assert ollama.left.wait(LONG_S)
-        assert until(lambda: front.node.open == 0, LONG_S)
+        assert until(lambda: front.node.open_requests == 0, LONG_S)
         ollama.hold.set()
     assert front.ask("/generate", {"prompt": "x", "max_tokens": 1})[0] == 200
 
@@ -374,7 +374,10 @@ def test_its_failures_are_typed(front: Front, ollama: RecordedOllama, fault: str
         assert _text(events) == " 1 2"
         assert events[-1]["error"]["code"] == code
         if fault == "cut":
-            assert events[-1]["error"]["message"] == f"Ollama at {ollama.url} broke off in the middle of its answer"
+            assert (
+                events[-1]["error"]["message"]
+                == f"Ollama at {ollama.url} closed the connection in the middle of its response"
+            )
     ollama.fault = ""
     assert front.ask("/generate", {"prompt": "x", "max_tokens": 1})[0] == 200
 
@@ -391,7 +394,9 @@ def test_odd_ends_are_called_what_they_are(front: Front, ollama: RecordedOllama)
 def test_refusals_are_by_whoever_refuses() -> None:
     client = OllamaClient("http://box:1", "m")
     assert "ollama pull m" in str(client.refusal(404, b'{"error": "model \\"m\\" not found, try pulling it first"}'))
-    assert "is no Ollama" in str(client.refusal(404, b"<p>The requested URL was not found on this server, model m</p>"))
+    assert "is not an Ollama" in str(
+        client.refusal(404, b"<p>The requested URL was not found on this server, model m</p>")
+    )
     assert "pull" not in str(client.refusal(404, b'{"error": "blob not found"}'))
     assert str(client.refusal(500, b'{"error": null}')) == "Ollama failed: no reason given (HTTP 500)"
 
@@ -412,7 +417,7 @@ def test_an_ollama_that_is_silent_was_asked() -> None:
         try:
             health = node.ask("/health")[1]
             assert health["status"] == "unhealthy"
-            assert "has not answered yet" in health["reason"]
+            assert "has not answered a health check yet" in health["reason"]
             assert health["stalled_s"] > 0
         finally:
             node.end()
@@ -457,7 +462,7 @@ def test_what_is_no_ollama_is_called_so(ollama: RecordedOllama, foreign: tuple[i
     try:
         status, health = node.ask("/health")
         assert (status, health["status"]) == (503, "unhealthy")
-        assert health["reason"].startswith(f"what listens at {ollama.url} is no Ollama (it")
+        assert health["reason"].startswith(f"the server at {ollama.url} is not an Ollama (it")
         assert "{" not in health["reason"]
         assert node.ask("/generate", {"prompt": "x"})[1]["error"]["code"] == "engine_unavailable"
     finally:
@@ -487,7 +492,7 @@ def test_loading_shows_and_so_does_unloading(ollama: RecordedOllama) -> None:
 
 
 def test_a_prompt_is_never_cut(ollama: RecordedOllama) -> None:
-    node = Front(ollama.url, most_window=64)
+    node = Front(ollama.url, max_window=64)
     try:
         status, answer = node.ask("/generate", {"prompt": "word " * 500, "max_tokens": 8})
         assert status == 400
@@ -500,7 +505,7 @@ def test_a_prompt_is_never_cut(ollama: RecordedOllama) -> None:
         answer = node.ask("/generate", fits)[1]["error"]
         assert answer["code"] == "context_too_long"
         assert "about 88 tokens do not fit" in answer["message"]
-        assert "this Ollama (0.9.3) would cut the prompt in silence" in answer["message"]
+        assert "this Ollama (0.9.3) would cut the prompt silently" in answer["message"]
         assert not ollama.asked
         ollama.version = node.node.version = "0.12.6"
         assert node.ask("/generate", fits)[0] == 200
@@ -533,12 +538,12 @@ _LAST = [{"role": "tool", "content": "done", "tool_call_id": "1"}, USER]
 def test_what_is_beside_the_words_is_not_cut_either(ollama: RecordedOllama, chat: dict[str, Any]) -> None:
     """By words it all would fit; an old version drops the first message of it without a trace."""
     ollama.shown = ollama.shown | {"capabilities": ["completion", "tools", "thinking", "vision"]}
-    node = Front(ollama.url, most_window=420)
+    node = Front(ollama.url, max_window=420)
     try:
         for path in ("/generate", "/prefill"):
             status, answer = node.ask(path, chat | {"max_tokens": 8})
             assert (status, answer["error"]["code"]) == (400, "context_too_long")
-            assert "would cut the prompt in silence" in answer["error"]["message"]
+            assert "would cut the prompt silently" in answer["error"]["message"]
         assert not ollama.asked
         ollama.version = node.node.version = "0.13.0"
         status, answer = node.ask("/generate", chat | {"max_tokens": 8})
@@ -552,11 +557,11 @@ def test_an_answer_is_gone_on_with_where_that_is_possible(front: Front, ollama: 
     assert raw[1]["generated_text"] == " 3 4"
     chat = {"messages": [{"role": "user", "content": "count"}], "written_text": "1 2", "max_tokens": 2}
     assert front.ask("/generate", chat)[1]["generated_text"] == " 3 4"
-    front.node.doubt()
+    front.node.forget_model()
     ollama.continues = False
     status, answer = front.ask("/generate", chat)
     assert status == 422
-    assert "cannot be gone on with" in answer["error"]["message"]
+    assert "cannot continue" in answer["error"]["message"]
 
 
 def test_draining_and_crowds_are_refused(front: Front, ollama: RecordedOllama) -> None:
@@ -567,8 +572,8 @@ def test_draining_and_crowds_are_refused(front: Front, ollama: RecordedOllama) -
     status, answer = front.ask("/generate", {"prompt": "x"})
     assert (status, answer["error"]["code"]) == (503, "node_busy")
     ollama.hold.set()
-    assert until(lambda: front.node.open == 0, LONG_S)
-    front.node.stop_taking()
+    assert until(lambda: front.node.open_requests == 0, LONG_S)
+    front.node.drain()
     assert front.ask("/generate", {"prompt": "x"})[1]["error"]["code"] == "node_draining"
     assert front.ask("/health")[1]["status"] == "draining"
 
@@ -579,7 +584,7 @@ def test_addresses_names_and_versions() -> None:
     assert base_url("https://box") == "https://box:11434"
     assert base_url("[::1]:5") == "http://[::1]:5"
     for wrong in ("ftp://x", "http://", "x:y", "http://x/path", "x y", "http://x y:5", "a,b"):
-        with pytest.raises(BadRequest, match="is no address"):
+        with pytest.raises(BadRequest, match="is not an address"):
             base_url(wrong)
     assert full_name("a") == "a:latest"
     assert full_name("host:1/a:30b") == "host:1/a:30b"
@@ -603,13 +608,13 @@ def test_how_long_it_keeps_a_model(text: str, sent: float | str) -> None:
 
 @pytest.mark.parametrize("text", ["--5", "²", "5 minutes", "1d", "m", "-", "1h30", "nan", "inf", "9999999h", "1e3"])
 def test_what_is_no_time_to_keep_it_ends_the_start(text: str) -> None:
-    with pytest.raises(BadRequest, match="is no duration: give"):
+    with pytest.raises(BadRequest, match="is not a duration: give"):
         keep_alive_of(text)
 
 
 def test_it_ends_in_one_line(ollama: RecordedOllama) -> None:
     command = [sys.executable, "-m", "disaggregated_inference", "serve", "--engine", "ollama", "--model", "smollm2"]
-    for wrong, says in (("--keep-alive=5 minutes", "is no duration"), ("--ollama-host=x y", "is no address")):
+    for wrong, says in (("--keep-alive=5 minutes", "is not a duration"), ("--ollama-host=x y", "is not an address")):
         ended = subprocess.run([*command, "--port", "0", wrong], capture_output=True, text=True, timeout=LONG_S)
         assert ended.returncode == 1
         assert says in ended.stderr
@@ -627,7 +632,7 @@ def test_entry_points_help(name: str) -> None:
     assert ("--ollama-host" in said) == ("ollama" in name)
     wrong = subprocess.run([*command[:-1], "--port", "99999"], capture_output=True, text=True)
     assert wrong.returncode == 2
-    assert "'99999' is no port" in wrong.stderr
+    assert "'99999' is not a port" in wrong.stderr
 
 
 def test_an_entry_point_serves(ollama: RecordedOllama) -> None:
@@ -678,7 +683,7 @@ def test_a_real_one_does_the_same() -> None:
     url, model = found
     with pytest.raises(EngineUnavailable, match="run `ollama pull no-such-model`"):
         asyncio.run(_shown(url, "no-such-model"))
-    node = Front(url, model, most_window=256)
+    node = Front(url, model, max_window=256)
     try:
         assert until(lambda: node.ask("/health")[1]["loaded"], LONG_S)
         prompt = f"The number {time.time_ns()} is"

@@ -1,4 +1,4 @@
-"""What stands before every request: an id to find it by, the node's token, and an answer in JSON whatever happens."""
+"""What every request to a node passes: it gets an id, shows the node's token, and always gets an answer in JSON."""
 
 import asyncio
 import hmac
@@ -7,25 +7,30 @@ import re
 import secrets
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from disaggregated_inference.errors import DisaggError, NodeDraining
+from disaggregated_inference.errors import NodeDraining, Unauthorized
+from disaggregated_inference.http.responses import error_response
 
 log = logging.getLogger(__name__)
 
-_SANE_ID = re.compile(rb"[\w.:-]{1,100}")
+_VALID_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
 
 
-def describe(error: BaseException) -> dict[str, Any]:
-    code = error.code if isinstance(error, DisaggError) else "internal_error"
-    return {"error": {"code": code, "message": str(error)}}
+def request_id(request: HTTPConnection) -> str:
+    """The id in responses, logs and history: the caller's, or a new one. It stays the same for one request."""
+    state: dict[str, Any] = request.scope.setdefault("state", {})
+    if "request_id" not in state:
+        given = request.headers.get("x-request-id") or request.headers.get("x-correlation-id") or ""
+        state["request_id"] = given if _VALID_ID.fullmatch(given) else secrets.token_hex(8)
+    found: str = state["request_id"]
+    return found
 
 
 class RequestId:
-    """The caller's `X-Request-Id`, or a new one; back in the response and in every line of the log. What nobody else
-    caught becomes an answer here, where the id is known."""
+    """Puts the request id into the response. Turns errors that no handler caught into responses, where the id is
+    known."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -33,52 +38,37 @@ class RequestId:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        given = dict(scope["headers"]).get(b"x-request-id", b"")
-        name = given if _SANE_ID.fullmatch(given) else secrets.token_hex(8).encode()
-        scope.setdefault("state", {})["request_id"] = name.decode()
-        started = False
+        name, started = request_id(HTTPConnection(scope)), False
 
-        async def named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", name)]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", name.encode())]
             await send(message)
 
         try:
-            await self._app(scope, receive, named)
-        except asyncio.CancelledError:  # the server stops and has waited long enough
+            await self._app(scope, receive, send_with_id)
+        except asyncio.CancelledError:  # the server stops, and its drain time is over
             if started:
                 raise
-            stopping = describe(NodeDraining("this node is stopping; try elsewhere"))
-            await JSONResponse(stopping, 503, {"Retry-After": "1"})(scope, receive, named)
+            await error_response(NodeDraining("this node is stopping; try elsewhere"))(scope, receive, send_with_id)
         except Exception as error:
-            log.exception("a request failed", extra={"request_id": name.decode(), "path": scope["path"]})
+            log.exception("a request failed", extra={"request_id": name, "path": scope["path"]})
             if not started:
-                await JSONResponse(describe(error), 500)(scope, receive, named)
-
-
-def request_id(request: Request) -> str:
-    name: str = request.scope["state"]["request_id"]
-    return name
+                await error_response(error)(scope, receive, send_with_id)
 
 
 class Bearer:
     """Everything but /health needs the node's token."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._expected = app, token.encode()
+        self._app, self._token = app, token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != "/health":
-            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not given.strip():
-                return await _refuse("a bearer token is needed", scope, receive, send)
-            if not hmac.compare_digest(given.strip(), self._expected):
-                return await _refuse("this is not the token of this node", scope, receive, send)
+            scheme, _, token = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self._token):
+                error = Unauthorized("missing or wrong bearer token: set `token` in the config")
+                return await error_response(error)(scope, receive, send)
         await self._app(scope, receive, send)
-
-
-async def _refuse(reason: str, scope: Scope, receive: Receive, send: Send) -> None:
-    message = f"{reason}; set `token` in the config"
-    await JSONResponse({"error": {"code": "unauthorized", "message": message}}, 401)(scope, receive, send)

@@ -1,6 +1,7 @@
-"""HTTP that all adapters share: bodies, streams that stay alive, and clients that leave."""
+"""Streams that stay alive, and work that ends when its client disconnects."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
@@ -10,143 +11,140 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from disaggregated_inference.errors import BadRequest, BodyTooLarge, Cancelled
+from disaggregated_inference.errors import Cancelled, DisaggError
+from disaggregated_inference.http.body import http_timeouts
+from disaggregated_inference.timeouts import HttpTimeouts
 
-BODY_LIMIT_BYTES = 16 << 20
-UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # a proxy that collects a stream shows none
-COMMENT = b": keep-alive\n\n"  # in events: their readers skip it
-_PULSE_S = 5.0  # on the wall clock, whatever the model does: proxies and clients give up on silence; see --keepalive
+log = logging.getLogger(__name__)
+
+UNBUFFERED_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # else a proxy may hold a stream back
+KEEPALIVE_COMMENT = b": keep-alive\n\n"  # readers of server-sent events skip comments
 
 Result = TypeVar("Result")
+DescribeError = Callable[[Exception], bytes]
 
 
-def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(content), status, headers, "application/json")
+def sse_event(content: Any) -> bytes:
+    return b"data: %b\n\n" % msgspec.json.encode(content)
 
 
-async def body_of(request: Request, limit_bytes: int = BODY_LIMIT_BYTES) -> dict[str, Any]:
-    """A JSON object, whatever the content type says: half of all programs forget it."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit_bytes:
-            raise BodyTooLarge(f"a request body of more than {limit_bytes} bytes")
-    try:
-        content = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise BadRequest("the body must be a JSON object")
-    return content
-
-
-async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
-    """A client that leaves while it waits cancels what it waits for, streamed or not."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+async def unless_disconnected(
+    request: Request, work: Awaitable[Result], cancel: Callable[[], object] | None = None
+) -> Result:
+    """The result of `work`. When the client disconnects first, the work ends: by `cancel`, which may block and runs on
+    a thread, or else by cancelling its task."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Cancelled("the client is gone")
-        return working.result()
+        if working.done():
+            return working.result()
+        if cancel:
+            await asyncio.to_thread(cancel)
+            await asyncio.wait({working})
+            working.exception()
+        raise Cancelled("the client disconnected")
+    except asyncio.CancelledError:
+        if cancel:
+            cancel()
+        raise
     finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        leaving.cancel()
+        if not cancel:
+            working.cancel()
+            await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-Describe = Callable[[Exception], bytes]
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
-async def streamed(
+async def stream_response(
     request: Request,
-    lines: AsyncGenerator[bytes, None],
-    describe: Describe,
+    events: AsyncGenerator[bytes, None],
+    describe_error: DescribeError,
     headers: Callable[[], dict[str, str]] = dict,
-    pulse: bytes | Callable[[], bytes] = COMMENT,
+    keepalive: bytes | Callable[[], bytes] = KEEPALIVE_COMMENT,
     media_type: str = "text/event-stream",
-    patience_s: float = 0.25,
     opening: Callable[[], bytes] = bytes,
+    timeouts: HttpTimeouts | None = None,
 ) -> Response:
-    """`lines` as a response. What fails within a moment, before the first line, has a status of its own (the error is
-    raised here), and `headers` is asked for after that moment: by then the plan is known. Later, and after the first
-    line, `describe` makes the last line of it. `pulse` goes out where nothing else does, and `opening` with the
-    headers: what can be said before there is a first line."""
-    first = asyncio.ensure_future(anext(lines, b""))
+    """`events` as a response. An error within a moment and before the first event is raised here, and gets its own
+    HTTP status. A later error becomes the last event, by `describe_error`. `headers` is called after that moment, when
+    the plan is known. `opening` is sent together with the headers, `keepalive` whenever there is nothing else to send.
+    """
+    timeouts = timeouts or http_timeouts(request)
+    first = asyncio.ensure_future(anext(events, b""))
     try:
-        await asyncio.wait({first}, timeout=patience_s)
+        await asyncio.wait({first}, timeout=timeouts.early_error_s)
         if first.done():
             first.result()
     except BaseException:
         first.cancel()
         raise
-    pulse_s = getattr(request.app.state, "keepalive_s", _PULSE_S)
-    beat = pulse if callable(pulse) else lambda: pulse
-    about: dict[str, Any] = {"headers": UNBUFFERED | headers(), "media_type": media_type}
-    return _SSEResponse(first, lines, describe, beat, pulse_s, opening, **about)
+    send_alive = keepalive if callable(keepalive) else lambda: keepalive
+    options: dict[str, Any] = {"headers": UNBUFFERED_HEADERS | headers(), "media_type": media_type}
+    return _StreamResponse(first, events, describe_error, send_alive, timeouts.keepalive_s, opening, **options)
 
 
-class _SSEResponse(StreamingResponse):
-    """Never silent for long: the pulse has a task of its own, so that lines need none, and pass by no queue."""
+class _StreamResponse(StreamingResponse):
+    """The keep-alive has its own task, so events pass no queue."""
 
     def __init__(
         self,
         first: "asyncio.Future[bytes]",
-        lines: AsyncGenerator[bytes, None],
-        describe: Describe,
-        pulse: Callable[[], bytes],
-        pulse_s: float,
+        events: AsyncGenerator[bytes, None],
+        describe_error: DescribeError,
+        keepalive: Callable[[], bytes],
+        keepalive_s: float,
         opening: Callable[[], bytes],
-        **more: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(lines, **more)
-        self._first, self._lines, self._describe = first, lines, describe
-        self._pulse, self._pulse_s, self._opening = pulse, pulse_s, opening
+        super().__init__(events, **options)
+        self._first, self._events, self._describe_error = first, events, describe_error
+        self._keepalive, self._keepalive_s, self._opening = keepalive, keepalive_s, opening
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
-        finally:  # a client may have left before anything was told, or between two lines
+        finally:  # the client may have left before the first event, or between two
             self._first.cancel()
             await asyncio.wait({self._first})
-            await self._lines.aclose()
+            await self._events.aclose()
 
     async def stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._sent_at = time.monotonic()
-        beating = asyncio.create_task(self._beat(send))
+        keepalive = asyncio.create_task(self._send_keepalives(send))
         try:
-            async for line in self._told():
-                await self._say(send, line)
+            async for event in self._all_events():
+                await self._send(send, event)
         finally:
-            beating.cancel()
+            keepalive.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _told(self) -> AsyncGenerator[bytes, None]:
-        """The description of what failed is the last of it. That sending fails is no part of this: nobody is there then
-        to be told."""
+    async def _all_events(self) -> AsyncGenerator[bytes, None]:
+        """The last one describes the error, if there was one. Errors of sending do not come through here."""
         if opening := self._opening():
             yield opening
         try:
             yield await self._first
-            async for line in self._lines:
-                yield line
+            async for event in self._events:
+                yield event
         except Exception as error:
-            yield self._describe(error)
+            if not isinstance(error, DisaggError):
+                log.error("a stream failed", exc_info=error)
+            yield self._describe_error(error)
 
-    async def _say(self, send: Send, line: bytes) -> None:
+    async def _send(self, send: Send, event: bytes) -> None:
         self._sent_at = time.monotonic()
-        await send({"type": "http.response.body", "body": line, "more_body": True})
+        await send({"type": "http.response.body", "body": event, "more_body": True})
 
-    async def _beat(self, send: Send) -> None:
+    async def _send_keepalives(self, send: Send) -> None:
         while True:
             quiet_s = time.monotonic() - self._sent_at
-            if quiet_s < self._pulse_s:
-                await asyncio.sleep(self._pulse_s - quiet_s)
+            if quiet_s < self._keepalive_s:
+                await asyncio.sleep(self._keepalive_s - quiet_s)
             else:
-                await self._say(send, self._pulse())
+                await self._send(send, self._keepalive())

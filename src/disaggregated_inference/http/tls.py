@@ -1,22 +1,22 @@
-"""The certificate that a gateway shows: what is wrong with its files is said in words, before anyone connects."""
+"""The TLS certificate of a gateway. Errors in its files show at the start, in plain words."""
 
 import ssl
 from pathlib import Path
 
 from disaggregated_inference.errors import BadRequest
 
-_WORDS = {"KEY_VALUES_MISMATCH": "the key is not this certificate's", "NO_START_LINE": "there is no PEM in it"}
+_REASONS = {"KEY_VALUES_MISMATCH": "the key does not match the certificate", "NO_START_LINE": "no PEM data found"}
 
 
 class Certificate:
-    """Its files by name: they may have other content later, and whoever renews them says so by SIGHUP."""
+    """The names of its files. SIGHUP loads their new content."""
 
     def __init__(self, cert: str = "", key: str = "") -> None:
         self.cert, self.key = cert, key
 
     def require(self) -> None:
         if self.key and not self.cert:
-            raise BadRequest("--tls-key is a certificate's key: give the certificate, too, by --tls-cert")
+            raise BadRequest("--tls-key needs its certificate: give it by --tls-cert")
         for option, path in (("--tls-cert", self.cert), ("--tls-key", self.key)):
             if path and not Path(path).is_file():
                 raise BadRequest(f"{option} {path}: no such file")
@@ -24,12 +24,12 @@ class Certificate:
             self.load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
 
     def load_into(self, context: ssl.SSLContext) -> None:
-        """For connections from now on. A context that got half of it would be of no use to anyone: `require` first."""
+        """For new connections. Call `require` first: a context with only one of the two files does not work."""
         try:
             context.load_cert_chain(self.cert, self.key or None, _no_password)
-        except (OSError, ValueError) as error:  # of which ssl's errors are some
-            missing = "" if self.key else "; where the key is in a file of its own, give --tls-key, too"
-            raise BadRequest(f"{self._files}: {_words(error)}{missing}") from error
+        except (OSError, ValueError) as error:  # also ssl's errors
+            missing = "" if self.key else "; if the key is in its own file, give --tls-key"
+            raise BadRequest(f"{self._files}: {_reason(error)}{missing}") from error
 
     @property
     def _files(self) -> str:
@@ -37,11 +37,11 @@ class Certificate:
 
 
 def _no_password() -> str:
-    """A server cannot be asked for one when it starts by itself."""
-    raise BadRequest("--tls-key is encrypted: give it without a password, readable by the gateway's user alone")
+    """A server cannot ask for a password."""
+    raise BadRequest("--tls-key is encrypted: give a key without a password, readable only by the gateway's user")
 
 
-def _words(error: OSError | ValueError) -> str:
+def _reason(error: OSError | ValueError) -> str:
     if isinstance(error, ssl.SSLError):
-        return _WORDS.get(error.reason or "", "not a certificate and its private key in PEM")
+        return _REASONS.get(error.reason or "", "not a certificate and its private key in PEM")
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)

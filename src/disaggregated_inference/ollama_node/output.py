@@ -1,46 +1,33 @@
-"""What a node in front of an Ollama tells: pieces of text, counts, and a context that is good for nothing."""
+"""The output of a node in front of an Ollama: pieces of text, and a context without KV."""
 
 import base64
 import binascii
 import hashlib
 from collections import OrderedDict
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from disaggregated_inference.errors import BadRequest
 
-_HEAD_CHARS = 256
-_MOST_SEEN = 1024
-_HELD_STEPS = 3
+_PREFIX_CHARS = 256
+_MAX_PROMPTS = 1024
+_CACHED_STEPS = 3
 
 
-class TextMetrics(msgspec.Struct):
-    """Seconds and counts, from Ollama's own fields. None: it did not say, and nobody else knows."""
+class WarmResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of /prefill."""
 
-    prompt_tokens: int | None = None
-    completion_tokens: int = 0
-    queue_time: float = 0.0  # in its line
-    load_time: float = 0.0
-    prefill_time: float = 0.0
-    prefill_speed: float | None = None  # None where it may have held it: it does not say how much
-    decode_time: float = 0.0
-    decode_speed: float = 0.0
-    first_token_time: float = 0.0
-    total_time: float = 0.0
-    finish_reason: str = "error"
-    seed: int | None = None
-
-
-class TextPiece(msgspec.Struct, frozen=True):
-    text: str = ""
-    thinking: str = ""
-    tool_calls: list[dict[str, Any]] = []
-    finish_reason: str | None = None
+    context: str
+    ticket: str
+    kv: Literal["none"] = "none"
+    prompt_tokens: int | None
+    metrics: dict[str, float | None]
+    note: str = "Ollama keeps the KV of this prompt and cannot hand it over: this context carries only its counts"
 
 
 class WarmContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What /prefill gives out here: the word for a cache that nobody can fetch."""
+    """The context that /prefill returns: it names a cache inside Ollama that no other node can fetch."""
 
     model: str
     prompt_tokens: int | None
@@ -51,46 +38,46 @@ class WarmContext(msgspec.Struct, frozen=True, kw_only=True):
         return base64.urlsafe_b64encode(msgspec.json.encode(self)).decode()
 
     @classmethod
-    def require(cls, word: str) -> None:
-        """That a context is one of these: any other is the right to a cache, which cannot be taken in here."""
+    def require(cls, context: str) -> None:
+        """Refuse the contexts of other nodes: Ollama cannot import KV."""
         try:
-            msgspec.json.decode(base64.urlsafe_b64decode(word.encode()), type=cls)
+            msgspec.json.decode(base64.urlsafe_b64decode(context.encode()), type=cls)
         except (binascii.Error, msgspec.DecodeError, ValueError):
-            words = "context: it is of another node's cache, and an Ollama cannot take one in; send the prompt alone"
-            raise BadRequest(words) from None
+            raise BadRequest(
+                "context: it names the KV of another node, which Ollama cannot import; send the prompt"
+            ) from None
 
 
-def was_read(reading_s: float, step_s: float) -> bool:
-    """Whether a prompt can have been read in that time, or must have been held: another process in front of the same
-    Ollama may have sent it, and Ollama counts it all the same. Of a prompt that it holds it computes the last token
-    again, and that takes as long as one step of writing (0.7 to 1.2 of one, measured). So what took less than a few
-    steps is not taken for a reading. It errs on the safe side: a short prompt on a fast machine is not measured. Of
-    one that was held in part nobody can tell.
+def was_computed(prefill_s: float, step_s: float) -> bool:
+    """Whether Ollama computed a prompt, or had it cached because another process sent it before. Its count is the same
+    in both cases. For a cached prompt Ollama computes only the last token, which takes as long as one decode step
+    (measured: 0.7 to 1.2 of one). So a prefill that took less than a few steps does not count. This errs on the safe
+    side: a short prompt on a fast machine is not measured. A prompt that was cached in part cannot be told apart.
     """
-    return reading_s >= _HELD_STEPS * step_s
+    return prefill_s >= _CACHED_STEPS * step_s
 
 
-class OllamaNodeStats:
-    """Prompts that went there: a beginning that it has read may be held, and its times say nothing about reading."""
+class SentPrompts:
+    """Prompts that this node sent. Ollama may have such a prefix cached, and then its times are no prefill times."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[bytes, int] = OrderedDict()
 
     def is_new(self, *texts: str) -> bool:
-        """Whether none of them began so before: which of them comes first is the template's business."""
-        return all([self._take(text[:_HEAD_CHARS], 0) is None for text in texts if text])
+        """Whether no earlier prompt started with one of these texts. The template decides which of them comes first."""
+        return all([self._swap(text[:_PREFIX_CHARS], 0) is None for text in texts if text])
 
-    def counted(self, prompt: str, tokens: int | None) -> int | None:
-        """The most tokens that this prompt was ever counted to have: an old version counts only what is new."""
-        known = max(tokens or 0, self._take(f"={prompt}", tokens or 0) or 0)
-        self._take(f"={prompt}", known)
+    def count(self, prompt: str, tokens: int | None) -> int | None:
+        """The highest count for this prompt so far: an old version counts only tokens that are not cached."""
+        known = max(tokens or 0, self._swap(f"={prompt}", tokens or 0) or 0)
+        self._swap(f"={prompt}", known)
         return known or None
 
-    def _take(self, text: str, value: int) -> int | None:
+    def _swap(self, text: str, value: int) -> int | None:
         key = hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
         known = self._counts.get(key)
         self._counts[key] = value
         self._counts.move_to_end(key)
-        while len(self._counts) > _MOST_SEEN:
+        while len(self._counts) > _MAX_PROMPTS:
             self._counts.popitem(last=False)
         return known

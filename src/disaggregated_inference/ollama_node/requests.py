@@ -1,8 +1,8 @@
-"""What a node in front of an Ollama is asked, and how that is said in Ollama's words.
+"""Requests to a node in front of an Ollama, and their translation for Ollama.
 
-Everything is said, also what is a default of ours: Ollama's own are others (temperature 0.8, a context of 4096 tokens).
-What it cannot do is refused with the reason; nothing is dropped in silence, but for what a message has beside its
-words, thoughts, images and calls: a name, or a program's own marks.
+Every setting is sent, also our defaults: Ollama's differ (temperature 0.8, a context of 4096 tokens). A setting
+that Ollama does not have is refused with the reason, never dropped. Only extra fields of messages are dropped: all but
+content, thinking, images and tool calls.
 """
 
 import base64
@@ -13,105 +13,90 @@ from typing import Any
 
 import msgspec
 
+from disaggregated_inference.api import DEFAULT_NODE_TOKENS, OutputFormat, PrefillRequest, TextGenerateRequest
 from disaggregated_inference.errors import BadRequest, MessagesRefused
-from disaggregated_inference.node.requests import DecodeRequest, PrefillRequest, Prompt
-from disaggregated_inference.node.structured_output import OutputFormat
 from disaggregated_inference.ollama_node.client import ModelDetails
 
-_NO_IDS = "an Ollama takes and gives text: its tokens have no ids here"
-_SEEDS = 1 << 31  # what every version of it keeps whole
+_NO_IDS = "Ollama takes and returns text, no token ids"
+_SEEDS = 1 << 31  # every version of Ollama keeps this many apart
 
-# Settings that it has no word for, with what they are when nobody asks for them.
+# Settings that Ollama does not have, with their defaults.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "tokens": (None, f"tokens: {_NO_IDS}; give prompt or messages"),
-    "kv_cache": (None, "kv_cache: an Ollama cannot take a cache in; give prompt or messages"),
-    "n": (1, "n: an Ollama writes one answer to a request; ask several times"),
+    "kv_cache": (None, "kv_cache: Ollama cannot import KV; give prompt or messages"),
+    "n": (1, "n: Ollama generates one choice per request; send several requests"),
     "logprobs": (None, f"logprobs: {_NO_IDS}"),
-    "logit_bias": ({}, f"logit_bias: {_NO_IDS}"),
-    "ignore_eos": (False, "ignore_eos: an Ollama ends an answer where the model does"),
-    "min_tokens": (0, "min_tokens: an Ollama ends an answer where the model does"),
+    "logit_bias": (None, f"logit_bias: {_NO_IDS}"),
+    "ignore_eos": (False, "ignore_eos: Ollama stops where the model does"),
+    "min_tokens": (0, "min_tokens: Ollama stops where the model does"),
     "written": ((), f"written: {_NO_IDS}; give written_text"),
-    "choice": (0, "choice: an Ollama writes one answer to a request"),
-    "images": (None, "images: a prompt has no place for them; give messages, and the images in one of them"),
+    "choice": (0, "choice: Ollama generates one choice per request"),
+    "images": (None, "images: a prompt cannot have images; give messages, with the images in one of them"),
 }
-_THINKING = ("enable_thinking", "thinking", "reasoning_effort")  # of a chat template's words, those about thinking
+_THINKING = ("enable_thinking", "thinking", "reasoning_effort")  # template arguments about thinking
 _LEVELS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
 
 
-class TextRequest(DecodeRequest, frozen=True, kw_only=True):
-    """As other nodes are asked, and what only text can say."""
-
-    template: dict[str, Any] = msgspec.field(
-        default_factory=dict
-    )  # a chat template's words; Ollama knows tools and thinking
-    tools: list[dict[str, Any]] | None = None  # the same as in template
-    images: Any = None  # where Ollama has them in its own words; here they are in messages
-    written_text: str = ""  # of an answer that another node began: writing goes on after it
+class TextRequest(TextGenerateRequest, frozen=True, kw_only=True):
+    """The request to a node that takes text, and what Ollama makes of it."""
 
     @property
     def limit(self) -> int:
-        asked = self.max_new_tokens if self.max_tokens is None else self.max_tokens
-        return 256 if asked is None else asked
+        return self.max_tokens or self.max_new_tokens or DEFAULT_NODE_TOKENS
 
     def require_possible(self) -> None:
         require_text(self)
-        for name, (default, words) in _REFUSED.items():
+        for name, (default, reason) in _REFUSED.items():
             if getattr(self, name) not in (default, None):
-                raise BadRequest(words)
-        if None not in (self.max_tokens, self.max_new_tokens) and self.max_tokens != self.max_new_tokens:
-            raise BadRequest("max_tokens and max_new_tokens are the same thing: give one of them")
-        self._require_some_tokens()
-        if not 0 < self.timeout_s <= 86400:
-            raise BadRequest("timeout_s is seconds, up to a day")
+                raise BadRequest(reason, name)
         self._require_template()
         if self.format:
             _format(self.format)
-        self._sampling.require_valid(0)
 
     def _require_template(self) -> None:
         if unknown := [name for name in self.template if name not in ("tools", *_THINKING)]:
-            raise BadRequest(f"template: an Ollama has its own chat template, which is not told of {unknown[0]}")
+            raise BadRequest(f"template: Ollama has its own chat template, and does not know {unknown[0]}", "template")
         if self.tools and self.template.get("tools"):
-            raise BadRequest("tools are given twice: leave them out of template")
+            raise BadRequest("tools are given twice: leave them out of template", "tools")
         if self.messages is None and (self.tools or self.template):
-            raise BadRequest(f"{'tools' if self.tools else 'template'}: a prompt is taken as it is; give messages")
+            name = "tools" if self.tools else "template"
+            raise BadRequest(f"{name}: a prompt has no chat template; give messages", name)
 
-    def options(self, shown: ModelDetails) -> dict[str, Any]:
-        """All but `num_ctx`, which is the node's."""
-        sampling = self._sampling
+    def options(self, details: ModelDetails) -> dict[str, Any]:
+        """All but `num_ctx`, which the node sets."""
         options: dict[str, Any] = {
             "num_predict": self.limit,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repeat_penalty": sampling.repetition_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "presence_penalty": sampling.presence_penalty,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repeat_penalty": self.repetition_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
         }
-        if sampling.stop:
-            options["stop"] = list(dict.fromkeys([*shown.stops, *sampling.stop]))
-        if sampling.seed is not None:
-            options["seed"] = sampling.seed % _SEEDS
-        elif sampling.temperature:
+        if self.stop_strings:
+            options["stop"] = list(dict.fromkeys([*details.stops, *self.stop_strings]))
+        if self.seed is not None:
+            options["seed"] = self.seed % _SEEDS
+        elif self.temperature:
             options["seed"] = secrets.randbelow(_SEEDS)
         return options
 
-    def body(self, shown: ModelDetails) -> tuple[str, dict[str, Any]]:
-        """The path, and what goes there beside the model and its options."""
+    def body(self, details: ModelDetails) -> tuple[str, dict[str, Any]]:
+        """The path, and its body without model and options."""
         path, body = text_body(self)
         if self.format:
             body["format"] = _format(self.format)
         if path == "/api/chat":
-            if shown.lacks("vision") and any(message.get("images") for message in body["messages"]):
-                raise MessagesRefused("images: this model reads text alone; leave them out, or serve one with vision")
-            if (thinks := _thinks(self.template, shown)) is not None:
-                body["think"] = thinks
+            if details.lacks("vision") and any(message.get("images") for message in body["messages"]):
+                raise MessagesRefused("images: this model reads text only; leave them out, or use one with vision")
+            if (think := _think(self.template, details)) is not None:
+                body["think"] = think
         return path, body
 
 
 class WarmRequest(PrefillRequest, frozen=True, kw_only=True):
-    """What a request that comes later will begin with: its tools are a part of that."""
+    """A prompt to cache for a later request. Its tools are a part of the prompt."""
 
     template: dict[str, Any] = msgspec.field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
@@ -119,9 +104,9 @@ class WarmRequest(PrefillRequest, frozen=True, kw_only=True):
 
     def require_possible(self) -> None:
         if self.inline:
-            raise BadRequest("inline: an Ollama keeps its cache to itself; there is none to send")
+            raise BadRequest("inline: Ollama cannot export KV", "inline")
         if not self.wait:
-            raise BadRequest("wait: there is no cache to fetch while it is being made; leave it out, or set it to true")
+            raise BadRequest("wait: Ollama has no KV to fetch during the prefill; set it to true", "wait")
         self.one_token().require_possible()
 
     def one_token(self) -> TextRequest:
@@ -129,51 +114,51 @@ class WarmRequest(PrefillRequest, frozen=True, kw_only=True):
         return TextRequest(**same, max_tokens=1)
 
 
-def require_text(asked: Prompt) -> None:
-    given = [name for name in ("prompt", "messages", "tokens") if getattr(asked, name) is not None]
+def require_text(params: TextRequest) -> None:
+    given = [name for name in ("prompt", "messages", "tokens") if getattr(params, name) is not None]
     if given == ["tokens"]:
-        raise BadRequest(_REFUSED["tokens"][1])
+        raise BadRequest(_REFUSED["tokens"][1], "tokens")
     if len(given) != 1:
         raise BadRequest(f"give exactly one of prompt and messages, not {len(given)}")
-    if not (asked.prompt or asked.messages):
+    if not (params.prompt or params.messages):
         raise BadRequest("the prompt is empty")
 
 
-def text_body(asked: TextRequest) -> tuple[str, dict[str, Any]]:
-    """A prompt goes as it is, without a template around it, as other nodes take it."""
-    written = asked.written_text
-    if asked.messages is None:
-        return "/api/generate", {"prompt": (asked.prompt or "") + written, "raw": True}
-    messages = [_message(message) for message in asked.messages]
+def text_body(params: TextRequest) -> tuple[str, dict[str, Any]]:
+    """A prompt is sent without a chat template, as on other nodes."""
+    written = params.written_text
+    if params.messages is None:
+        return "/api/generate", {"prompt": (params.prompt or "") + written, "raw": True}
+    messages = [_message(message) for message in params.messages]
     messages += [{"role": "assistant", "content": written}] if written else []
-    tools = asked.tools or asked.template.get("tools")
+    tools = params.tools or params.template.get("tools")
     return "/api/chat", {"messages": messages} | ({"tools": tools} if tools else {})
 
 
 class ParsedPrompt:
-    """All that will be read, but for what a template puts around it. `words` are in the prompt whatever the template
-    is: one may leave old thoughts out, or write tools in fewer letters."""
+    """The prompt without what the chat template adds. `text` is in the prompt whatever the template does: it may leave
+    out old thinking, or write tools shorter."""
 
-    def __init__(self, asked: TextRequest) -> None:
-        _, body = text_body(asked)
+    def __init__(self, params: TextRequest) -> None:
+        _, body = text_body(params)
         messages = body.get("messages", ())
-        self.in_chat = asked.messages is not None
+        self.in_chat = params.messages is not None
         self.images = sum(len(message.get("images", ())) for message in messages)
-        self.words = "\n".join(message["content"] for message in messages) or body.get("prompt", "")
-        self.turns = "\n".join(map(_turn, messages)) or self.words
+        self.text = "\n".join(message["content"] for message in messages) or body.get("prompt", "")
+        self.messages = "\n".join(map(_message_text, messages)) or self.text
         self.tools = _json(body["tools"]) if "tools" in body else ""
-        self.all = f"{self.tools}\n{self.turns}" if self.tools else self.turns
+        self.all = f"{self.tools}\n{self.messages}" if self.tools else self.messages
 
     def key(self, think: Any) -> str:
-        """Of this prompt and no other."""
+        """Identifies this prompt."""
         return f"{self.in_chat} {think} {self.all}"
 
 
-def _turn(message: dict[str, Any]) -> str:
-    """An image is a few letters here: another one is another text."""
-    seen = (hashlib.sha256(image.encode()).hexdigest()[:16] for image in message.get("images", ()))
+def _message_text(message: dict[str, Any]) -> str:
+    """An image becomes its hash, so another image is another text."""
+    images = (hashlib.sha256(image.encode()).hexdigest()[:16] for image in message.get("images", ()))
     more = {name: value for name, value in message.items() if name not in ("role", "content", "images")}
-    return " ".join([f"{message['role']}:", *seen, message["content"], *([_json(more)] if more else [])])
+    return " ".join([f"{message['role']}:", *images, message["content"], *([_json(more)] if more else [])])
 
 
 def _json(value: Any) -> str:
@@ -181,14 +166,14 @@ def _json(value: Any) -> str:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """From OpenAI's shape, which is that of every other node, to Ollama's."""
+    """From OpenAI's shape, which other nodes use, to Ollama's."""
     if not isinstance(role := message.get("role"), str):
         raise MessagesRefused("every message needs a role")
     found: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": _content(message)}
     if images := message.get("images"):
         found["images"] = _images(images)
-    if thoughts := message.get("thinking") or message.get("reasoning_content") or message.get("reasoning"):
-        found["thinking"] = thoughts
+    if thinking := message.get("thinking") or message.get("reasoning_content") or message.get("reasoning"):
+        found["thinking"] = thinking
     if calls := message.get("tool_calls"):
         found["tool_calls"] = [_call(call) for call in calls]
     if name := message.get("tool_name") or (message.get("name") if role == "tool" else None):
@@ -202,20 +187,18 @@ def _content(message: dict[str, Any]) -> str:
         return content or ""
     parts = content if isinstance(content, list) else [content]
     if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
-        raise MessagesRefused(
-            "a message's content is text, or a list of parts of the type text; pictures are its images, in base64"
-        )
+        raise MessagesRefused("content must be text or a list of text parts; give images as `images`, in base64")
     return "".join(str(part.get("text", "")) for part in parts)
 
 
 def _images(images: Any) -> list[str]:
     try:
         if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
-            raise ValueError("this is no list of strings")
+            raise ValueError("not a list of strings")
         for image in images:
             base64.b64decode(image, validate=True)
     except ValueError as error:
-        raise MessagesRefused(f"images: a list of pictures, each the base64 of a file, is needed: {error}") from error
+        raise MessagesRefused(f"images: give a list of files in base64: {error}") from error
     return images
 
 
@@ -227,7 +210,7 @@ def _call(call: Any) -> dict[str, Any]:
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError as error:
-        raise MessagesRefused(f"the arguments of the call of {function['name']} are not JSON: {error}") from error
+        raise MessagesRefused(f"the arguments of the tool call {function['name']} are not JSON: {error}") from error
     named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return named | {"function": {"name": function["name"], "arguments": arguments}}
 
@@ -238,16 +221,16 @@ def _format(format: OutputFormat) -> Any:
         return "json"
     if format.type == "json_schema" and isinstance(format.schema, dict):
         return format.schema
-    raise BadRequest(f"format: an Ollama knows json_object and json_schema, not {format.type}")
+    raise BadRequest(f"format: Ollama knows json_object and json_schema, not {format.type}", "format")
 
 
-def _thinks(template: dict[str, Any], shown: ModelDetails) -> bool | str | None:
-    """None: as the model does by itself. GPT-OSS has levels, others think or do not."""
+def _think(template: dict[str, Any], details: ModelDetails) -> bool | str | None:
+    """None: the model's default. GPT-OSS has levels, other models think or do not."""
     effort = template.get("reasoning_effort")
     wanted = template.get("enable_thinking", template.get("thinking"))
     if effort is not None:
         wanted = effort not in ("none", "minimal")
-    if wanted is None or (not wanted and shown.lacks("thinking")):
+    if wanted is None or (not wanted and details.lacks("thinking")):
         return None
-    levelled = shown.architecture.replace("-", "") == "gptoss"
+    levelled = details.architecture.replace("-", "") == "gptoss"
     return _LEVELS.get(str(effort), True) if wanted and levelled else bool(wanted)

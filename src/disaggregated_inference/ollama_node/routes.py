@@ -1,138 +1,76 @@
-"""HTTP in front of an Ollama, with the paths and shapes of every other node. See docs/API.md."""
+"""The HTTP of a node in front of an Ollama: the paths and shapes of every other node. See docs/API.md."""
 
 import asyncio
 import logging
-import os
 import secrets
-import signal
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from starlette.applications import Starlette
-from starlette.background import BackgroundTask
-from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
-from disaggregated_inference.errors import (
-    BadRequest,
-    Cancelled,
-    DeadlineExceeded,
-    DisaggError,
-    NotOffered,
-    TicketNotFound,
+from disaggregated_inference.api import DoneEvent, TextEvent, TextGenerateResponse, TextMetrics, Usage
+from disaggregated_inference.errors import BadRequest, DeadlineExceeded, DisaggError, TicketNotFound
+from disaggregated_inference.http import (
+    error_body,
+    json_response,
+    read_body,
+    request_id,
+    sse_event,
+    stream_response,
+    unless_disconnected,
 )
-from disaggregated_inference.http.middleware import Bearer, RequestId, describe, request_id
-from disaggregated_inference.node.metrics import SECONDS
-from disaggregated_inference.node.requests import body_of
-from disaggregated_inference.node.routes import no_route
-from disaggregated_inference.node.streaming import PULSE_S, error_response, json_response, unless_gone
-from disaggregated_inference.ollama_node.node import OllamaGeneration, OllamaNode
-from disaggregated_inference.ollama_node.output import TextMetrics, TextPiece, WarmContext
+from disaggregated_inference.node import RequestMetrics, base_app
+from disaggregated_inference.ollama_node.generation import OllamaGeneration, warm
+from disaggregated_inference.ollama_node.node import OllamaNode
+from disaggregated_inference.ollama_node.output import WarmContext, WarmResponse
 from disaggregated_inference.ollama_node.requests import TextRequest, WarmRequest
+from disaggregated_inference.timeouts import HttpTimeouts
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_PATIENCE_S = 1.0  # what is refused within it has a status of its own; a model that is being loaded takes longer
-_NO_CACHE = "Ollama holds what was read and cannot hand it over: this context is good for nothing but its counts"
+_PREFILL_METRICS = ("prompt_tokens", "prefill_time", "prefill_speed", "queue_time", "load_time", "total_time")
 
 
 def ollama_app(node: OllamaNode, token: str | None) -> Starlette:
-    counts = Counts()
-    routes = _shared_routes(node, counts)
-    routes += _prefill_routes(node, counts) if node.role != "decode" else []
-    routes += _decode_routes(node, counts) if node.role != "prefill" else []
+    metrics = OllamaMetrics()
+    routes = _prefill_routes(node, metrics) if node.role != "decode" else []
+    routes += _decode_routes(node, metrics) if node.role != "prefill" else []
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        preparing = asyncio.create_task(node.keep_ready())
+        loading = asyncio.create_task(node.load_at_start())
         yield
-        preparing.cancel()
-        await asyncio.gather(preparing, return_exceptions=True)
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
         await node.ollama.close()
 
-    async def refused(request: Request, error: Exception) -> Response:
-        assert isinstance(error, DisaggError)
-        about = {"request_id": request_id(request), "path": request.url.path, "code": error.code}
-        log.warning("refused: %s", error, extra=about)
-        return error_response(error, lambda error: 1)
-
-    guards = [Middleware(RequestId), *([Middleware(Bearer, token=token)] if token else [])]
-    handlers: dict[Any, Any] = {DisaggError: refused, 404: no_route, 405: no_route}
-    return Starlette(routes=routes, middleware=guards, exception_handlers=handlers, lifespan=lifespan)
+    return base_app(node, metrics, routes, token, lifespan)
 
 
-def _shared_routes(node: OllamaNode, counts: "Counts") -> list[Route]:
-    async def health(request: Request) -> Response:
-        await node.look()
-        state = node.health()
-        return json_response(state, 503 if state["status"] in ("unhealthy", "draining") else 200)
-
-    async def status(request: Request) -> Response:
-        await node.look()
-        return json_response(node.status())
-
-    async def about_model(request: Request) -> Response:
-        await node.look()
-        return json_response(node.about_model())
-
-    async def tokenizer(request: Request) -> Response:
-        raise NotOffered("an Ollama keeps its tokenizer to itself: send it text")
-
-    async def exposition(request: Request) -> Response:
-        return Response(generate_latest(counts.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def drain(request: Request) -> Response:
-        node.draining = True
-        response = json_response({"draining": True, "waiting": node.open})
-        response.background = BackgroundTask(os.kill, os.getpid(), signal.SIGTERM)
-        return response
-
-    async def load(request: Request) -> Response:
-        await node.load()
-        await node.look()
-        return json_response(node.health())
-
-    async def unload(request: Request) -> Response:
-        await node.unload()
-        await node.look()
-        return json_response(node.health())
-
-    return [
-        Route("/health", health),
-        Route("/status", status),
-        Route("/model", about_model),
-        Route("/model/tokenizer", tokenizer),
-        Route("/metrics", exposition),
-        Route("/drain", drain, methods=["POST"]),
-        Route("/load", load, methods=["POST"]),
-        Route("/unload", unload, methods=["POST"]),
-    ]
-
-
-def _prefill_routes(node: OllamaNode, counts: "Counts") -> list[Route]:
+def _prefill_routes(node: OllamaNode, metrics: "OllamaMetrics") -> list[Route]:
     async def prefill(request: Request) -> Response:
-        with counts.failures("prefill"):
-            asked = await body_of(request, WarmRequest)
-            asked.require_sensible()
-            asked.require_possible()
-            with node.working():
-                metrics = await _unless_gone(request, _timed(node.warm(asked), asked.timeout_s))
-        counts.read(metrics)
-        context = WarmContext(model=node.ollama.model, prompt_tokens=metrics.prompt_tokens)
-        told = {name: value for name, value in msgspec.to_builtins(metrics).items() if name in _TOLD_OF_READING}
-        answer = {"context": context.encode(), "ticket": asked.ticket or secrets.token_urlsafe(16), "kv": "none"}
-        log.info("prompt read", extra={"request_id": request_id(request)} | told)
-        return json_response(answer | {"prompt_tokens": metrics.prompt_tokens, "metrics": told, "note": _NO_CACHE})
+        params = await read_body(request, WarmRequest)
+        params.require_possible()
+        request.state.started = True
+        with metrics.failures("prefill"), node.admit():
+            result = await unless_disconnected(request, _in_time(warm(node, params), params.timeout_s))
+        metrics.count_prefill(result)
+        context = WarmContext(model=node.ollama.model, prompt_tokens=result.prompt_tokens)
+        shown = {name: value for name, value in msgspec.to_builtins(result).items() if name in _PREFILL_METRICS}
+        log.info("prefill done", extra={"request_id": request_id(request)} | shown)
+        ticket = params.ticket or secrets.token_urlsafe(16)
+        tokens = result.prompt_tokens
+        return json_response(WarmResponse(context=context.encode(), ticket=ticket, prompt_tokens=tokens, metrics=shown))
 
     async def cancel(request: Request) -> Response:
-        raise TicketNotFound("no such ticket: an Ollama holds no cache for anyone")
+        raise TicketNotFound("no such ticket: a node in front of an Ollama has no tickets")
 
     return [
         Route("/prefill", prefill, methods=["POST"]),
@@ -140,160 +78,100 @@ def _prefill_routes(node: OllamaNode, counts: "Counts") -> list[Route]:
     ]
 
 
-_TOLD_OF_READING = ("prompt_tokens", "prefill_time", "prefill_speed", "queue_time", "load_time", "total_time")
-
-
-def _decode_routes(node: OllamaNode, counts: "Counts") -> list[Route]:
+def _decode_routes(node: OllamaNode, metrics: "OllamaMetrics") -> list[Route]:
     async def decode(request: Request) -> Response:
-        with counts.failures("decode"):
-            asked = await body_of(request, TextRequest)
-            if asked.context is not None:
-                WarmContext.require(asked.context)
-                if asked.prompt is None and asked.messages is None:
-                    raise BadRequest("context: no cache is behind it, an Ollama keeps its own; send the prompt too")
-            asked.require_possible()
-        return await answered(request, asked)
+        params = await read_body(request, TextRequest)
+        if params.context is not None:
+            WarmContext.require(params.context)
+            if params.prompt is None and params.messages is None:
+                raise BadRequest("context: it has no KV, because Ollama keeps that; send the prompt too")
+        return await generate_response(request, params)
 
     async def generate(request: Request) -> Response:
-        with counts.failures("decode"):
-            asked = await body_of(request, TextRequest)
-            if asked.context is not None:
-                raise BadRequest("/generate reads the prompt itself; a context is for /decode")
-            asked.require_possible()
-        return await answered(request, asked)
+        params = await read_body(request, TextRequest)
+        if params.context is not None:
+            raise BadRequest("/generate takes no context: send it to /decode")
+        return await generate_response(request, params)
 
-    async def answered(request: Request, asked: TextRequest) -> Response:
-        answer = _Answer(node, asked, counts, request_id(request))
-        if asked.stream:
-            return await answer.streamed(request)
-        return json_response(await _unless_gone(request, answer.document()))
+    async def generate_response(request: Request, params: TextRequest) -> Response:
+        params.require_possible()
+        request.state.started = True
+        response = _GenerateResponse(node, params, metrics, request_id(request))
+        if not params.stream:
+            return json_response(await unless_disconnected(request, response.document()))
+        timeouts = HttpTimeouts(early_error_s=node.timeouts.early_error_s, keepalive_s=node.timeouts.heartbeat_s)
+        return await stream_response(
+            request, response.events(), response.describe_error, keepalive=node.heartbeat, timeouts=timeouts
+        )
 
     return [Route("/decode", decode, methods=["POST"]), Route("/generate", generate, methods=["POST"])]
 
 
-class _Answer:
-    """One answer: the pieces as they come, on a task of their own, so that a pulse can be sent where none does."""
+class _GenerateResponse:
+    """One generation, as a JSON document or as server-sent events."""
 
-    def __init__(self, node: OllamaNode, asked: TextRequest, counts: "Counts", name: str) -> None:
-        self._node, self._asked, self._counts, self._id = node, asked, counts, name
-        self._writing = OllamaGeneration(node, asked)
-        self._queue: asyncio.Queue[TextPiece | Exception | None] = asyncio.Queue()
+    def __init__(self, node: OllamaNode, params: TextRequest, metrics: "OllamaMetrics", id: str) -> None:
+        self._node, self._params, self._metrics, self._id = node, params, metrics, id
+        self._generation = OllamaGeneration(node, params)
 
-    async def document(self) -> dict[str, Any]:
-        pieces = [piece async for piece in self._pieces()]
-        document: dict[str, Any] = {"generated_text": "".join(piece.text for piece in pieces), "tokens": None}
-        if thinking := "".join(piece.thinking for piece in pieces):
-            document["thinking"] = thinking
-        if calls := [call for piece in pieces for call in piece.tool_calls]:
-            document["tool_calls"] = calls
-        return document | {"finish_reason": pieces[-1].finish_reason} | self._summary()
+    async def document(self) -> TextGenerateResponse:
+        events = [event async for event in self._pieces()]
+        return TextGenerateResponse(
+            generated_text="".join(event.text for event in events),
+            tokens=None,
+            finish_reason=events[-1].finish_reason,
+            thinking="".join(event.thinking for event in events),
+            tool_calls=tuple(call for event in events for call in event.tool_calls),
+            usage=self._done().usage,
+            metrics=self._generation.metrics,
+        )
 
-    async def streamed(self, request: Request) -> Response:
-        pumping = asyncio.create_task(self._pump())
-        try:
-            first = await _unless_gone(request, self._some(_PATIENCE_S))
-            if first and isinstance(first[0], Exception):
-                raise first[0]
-        except BaseException:
-            pumping.cancel()
-            raise
-        return StreamingResponse(self._events(first, pumping), media_type="text/event-stream")
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._pieces()) as pieces:
+            async for piece in pieces:
+                yield sse_event(piece)
+        yield sse_event(self._done())
 
-    async def _pieces(self) -> AsyncGenerator[TextPiece, None]:
-        with self._counts.failures("decode"), self._node.working():
-            try:
-                async with asyncio.timeout(self._asked.timeout_s), aclosing(self._writing.pieces()) as pieces:
-                    async for piece in pieces:
-                        yield piece
-            except TimeoutError:
-                raise _late(self._asked.timeout_s) from None
-        self._counts.answered(self._writing.metrics)
+    def describe_error(self, error: Exception) -> bytes:
+        body = error_body(error)
+        log.warning("generation failed: %s", error, extra={"request_id": self._id, "code": body.error.code})
+        return sse_event(body)
 
-    async def _pump(self) -> None:
-        try:
-            async with aclosing(self._pieces()) as pieces:
-                async for piece in pieces:
-                    self._queue.put_nowait(piece)
-            self._queue.put_nowait(None)
-        except Exception as error:
-            self._queue.put_nowait(error)
+    async def _pieces(self) -> AsyncGenerator[TextEvent, None]:
+        with self._metrics.failures("decode"), self._node.admit():
+            async with (
+                aclosing(self._generation.pieces()) as pieces,
+                aclosing(_each_in_time(pieces, self._params.timeout_s)) as timed,
+            ):
+                async for piece in timed:
+                    yield piece
+        self._metrics.count_decode(self._generation.metrics)
 
-    async def _some(self, within_s: float) -> list[TextPiece | Exception | None]:
-        """All that is there; nothing, where nothing came in time."""
-        try:
-            async with asyncio.timeout(within_s):
-                found = [await self._queue.get()]
-        except TimeoutError:
-            return []
-        while not self._queue.empty():
-            found.append(self._queue.get_nowait())
-        return found
-
-    async def _events(
-        self, some: list[TextPiece | Exception | None], pumping: "asyncio.Task[None]"
-    ) -> AsyncGenerator[bytes, None]:
-        try:
-            while True:
-                if not some:
-                    self._node.look_soon()
-                    yield b": alive %.1f\n\n" % self._node.stalled_s
-                if pieces := [item for item in some if isinstance(item, TextPiece)]:
-                    yield b"".join(_event(_told(piece)) for piece in pieces)
-                if some and not isinstance(some[-1], TextPiece):
-                    yield self._last(some[-1])
-                    return
-                some = await self._some(PULSE_S)
-        finally:
-            pumping.cancel()
-            await asyncio.wait({pumping})
-
-    def _last(self, error: Exception | None) -> bytes:
-        if error is None:
-            return _event({"done": True} | self._summary())
-        code = describe(error)["error"]["code"]
-        log.warning("an answer failed: %s", error, extra={"request_id": self._id, "code": code})
-        return _event(describe(error))
-
-    def _summary(self) -> dict[str, Any]:
-        metrics = self._writing.metrics
-        log.info("answer done", extra={"request_id": self._id} | msgspec.to_builtins(metrics))
-        usage = {
-            "prompt_tokens": metrics.prompt_tokens,
-            "completion_tokens": metrics.completion_tokens,
-            "total_tokens": (metrics.prompt_tokens or 0) + metrics.completion_tokens,
-        }
-        return {"usage": usage, "metrics": msgspec.to_builtins(metrics)}
+    def _done(self) -> DoneEvent:
+        metrics = self._generation.metrics
+        log.info("generation done", extra={"request_id": self._id} | msgspec.to_builtins(metrics))
+        usage = Usage(
+            prompt_tokens=metrics.prompt_tokens,
+            completion_tokens=metrics.completion_tokens,
+            total_tokens=(metrics.prompt_tokens or 0) + metrics.completion_tokens,
+        )
+        return DoneEvent(usage=usage, metrics=metrics)
 
 
-class Counts:
-    """For Prometheus, by the names of every other node."""
+class OllamaMetrics(RequestMetrics):
+    """Prometheus metrics, by the names that other nodes use."""
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._ended = Counter("disagg_requests", "Ended, by outcome", ["role", "outcome"], registry=self.registry)
-        self._read = Counter("disagg_prompt_tokens", "Of prompts", ["source"], registry=self.registry)
-        self._written = Counter("disagg_generation_tokens", "Tokens of answers", registry=self.registry)
-        self._total = self._histogram("request_seconds", "From the request to its end", "role")
-        self._first = self._histogram("time_to_first_token_seconds", "From the request to its first text")
-
-    def _histogram(self, name: str, words: str, *labels: str) -> Histogram:
-        return Histogram(f"disagg_{name}", words, labels, buckets=SECONDS, registry=self.registry)
-
-    def answered(self, metrics: TextMetrics) -> None:
-        self._done("decode", metrics.finish_reason, metrics)
-        self._written.inc(metrics.completion_tokens)
+    def count_decode(self, metrics: TextMetrics) -> None:
+        self._count("decode", metrics.finish_reason, metrics)
+        self._generated.inc(metrics.completion_tokens)
         self._first.observe(metrics.first_token_time)
 
-    def read(self, metrics: TextMetrics) -> None:
-        self._done("prefill", "read", metrics)
+    def count_prefill(self, metrics: TextMetrics) -> None:
+        self._count("prefill", "read", metrics)
 
-    def failed(self, role: str, error: BaseException) -> None:
-        whose = "internal_error" if isinstance(error, Exception) else "cancelled"
-        self._ended.labels(role, error.code if isinstance(error, DisaggError) else whose).inc()
-
-    def _done(self, role: str, outcome: str, metrics: TextMetrics) -> None:
-        self._ended.labels(role, outcome).inc()
-        self._read.labels("ollama").inc(metrics.prompt_tokens or 0)  # computed or held there: it does not say
+    def _count(self, role: str, outcome: str, metrics: TextMetrics) -> None:
+        self._requests.labels(role, outcome).inc()
+        self._prompt.labels("ollama").inc(metrics.prompt_tokens or 0)  # Ollama does not say which were cached
         self._total.labels(role).observe(metrics.total_time)
 
     @contextmanager
@@ -301,22 +179,12 @@ class Counts:
         try:
             yield
         except BaseException as error:
-            self.failed(role, error)
+            code = "internal_error" if isinstance(error, Exception) else "cancelled"
+            self._requests.labels(role, error.code if isinstance(error, DisaggError) else code).inc()
             raise
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """A client that leaves cancels the work, and so closes the connection to Ollama."""
-    working = asyncio.create_task(work)
-    try:
-        return await unless_gone(request, working, lambda: working.get_loop().call_soon_threadsafe(working.cancel))
-    except asyncio.CancelledError:
-        if (own := asyncio.current_task()) and own.cancelling():
-            raise
-        raise Cancelled("the client is gone") from None
-
-
-async def _timed(work: Awaitable[Result], timeout_s: float) -> Result:
+async def _in_time(work: Awaitable[Result], timeout_s: float) -> Result:
     try:
         async with asyncio.timeout(timeout_s):
             return await work
@@ -324,18 +192,20 @@ async def _timed(work: Awaitable[Result], timeout_s: float) -> Result:
         raise _late(timeout_s) from None
 
 
+async def _each_in_time(items: AsyncGenerator[Result, None], timeout_s: float) -> AsyncGenerator[Result, None]:
+    """The items that come before the time is over. The timeout is set anew for each item, because the first and the
+    later items are awaited by different tasks."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while True:
+        try:
+            async with asyncio.timeout_at(deadline):
+                item = await anext(items, None)
+        except TimeoutError:
+            raise _late(timeout_s) from None
+        if item is None:
+            return
+        yield item
+
+
 def _late(timeout_s: float) -> DeadlineExceeded:
-    return DeadlineExceeded(f"not done within {timeout_s:g} s; ask for less, or for more time")
-
-
-def _told(piece: TextPiece) -> dict[str, Any]:
-    """As a token's event of another node, without the token: nobody knows its id, or how many the text is of."""
-    event: dict[str, Any] = {"token": None, "text": piece.text}
-    for name in ("thinking", "tool_calls", "finish_reason"):
-        if value := getattr(piece, name):
-            event[name] = value
-    return event
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+    return DeadlineExceeded(f"the request was not done within {timeout_s:g} s: lower max_tokens, or raise timeout_s")

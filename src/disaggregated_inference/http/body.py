@@ -1,0 +1,65 @@
+"""Request bodies: one set of limits for their size and for the time in which they must arrive."""
+
+import asyncio
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from disaggregated_inference.api import invalid
+from disaggregated_inference.errors import BadRequest, BodyTooLarge, Cancelled, RequestTooSlow
+from disaggregated_inference.timeouts import HttpTimeouts
+
+BODY_LIMIT_BYTES = 16 << 20
+_SLOWEST_BYTES_S = 16 << 10  # each received portion of this size adds a second to the deadline
+
+Body = TypeVar("Body")
+
+
+async def read_body(request: Request, kind: type[Body], limit_bytes: int = BODY_LIMIT_BYTES) -> Body:
+    """The JSON body as `kind`. The content type does not matter: many programs leave it out."""
+    body = await _receive(request, limit_bytes)
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise invalid(error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}") from error
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """The body as a JSON object of any content."""
+    return await read_body(request, dict[str, Any])
+
+
+async def _receive(request: Request, limit_bytes: int) -> bytearray:
+    _require_size(_announced_bytes(request), limit_bytes)
+    body, until = bytearray(), asyncio.get_running_loop().time() + http_timeouts(request).read_s
+    try:
+        async with asyncio.timeout_at(until) as deadline:
+            async for part in request.stream():
+                body += part
+                _require_size(len(body), limit_bytes)
+                deadline.reschedule(until + len(body) / _SLOWEST_BYTES_S)
+    except ClientDisconnect:
+        raise Cancelled("the client disconnected") from None
+    except TimeoutError:
+        raise RequestTooSlow("the request body did not arrive in time: send it faster, or send less") from None
+    return body
+
+
+def _require_size(size_bytes: int, limit_bytes: int) -> None:
+    if size_bytes > limit_bytes:
+        raise BodyTooLarge(f"the request body is larger than {limit_bytes} bytes")
+
+
+def _announced_bytes(request: Request) -> int:
+    """0 without a usable Content-Length: then the body is counted as it arrives."""
+    header = request.headers.get("content-length", "")
+    return int(header[:20]) if header.isascii() and header.isdigit() else 0
+
+
+def http_timeouts(request: Request) -> HttpTimeouts:
+    """What the app was configured with, or the defaults."""
+    timeouts: HttpTimeouts = getattr(request.app.state, "http_timeouts", None) or HttpTimeouts()
+    return timeouts

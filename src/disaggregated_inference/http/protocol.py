@@ -1,0 +1,70 @@
+"""HTTP/1.1 with a deadline for request heads. uvicorn has none: a client that sends a byte now and then would keep its
+connection for ever, and a thousand such clients would keep all others out (slowloris)."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from disaggregated_inference.errors import BadRequest, DisaggError, RequestTooSlow
+
+DescribeHeadError = Callable[[DisaggError], Any]
+
+
+class HeadDeadlineProtocol(H11Protocol):
+    """A request head must be complete within `read_s` of the connection's start, or of the first byte after the last
+    response. No clock runs while a request is being answered. This is h11 also where httptools is installed: httptools
+    accepts heads of any length, and drops the response to a request that garbage follows."""
+
+    def __init__(self, *args: Any, read_s: float, error_body: DescribeHeadError, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._read_s, self._error_body = read_s, error_body
+        self._received = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._update_timer()
+
+    def data_received(self, data: bytes) -> None:
+        self._received = True
+        super().data_received(data)
+        self._update_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        """For data that is not HTTP. Once a response has started, nothing more can be sent."""
+        if not self.cycle or self.cycle.response_complete or not self.cycle.response_started:
+            self._send_error("Bad Request", BadRequest("this is not an HTTP request"))
+        self.transport.close()
+
+    def _update_timer(self) -> None:
+        """The timer also runs where a response came before the end of its request: the rest of that request is read
+        and dropped, but not for ever."""
+        if self.transport.is_closing() or (self.cycle and not self.cycle.response_complete):
+            self._stop_timer()
+        elif not self._timer:
+            self._timer = self.loop.call_later(self._read_s, self._expire)
+
+    def _stop_timer(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self) -> None:
+        """A silent connection is closed silently: its client might take an error for its first response."""
+        self._timer = None
+        if self._received and not self.cycle:
+            message = f"the request head was not complete within {self._read_s:g} s"
+            self._send_error("Request Timeout", RequestTooSlow(message))
+        self.transport.close()
+
+    def _send_error(self, reason: str, error: DisaggError) -> None:
+        body = msgspec.json.encode(self._error_body(error))
+        head = f"HTTP/1.1 {error.status} {reason}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        self.transport.write(head.encode() + b"Connection: close\r\n\r\n" + body)

@@ -1,0 +1,133 @@
+"""The HTTP server of every process: uvicorn with deadlines, a ready line, and a drain before it stops."""
+
+import asyncio
+import ipaddress
+import json
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from functools import partial
+from types import FrameType
+from typing import Any, Literal
+
+import uvicorn
+from starlette.applications import Starlette
+
+from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.http.protocol import DescribeHeadError, HeadDeadlineProtocol
+from disaggregated_inference.http.responses import error_body
+from disaggregated_inference.http.tls import Certificate
+from disaggregated_inference.timeouts import HttpTimeouts
+
+log = logging.getLogger(__name__)
+
+
+class HttpServer(uvicorn.Server):
+    """Serves until a signal, or until `app.state.stop()`. Then `on_stop` is called, and requests get `drain_s` seconds
+    to finish. `on_drain_end` may end the rest with proper errors; the server cancels what is left after that."""
+
+    def __init__(
+        self,
+        app: Starlette,
+        host: str,
+        port: int,
+        drain_s: int,
+        *,
+        on_ready: Callable[[int], None],
+        on_stop: Callable[[], object],
+        on_drain_end: Callable[[], Awaitable[None]] | None = None,
+        describe: DescribeHeadError = error_body,
+        certificate: Certificate | None = None,
+        lifespan: Literal["auto", "off"] = "off",
+        timeouts: HttpTimeouts = HttpTimeouts(),
+    ) -> None:
+        last_words_s = timeouts.last_words_s if on_drain_end else 0
+        config = uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            http=partial(HeadDeadlineProtocol, read_s=timeouts.read_s, error_body=describe),  # type: ignore[arg-type]
+            ws="none",
+            lifespan=lifespan,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=drain_s + round(last_words_s),
+            ssl_certfile=certificate.cert or None if certificate else None,
+            ssl_keyfile=certificate.key or None if certificate else None,
+        )
+        super().__init__(config)
+        app.state.stop, app.state.http_timeouts = self.stop, timeouts
+        self._drain_s, self._signalled = drain_s, False
+        self._on_ready, self._on_stop, self._on_drain_end = on_ready, on_stop, on_drain_end
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def stop(self) -> None:
+        """Drain, then stop, as the first signal does."""
+        self.should_exit = True
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # after the drain, when uvicorn restores it: no sudden end
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains; the second one closes all connections. None is raised again: the exit code is 0."""
+        if self._signalled and self._loop:
+            self.force_exit = True
+            self._loop.call_soon_threadsafe(self._close_connections)
+        self._signalled = self.should_exit = True
+
+    def _close_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            if connection.transport:
+                connection.transport.abort()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready(self.servers[0].sockets[0].getsockname()[1])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_stop()
+        draining = asyncio.create_task(self._end_late_requests())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            draining.cancel()
+
+    async def _end_late_requests(self) -> None:
+        await asyncio.sleep(self._drain_s)
+        log.warning("the server ends requests that were not done within %d s", self._drain_s)
+        if self._on_drain_end:
+            await self._on_drain_end()
+
+
+def write_ready_line(port: int, **about: Any) -> None:
+    """One line on standard output that a person or a program can wait for."""
+    sys.stdout.write(json.dumps({"event": "ready", "port": port, **about}) + "\n")
+    sys.stdout.flush()
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Check before anything starts: uvicorn would only log a port that is taken, and exit."""
+    try:
+        for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # as asyncio does
+                sock.bind(address)
+    except OSError as error:
+        raise BadRequest(f"cannot listen on {host}:{port}: {error.strerror or error}; give --host or --port") from error

@@ -1,0 +1,35 @@
+"""`disagg serve --engine ollama`: from a command line to a running node in front of an Ollama."""
+
+import asyncio
+
+from disaggregated_inference.http import HttpServer, require_free_port, write_ready_line
+from disaggregated_inference.node import NodeSettings, require_token
+from disaggregated_inference.ollama_node.client import OllamaClient
+from disaggregated_inference.ollama_node.node import OllamaNode
+from disaggregated_inference.ollama_node.routes import ollama_app
+
+
+def run_ollama_node(settings: NodeSettings, port: int) -> None:
+    """Serve until a signal. Memory, queue and cache are Ollama's."""
+    ollama = OllamaClient(settings.ollama_host, settings.model)
+    node = OllamaNode(
+        ollama,
+        settings.role,
+        settings.ollama_context,
+        settings.keep_alive,
+        slots=settings.ollama_slots,
+        queue=settings.queue,
+    )
+    require_token([settings.host], settings.token, settings.insecure)
+    require_free_port(settings.host, port)
+    asyncio.run(node.require_model())
+    about = {"role": settings.role, "model": settings.model, "backend": "ollama", "host": settings.host}
+    HttpServer(
+        ollama_app(node, settings.token or None),
+        settings.host,
+        port,
+        settings.drain_s,
+        on_ready=lambda port: write_ready_line(port, **about, ollama=ollama.url),
+        on_stop=node.drain,
+        lifespan="auto",
+    ).run()

@@ -1,0 +1,140 @@
+"""The HTTP layer by itself: bodies, errors, request ids, tokens, streams."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from disaggregated_inference.errors import BadRequest, DisaggError, KVMemoryFull
+from disaggregated_inference.http import (
+    KEEPALIVE_COMMENT,
+    Bearer,
+    RequestId,
+    error_body,
+    error_response,
+    is_loopback,
+    json_response,
+    read_body,
+    request_id,
+    sse_event,
+    stream_response,
+)
+from disaggregated_inference.timeouts import HttpTimeouts
+
+
+class Body(msgspec.Struct):
+    n: int
+
+
+async def double(request: Request) -> Response:
+    body = await read_body(request, Body, limit_bytes=100)
+    return json_response({"n": body.n * 2, "request_id": request_id(request)})
+
+
+async def count(request: Request) -> Response:
+    async def events() -> AsyncGenerator[bytes, None]:
+        fail_at = int(request.query_params.get("fail_at", "9"))
+        for number in range(3):
+            if number == fail_at:
+                raise BadRequest("no more numbers")
+            yield sse_event(number)
+            await asyncio.sleep(0.05)
+
+    return await stream_response(request, events(), lambda error: sse_event(error_body(error)))
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+def call(method: str, path: str, *, token: str = "", **options: Any) -> httpx.Response:
+    app = Starlette(
+        routes=[Route("/double", double, methods=["POST"]), Route("/count", count)],
+        exception_handlers={DisaggError: refused},
+    )
+    app.state.http_timeouts = HttpTimeouts(read_s=0.2, keepalive_s=0.01, early_error_s=0.02)
+    guarded = RequestId(Bearer(app, token) if token else app)
+
+    async def run() -> httpx.Response:
+        transport = httpx.ASGITransport(guarded)
+        async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(run())
+
+
+def test_a_json_body_and_its_request_id() -> None:
+    response = call("POST", "/double", json={"n": 4}, headers={"X-Request-Id": "abc"})
+    assert (response.status_code, response.json()) == (200, {"n": 8, "request_id": "abc"})
+    assert response.headers["x-request-id"] == "abc"
+    assert call("POST", "/double", json={"n": 4}).headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "code"),
+    [
+        (b"{", 400, "bad_request"),
+        (b'{"n": "four"}', 400, "bad_request"),
+        (b'{"n": 4}' + b" " * 100, 413, "body_too_large"),
+    ],
+)
+def test_bodies_that_are_refused(content: bytes, status: int, code: str) -> None:
+    response = call("POST", "/double", content=content)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+
+
+def test_a_body_that_does_not_arrive() -> None:
+    async def drip() -> AsyncGenerator[bytes, None]:
+        yield b"{"
+        await asyncio.sleep(30)
+
+    response = call("POST", "/double", content=drip())
+    assert (response.status_code, response.headers["connection"]) == (408, "close")
+
+
+@pytest.mark.parametrize(("given", "status"), [("secret", 200), ("wrong", 401), ("", 401)])
+def test_a_bearer_token(given: str, status: int) -> None:
+    headers = {"Authorization": f"Bearer {given}"} if given else {}
+    response = call("POST", "/double", token="secret", json={"n": 1}, headers=headers)
+    assert response.status_code == status
+    assert (response.headers.get("www-authenticate") == "Bearer") == (status == 401)
+
+
+def _events(response: httpx.Response) -> list[Any]:
+    return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
+
+
+def test_a_stream_with_signs_of_life() -> None:
+    response = call("GET", "/count")
+    assert _events(response) == [0, 1, 2]
+    assert KEEPALIVE_COMMENT in response.content
+    assert response.headers["content-type"].startswith("text/event-stream")
+
+
+def test_an_early_error_has_its_own_status() -> None:
+    response = call("GET", "/count?fail_at=0")
+    assert (response.status_code, response.json()["error"]["message"]) == (400, "no more numbers")
+
+
+def test_a_late_error_is_the_last_event() -> None:
+    response = call("GET", "/count?fail_at=2")
+    assert response.status_code == 200
+    assert _events(response) == [0, 1, {"error": {"code": "bad_request", "message": "no more numbers"}}]
+
+
+def test_a_full_node_says_when_to_come_back() -> None:
+    response = error_response(KVMemoryFull("full"), retry_after_s=7)
+    assert (response.status_code, response.headers["retry-after"]) == (503, "7")
+
+
+@pytest.mark.parametrize(("host", "loopback"), [("127.0.0.1", True), ("::1", True), ("0.0.0.0", False)])
+def test_loopback(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
