@@ -10,36 +10,48 @@ import msgspec
 class TransferTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """KV transfer between two nodes (package `kv_transfer`)."""
 
-    dial_s: float = 0.9  # until a connection to a KV address is established
-    redial_s: float = 0.3  # a fetch that just began may dial a broken path again for this long
+    dial_s: float = 0.9  # to connect to a KV address, and for every answer on that connection
+    redial_s: float = 0.3  # while all paths fail, a fetch dials them again for this long
     silence_s: float = 0.5  # of a sender; then the receiver probes it on another connection
     probe_s: float = 0.4  # for the answer to that probe; slow peers get more, up to max_probe_s
     max_probe_s: float = 2.0
     avoid_path_s: float = 10.0  # a path that failed is tried last for this long
-    recent_s: float = 2.0  # a path that delivered within this time is trusted
+    goodput_s: float = 2.0  # a path's goodput is an average over about this much time of receiving
+    renew_s: float = 5.0  # a receiver renews its lease this often, or every third of it, never below min_renew_s
+    min_renew_s: float = 0.1
     hello_s: float = 3.0  # for the whole HELLO of a new connection
-    heartbeat_s: float = 0.2  # how often a sender that waits for its engine says so
+    heartbeat_s: float = 0.2  # a sender that waits for its engine sends ALIVE this often
     last_words_s: float = 0.2  # for the peer's error after a failed send
-    poll_copy_s: float = 0.0002  # how often the sender looks whether a device copy has finished
+    poll_copy_s: float = 0.0002  # how often the sender checks whether a device copy has finished
+    close_s: float = 1.0  # for the peer to read the last frame before a connection is closed
+
+
+class HttpTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP server of nodes and gateway (package `http`)."""
+
+    read_s: float = 20.0  # for a request's head, and for its body plus one second per 16 KiB
+    keepalive_s: float = 5.0  # a stream with nothing to send sends a comment this often
+    early_error_s: float = 0.25  # an error of a stream within this time gets its own HTTP status
+    last_words_s: float = 5.0  # after the drain, for responses to end with an error
 
 
 class NodeTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill or decode node (package `node`)."""
 
+    transfer: TransferTimeouts = TransferTimeouts()
     tick_s: float = 0.2  # the node's housekeeping thread: leases, deadlines, idle unload
     check_s: float = 1.0  # how often an idle node checks that its memory adds up
-    body_s: float = 30.0  # for a whole request body, and one second more per 16 KiB received
     progress_s: float = 0.1  # at most this often a stream reports how much of the prompt was read
     heartbeat_s: float = 0.25  # how often a stream with nothing to send sends a comment
-    stall_s: float = 0.05  # how long running answers may wait for a chunk of another prompt
-    chunk_s: float = 0.8  # longest chunk while no answer is running: a cancelled request frees its memory by then
-    linger_s: float = 0.005  # the scheduler waits this long, or a share of a step, for further slices
-    next_slice_s: float = 0.002
+    stall_s: float = 0.05  # how long running requests may wait for a chunk of another prompt
+    chunk_s: float = 0.8  # longest chunk while no request is running: a cancelled request frees its memory by then
+    linger_s: float = 0.005  # the scheduler spends this long, or a share of a step, on slices and urgent work
+    next_slice_s: float = 0.002  # during a KV transfer, the scheduler waits this long for the next slice
     fetch_silence_s: float = 15.0  # a fetching decode node that renews no lease for this long is gone
     unknown_lease_s: float = 3.0  # lease assumed for a prefill node that did not answer
-    slow_transfer_s: float = 1.0  # an exposed transfer longer than this is logged and counted
-    peer_check_s: float = 0.2  # a peer check waits this long for memory before it retries
-    peer_check_retry_s: float = 0.05
+    slow_transfer_s: float = 1.0  # an exposed transfer longer than this is logged
+    peer_check_poll_s: float = 0.2  # a request that waits for a peer check looks this often whether it was cancelled
+    peer_check_retry_s: float = 0.05  # a peer check that found no memory tries again after this time
 
 
 class OllamaTimeouts(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,9 +59,10 @@ class OllamaTimeouts(msgspec.Struct, frozen=True, kw_only=True):
 
     dial_s: float = 3.0
     small_request_s: float = 5.0  # for requests that need no computing
-    early_refusal_s: float = 1.0  # a refusal within this time gets its own HTTP status
-    health_s: float = 0.5  # how long one look at Ollama's health is good for
-    unload_s: float = 2.0
+    early_error_s: float = 1.0  # an error of a stream within this time gets its own HTTP status; loading takes longer
+    heartbeat_s: float = 0.25  # how often a stream with nothing to send sends a comment
+    health_s: float = 0.5  # how long one check of Ollama's health is good for
+    unload_s: float = 2.0  # until Ollama has really unloaded a model
     identity_s: float = 5.0  # how long a loaded model is taken to be the same one
     reload_s: float = 5.0  # until a failed load is tried again
 
@@ -84,19 +97,9 @@ class OrchestratorTimeouts(msgspec.Struct, frozen=True, kw_only=True):
 class GatewayTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """The gateway (package `gateway`)."""
 
-    read_s: float = 20.0  # for a request's head, and for its body plus one second per 16 KiB
-    keepalive_s: float = 5.0  # a stream with nothing to send sends a comment this often
-    early_error_s: float = 0.25  # an error within this time gets its own HTTP status
     event_poll_s: float = 1.0  # how often the event stream looks at the cluster
     event_quiet_s: float = 5.0  # an unchanged status is sent again this often
-    reload_status_s: float = 3.0  # for the nodes of a new config
     reload_body_s: float = 60.0  # for requests whose body was still on its way
-    last_words_s: float = 5.0  # after the drain, for answers to end with an error
-
-
-class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
-    transfer: TransferTimeouts = TransferTimeouts()
-    node: NodeTimeouts = NodeTimeouts()
-    ollama: OllamaTimeouts = OllamaTimeouts()
-    orchestrator: OrchestratorTimeouts = OrchestratorTimeouts()
-    gateway: GatewayTimeouts = GatewayTimeouts()
+    trace_interval_s: float = 1.0  # how often finished traces are sent
+    trace_send_s: float = 5.0  # for one batch of traces, retries included
+    trace_flush_s: float = 3.0  # for the last traces when the gateway stops

@@ -1,17 +1,17 @@
-"""A decode node with many requests at once: whatever the batch, everyone gets the answer they would have got alone."""
+"""Continuous batching: in any batch, every request gets the tokens that it would get alone."""
 
 import random
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 
-from disaggregated_inference.engines import load_engine
+from disaggregated_inference.api import GenerationParams
+from disaggregated_inference.engines import Engine, load_engine
 from disaggregated_inference.errors import (
     BadRequest,
     Cancelled,
@@ -20,67 +20,29 @@ from disaggregated_inference.errors import (
     NodeBusy,
     RequestTooLarge,
 )
-from disaggregated_inference.kv_transfer import paths
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node.decode import DecodeNode
-from disaggregated_inference.node.generation import Generation, GenerationParams
+from disaggregated_inference.node.generation import Generation
 from disaggregated_inference.node.kv_memory import KVMemory
 from disaggregated_inference.node.prefill import PrefillNode
-from disaggregated_inference.node.sampling import SamplingParams
 from disaggregated_inference.node.scheduler import Scheduler
-from tests.conftest import ENGINE_OPTIONS, LoadTiny, Pair, until
+from disaggregated_inference.timeouts import NodeTimeouts, TransferTimeouts
+from tests.support.engines import ENGINE_OPTIONS, LoadTiny
 from tests.support.handoff import alone, prompt_of
+from tests.support.mixed_requests import MixedRequest, mixed
+from tests.support.node_pair import Pair, nothing_left
+from tests.support.waiting import until
 
-SAMPLINGS = [
-    SamplingParams(),
-    SamplingParams(),
-    SamplingParams(temperature=0.8, seed=7),
-    SamplingParams(temperature=1.2, top_p=0.9, top_k=40, seed=11),
-    SamplingParams(repetition_penalty=1.3),
-    SamplingParams(frequency_penalty=0.5, presence_penalty=0.5, temperature=0.7, seed=3),
-    SamplingParams(logit_bias={5: 20.0}, logprobs=3),
-    SamplingParams(min_tokens=6, temperature=1.0, min_p=0.05, seed=9),
-]
+pytestmark = pytest.mark.slow
 
 
-@dataclass(frozen=True)
-class Asked:
-    origin: str  # remote, local, or again: a prompt that begins as an earlier one did
-    prompt: list[int]
-    rules: GenerationParams
-
-    def begin(self, pair: Pair) -> Generation:
-        prefill, decode = pair
-        if self.origin == "local":
-            return decode.read_and_write(self.prompt, rules=self.rules)
-        context, _ = prefill.begin(self.prompt)
-        return decode.fetch_and_write(context, rules=self.rules)
+@pytest.fixture
+def nodes(nodes: Callable[..., Pair]) -> Callable[..., Pair]:
+    """Both nodes and all clients are threads of one process here: none is gone because the others are slow."""
+    return partial(nodes, timeouts=NodeTimeouts(transfer=TransferTimeouts(silence_s=30.0, dial_s=30.0)))
 
 
-def mixed(count: int, seed: int = 0) -> list[Asked]:
-    draw = random.Random(seed)
-    asked: list[Asked] = []
-    for number in range(count):
-        origin = draw.choice(["remote", "local", "again"]) if asked else "remote"
-        length = draw.choice([3, 20, 90, 130, 300, 500])
-        prompt = prompt_of(length, seed=number)
-        if origin == "again":
-            prompt = [*draw.choice(asked).prompt, *prompt[: draw.choice([1, 40])]]
-        rules = GenerationParams(
-            max_tokens=draw.choice([1, 2, 9, 24]), sampling=draw.choice(SAMPLINGS), timeout_s=120, queue_s=120
-        )
-        asked.append(Asked(draw.choice(["remote", "local"]) if origin == "again" else origin, prompt, rules))
-    return asked
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both nodes and all clients are threads of one process here: nobody is gone because they wait for each other."""
-    for name in ("SILENCE_S", "PATIENCE_S"):
-        monkeypatch.setattr(paths, name, 30.0)
-
-
-def in_a_crowd(pair: Pair, requests: list[Asked], concurrency: int, seed: int = 0) -> list[list[int]]:
+def in_a_crowd(pair: Pair, requests: list[MixedRequest], concurrency: int, seed: int = 0) -> list[list[int]]:
     draw = random.Random(seed)
     delays = [draw.random() * 0.03 for _ in requests]
 
@@ -92,55 +54,42 @@ def in_a_crowd(pair: Pair, requests: list[Asked], concurrency: int, seed: int = 
         return list(pool.map(run, range(len(requests))))
 
 
-def left(pair: Pair) -> dict[str, int]:
-    """What requests hold: nothing, once they have all ended."""
-    prefill, decode = pair
-    found = {"tickets": len(prefill.book), "attempts": len(prefill._attempts), "answers": decode.open_requests}
-    for name, kv_memory in (("prefill", prefill.kv_memory), ("decode", decode.kv_memory)):
-        found[f"{name} held"] = kv_memory.scheduler.call(lambda kv_memory=kv_memory: kv_memory.engine.kv_held_bytes)  # type: ignore[misc]
-        found[f"{name} promised"] = kv_memory.admission.held_bytes + kv_memory.admission.held_slots
-        found[f"{name} sequences"] = kv_memory.sequences
-    return {name: count for name, count in found.items() if count}
-
-
-def nothing_left(pair: Pair) -> bool:
-    return not left(pair)
-
-
 PAIRS = [("torch", "mlx"), ("mlx", "torch")] if "mlx" in ENGINE_OPTIONS else [("torch", "torch")]
 
 
-@pytest.mark.parametrize(("reader", "writer"), PAIRS)
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gpt_oss"])
-def test_token_exact_in_a_crowd(
+@pytest.mark.parametrize(
+    ("architecture", "reader", "writer"),
+    [("llama", *PAIRS[0]), ("qwen3_moe", *PAIRS[-1]), *(("gpt_oss", *pair) for pair in PAIRS)],
+)
+def test_token_exact_with_many_requests(
     architecture: str, reader: str, writer: str, nodes: Callable[..., Pair], tiny_engine: LoadTiny
 ) -> None:
-    """At 1, 16 and 64 at once; one by one, without kept prefixes, is what they are compared with."""
+    """With 1, 16 and 64 requests at once, compared with one by one and no prefix cache."""
     requests = mixed(64)
     lonely = nodes(reader, writer, architecture)
     expected = [list(asked.begin(lonely)) for asked in requests]
-    greedy = [at for at, asked in enumerate(requests) if asked.rules.sampling == SamplingParams()][:6]
+    greedy = [at for at, asked in enumerate(requests) if asked.params.greedy][:6]
     for at in greedy:
         asked = requests[at]
-        assert expected[at] == alone(tiny_engine(writer, architecture), asked.prompt, asked.rules.max_tokens)
+        assert expected[at] == alone(tiny_engine(writer, architecture), asked.prompt, asked.params.max_tokens or 0)
     for concurrency in (1, 16, 64):
         pair = nodes(reader, writer, architecture, prefix_bytes=64 << 20)
         assert in_a_crowd(pair, requests, concurrency) == expected
-        assert pair[1].kv_memory.prefixes.seen().hits > 5, "prefixes were to be part of this"
+        assert pair[1].kv_memory.prefixes.stats().hits > 5, "the prefix cache was not used"
         assert until(lambda: nothing_left(pair))  # noqa: B023
         if concurrency > 1:
-            sizes = [rate.size for rate in pair[1].batch.rates.seen()]
+            sizes = [rate.size for rate in pair[1].scheduler.batch.rates.stats()]
             assert max(sizes) >= 4, f"nothing was batched: {sizes}"
 
 
-def test_choices(nodes: Callable[..., Pair]) -> None:
-    """n answers to one prompt: the first is the one that n = 1 gives, the others are others."""
+def test_several_choices(nodes: Callable[..., Pair]) -> None:
+    """The first of n choices is the one of n = 1; the others differ."""
     pair = nodes()
     for origin in ("local", "remote"):
-        sampling = SamplingParams(temperature=1.5, seed=42)
-        one = list(Asked(origin, prompt_of(100), GenerationParams(max_tokens=12, sampling=sampling)).begin(pair))
-        answer = Asked(origin, prompt_of(100), GenerationParams(max_tokens=12, sampling=sampling, n=3)).begin(pair)
-        pieces = list(answer.pieces())
+        sampling: dict[str, Any] = {"temperature": 1.5, "seed": 42}
+        one = list(MixedRequest(origin, prompt_of(100), GenerationParams(max_tokens=12, **sampling)).begin(pair))
+        answer = MixedRequest(origin, prompt_of(100), GenerationParams(max_tokens=12, **sampling, n=3)).begin(pair)
+        pieces = list(answer.events())
         choices = [[piece.token for piece in pieces if piece.choice == n] for n in range(3)]
         assert choices[0] == one
         assert len({tuple(choice) for choice in choices}) == 3
@@ -149,30 +98,33 @@ def test_choices(nodes: Callable[..., Pair]) -> None:
     assert until(lambda: nothing_left(pair))
 
 
-def test_an_answer_goes_on_elsewhere(nodes: Callable[..., Pair]) -> None:
-    """Mid-answer failover: prompt plus what was written, the same seed, and the rest is the same."""
+def test_a_generation_continues_on_another_node(nodes: Callable[..., Pair]) -> None:
+    """Failover during a generation: prompt and completion so far, the same seed, the same rest."""
     pair = nodes()
-    prompt, sampling = prompt_of(100), SamplingParams(temperature=1.2, seed=5, frequency_penalty=0.4, min_tokens=30)
-    whole = list(Asked("local", prompt, GenerationParams(max_tokens=30, sampling=sampling)).begin(pair))
+    prompt = prompt_of(100)
+    sampling: dict[str, Any] = {"temperature": 1.2, "seed": 5, "frequency_penalty": 0.4, "min_tokens": 30}
+    whole = list(MixedRequest("local", prompt, GenerationParams(max_tokens=30, **sampling)).begin(pair))
     for cut in (1, 10, 29):
-        rules = GenerationParams(max_tokens=30 - cut, sampling=sampling, written=tuple(whole[:cut]))
-        assert list(Asked("remote", prompt + whole[:cut], rules).begin(pair)) == whole[cut:]
+        rules = GenerationParams(max_tokens=30 - cut, **sampling, written=tuple(whole[:cut]))
+        assert list(MixedRequest("remote", prompt + whole[:cut], rules).begin(pair)) == whole[cut:]
     with pytest.raises(BadRequest, match="end with the tokens in written"):
-        Asked("local", prompt, GenerationParams(written=(3, 4))).begin(pair)
+        MixedRequest("local", prompt, GenerationParams(written=(3, 4))).begin(pair)
 
 
-def test_stop_strings_end_an_answer(nodes: Callable[..., Pair]) -> None:
+def test_stop_strings_end_a_generation(nodes: Callable[..., Pair]) -> None:
     pair = nodes()
-    text = "".join(piece.text for piece in pair[1].read_and_write(prompt_of(60), 40).pieces())
+    text = "".join(
+        piece.text for piece in pair[1].generate_local(prompt_of(60), GenerationParams(max_tokens=40)).events()
+    )
     middle = text[len(text) // 2 : len(text) // 2 + 3]
-    rules = GenerationParams(max_tokens=40, sampling=SamplingParams(stop=(middle,)))
-    answer = pair[1].read_and_write(prompt_of(60), rules=rules)
-    assert "".join(piece.text for piece in answer.pieces()) == text[: text.index(middle)]
+    rules = GenerationParams(max_tokens=40, stop=(middle,))
+    answer = pair[1].generate_local(prompt_of(60), rules)
+    assert "".join(piece.text for piece in answer.events()) == text[: text.index(middle)]
     assert answer.metrics.finish_reason == "stop"
 
 
 def slow(node: DecodeNode | PrefillNode, name: str, seconds: float | Callable[..., float]) -> None:
-    """Make one of the engine's calls take its time, as a large model's would."""
+    """Make a method of the engine slow, as with a large model."""
     original = getattr(node.engine, name)
 
     def slowed(*arguments: Any) -> Any:
@@ -183,7 +135,7 @@ def slow(node: DecodeNode | PrefillNode, name: str, seconds: float | Callable[..
 
 
 def test_cancelled_in_every_phase(nodes: Callable[..., Pair]) -> None:
-    """Within a second, on both nodes: queued, waiting for the prefill, transferring, reading, writing."""
+    """Memory becomes free on both nodes: waiting, transfer, prefill, decoding."""
     pair = nodes()
     prefill, decode = pair
     slow(prefill, "_prefill", 0.2)
@@ -196,16 +148,16 @@ def test_cancelled_in_every_phase(nodes: Callable[..., Pair]) -> None:
             list(answer)
 
     def transferring() -> Generation:
-        context, _ = prefill.begin(prompt_of(2000))
-        return decode.fetch_and_write(context, 10)
+        context, _ = prefill.submit(prompt_of(2000))
+        return decode.generate_from_kv(context, GenerationParams(max_tokens=10))
 
     def writing() -> Generation:
-        answer = decode.read_and_write(prompt_of(5), 3000)
+        answer = decode.generate_local(prompt_of(5), GenerationParams(max_tokens=3000))
         assert until(lambda: answer.metrics.completion_tokens > 2)
         return answer
 
     def reading() -> Generation:
-        answer = decode.read_and_write(prompt_of(2000), 10)
+        answer = decode.generate_local(prompt_of(2000), GenerationParams(max_tokens=10))
         assert until(lambda: decode.engine.counters.prompt_tokens > 0)
         return answer
 
@@ -218,10 +170,10 @@ def test_cancelled_in_every_phase(nodes: Callable[..., Pair]) -> None:
             assert until(lambda: nothing_left(pair), 6), f"{phase.__name__} left something behind"
             assert time.monotonic() - started < 6
     # In the queue: all the memory is promised to someone else.
-    claim = decode.kv_memory.admission.ask(
+    claim = decode.kv_memory.admission.request(
         decode.kv_memory.admission.limit_bytes, 1, lambda claim: None, lambda error: None, 0
     )
-    queued = decode.read_and_write(prompt_of(5), 10)
+    queued = decode.generate_local(prompt_of(5), GenerationParams(max_tokens=10))
     assert decode.kv_memory.admission.waiting == 1
     ends(queued)
     assert until(lambda: decode.kv_memory.admission.waiting == 0)
@@ -229,36 +181,38 @@ def test_cancelled_in_every_phase(nodes: Callable[..., Pair]) -> None:
     assert until(lambda: nothing_left(pair))
 
 
-def test_who_leaves_a_slow_reader_need_not_wait_for_a_whole_chunk(nodes: Callable[..., Pair]) -> None:
-    """A chunk that suits a fast machine takes a slow one seconds: it reads as much as it can in less than one."""
+def test_cancelling_on_a_slow_engine_frees_memory_within_a_chunk(nodes: Callable[..., Pair]) -> None:
+    """A slow engine gets small chunks: each takes less than a second."""
     pair = prefill, decode = nodes()
-    prefill.chunk_tokens = decode.intake.chunk_tokens = 1024
+    prefill.chunked_prefill.chunk_tokens = decode.kv_source.chunk_tokens = 1024
     for node in pair:
         slow(node, "_prefill", lambda sequence, tokens, emit: len(tokens) / 250)
-    assert len(list(decode.read_and_write(prompt_of(64), 1))) == 1
-    prefill.begin(prompt_of(64))[1].result()
-    prefill.book.cancel(next(iter(prefill._attempts)))
-    answer = decode.read_and_write(prompt_of(2000), 10)
+    assert len(list(decode.generate_local(prompt_of(64), GenerationParams(max_tokens=1)))) == 1
+    prefill.submit(prompt_of(64))[1].result()
+    prefill.tickets.cancel(next(iter(prefill.jobs)))
+    answer = decode.generate_local(prompt_of(2000), GenerationParams(max_tokens=10))
     time.sleep(0.3)
     left_at = time.monotonic()
     answer.cancel()
     assert until(lambda: nothing_left(pair))
-    assert time.monotonic() - left_at < 3  # asked on the engine's thread: a chunk of 1,024 would take four seconds
-    context, _ = prefill.begin(prompt_of(2000))
+    assert time.monotonic() - left_at < 3  # a chunk of 1,024 tokens would take four seconds
+    context, _ = prefill.submit(prompt_of(2000))
     time.sleep(0.3)
     left_at = time.monotonic()
-    prefill.book.cancel(context.ticket)
+    prefill.tickets.cancel(context.ticket)
     assert until(lambda: nothing_left(pair))
     assert time.monotonic() - left_at < 3
 
 
-def test_cancelled_while_a_peer_is_being_proven(nodes: Callable[..., Pair]) -> None:
-    """The first contact, with a prefill node that is busy: the client need not wait for the canary to leave."""
+def test_cancelled_during_a_peer_check(nodes: Callable[..., Pair]) -> None:
+    """The prefill node is busy: a cancelled request does not wait for the canary."""
     prefill, decode = nodes()
     slow(prefill, "_prefill", 10.0)
-    context, _ = prefill.begin(prompt_of(100))
-    answer = decode.fetch_and_write(context, 4)
-    others = [decode.fetch_and_write(prefill.begin(prompt_of(100))[0], 4) for _ in range(2)]
+    context, _ = prefill.submit(prompt_of(100))
+    answer = decode.generate_from_kv(context, GenerationParams(max_tokens=4))
+    others = [
+        decode.generate_from_kv(prefill.submit(prompt_of(100))[0], GenerationParams(max_tokens=4)) for _ in range(2)
+    ]
     time.sleep(0.4)
     for each in (answer, *others):
         each.cancel()
@@ -266,29 +220,29 @@ def test_cancelled_while_a_peer_is_being_proven(nodes: Callable[..., Pair]) -> N
     assert until(lambda: nothing_left((prefill, decode)), 60)
 
 
-def test_every_wait_has_an_end(nodes: Callable[..., Pair]) -> None:
+def test_every_wait_has_a_deadline(nodes: Callable[..., Pair]) -> None:
     prefill, decode = nodes()
     slow(decode, "_step", 0.02)
     with pytest.raises(DeadlineExceeded, match="not done within"):
-        list(decode.read_and_write(prompt_of(5), rules=GenerationParams(max_tokens=3000, timeout_s=0.5)))
+        list(decode.generate_local(prompt_of(5), GenerationParams(max_tokens=3000, timeout_s=0.5)))
     everything = decode.kv_memory.admission.limit_bytes
-    claim = decode.kv_memory.admission.ask(everything, 1, lambda claim: None, lambda error: None, 0)
+    claim = decode.kv_memory.admission.request(everything, 1, lambda claim: None, lambda error: None, 0)
     started = time.monotonic()
     with pytest.raises(KVMemoryFull):
-        list(decode.read_and_write(prompt_of(5), rules=GenerationParams(max_tokens=10, queue_s=0.3)))
+        list(decode.generate_local(prompt_of(5), GenerationParams(max_tokens=10, queue_s=0.3)))
     assert 0.2 < time.monotonic() - started < 3
     with pytest.raises(NodeBusy):
-        decode.read_and_write(prompt_of(5), rules=GenerationParams(max_tokens=10, queue_s=0))
+        decode.generate_local(prompt_of(5), GenerationParams(max_tokens=10, queue_s=0))
     decode.kv_memory.admission.release(claim)
     slow(prefill, "_prefill", 0.3)
-    _, reading = prefill.begin(prompt_of(2000), timeout_s=0.5)
+    _, reading = prefill.submit(prompt_of(2000), timeout_s=0.5)
     with pytest.raises(DeadlineExceeded):
         reading.result(5)
     assert until(lambda: nothing_left((prefill, decode)))
 
 
-def test_a_budget_for_eight(tiny_folder: Any, tiny_engine: LoadTiny) -> None:
-    """A hundred at once where there is room for eight: all are served, none beyond the budget."""
+def test_memory_for_eight_requests_serves_a_hundred(tiny_folder: Any, tiny_engine: LoadTiny) -> None:
+    """All hundred requests are served, and memory stays within its limit."""
     model = ModelFiles("llama", tiny_folder("llama"))
     for name in ENGINE_OPTIONS:
         scheduler = Scheduler(partial(load_engine, name, model, **ENGINE_OPTIONS[name]))
@@ -296,15 +250,15 @@ def test_a_budget_for_eight(tiny_folder: Any, tiny_engine: LoadTiny) -> None:
         kv_memory = KVMemory(scheduler, kv_bytes=8 * cost, prefix_bytes=0)
         node = DecodeNode(kv_memory, model.tokenizer)
         seen: list[int] = []
-        original = node.batch.step
+        original = node.scheduler.batch.step
 
-        def watched(seen: list[int] = seen, original: Any = original, kv_memory: KVMemory = kv_memory) -> None:
-            seen.append(kv_memory.engine.kv_held_bytes)
-            original()
+        def watched(engine: Engine, seen: list[int] = seen, original: Any = original) -> None:
+            seen.append(engine.kv_held_bytes)
+            original(engine)
 
-        node.batch.step = watched  # type: ignore[method-assign]
+        node.scheduler.batch.step = watched  # type: ignore[method-assign]
         prompts = [prompt_of(120, seed=number) for number in range(100)]
-        answers = [node.read_and_write(prompt, rules=GenerationParams(max_tokens=8, queue_s=100)) for prompt in prompts]
+        answers = [node.generate_local(prompt, GenerationParams(max_tokens=8, queue_s=100)) for prompt in prompts]
         assert kv_memory.admission.waiting > 80
         tokens = [list(answer) for answer in answers]
         for number in (0, 50, 99):
@@ -313,13 +267,13 @@ def test_a_budget_for_eight(tiny_folder: Any, tiny_engine: LoadTiny) -> None:
         assert kv_memory.admission.peak_bytes <= 8 * cost
         assert kv_memory.peak_held_bytes <= 8 * cost
         assert until(lambda: kv_memory.held_bytes == 0 and kv_memory.admission.held_bytes == 0)  # noqa: B023
-        few = KVMemory(scheduler, kv_bytes=8 * cost, prefix_bytes=0, most_waiting=10)
+        few = KVMemory(scheduler, kv_bytes=8 * cost, prefix_bytes=0, max_waiting=10)
         crowded = DecodeNode(few, model.tokenizer)
         outcomes = [_outcome(crowded, prompt) for prompt in prompts]
         assert outcomes.count("refused") > 0
         assert outcomes.count("refused") + outcomes.count("begun") == 100
         with pytest.raises(RequestTooLarge, match="can never fit"):
-            crowded.read_and_write(prompt_of(2000), 100)
+            crowded.generate_local(prompt_of(2000), GenerationParams(max_tokens=100))
         assert until(lambda: few.admission.held_bytes == 0, 10)  # noqa: B023
         for each in (kv_memory, few):
             assert each.faults == 0
@@ -327,14 +281,15 @@ def test_a_budget_for_eight(tiny_folder: Any, tiny_engine: LoadTiny) -> None:
         scheduler.stop()
 
 
-def test_who_waits_for_one_piece_keeps_nobody_from_the_rest(tiny_folder: Any, tiny_engine: LoadTiny) -> None:
-    """Three hold a third of the memory each, the first and the last go: two thirds are free, but not in one piece."""
+def test_a_request_that_waits_for_one_piece_does_not_block_others(tiny_folder: Any, tiny_engine: LoadTiny) -> None:
+    """Three sequences hold a third of the memory each. When the first and the last are closed, two thirds are free,
+    but not in one piece."""
     model = ModelFiles("llama", tiny_folder("llama"))
     scheduler = Scheduler(partial(load_engine, "torch", model, **ENGINE_OPTIONS["torch"] | {"kv_bytes": 6001 << 10}))
     kv_memory = KVMemory(scheduler, prefix_bytes=0)
     node, admission = DecodeNode(kv_memory, model.tokenizer), kv_memory.admission
     cost = kv_memory.engine.kv_cost(2000)
-    claims = [admission.ask(cost, 1, lambda claim: None, lambda error: None, 0) for _ in range(3)]
+    claims = [admission.request(cost, 1, lambda claim: None, lambda error: None, 0) for _ in range(3)]
     holds = [(claim, scheduler.call(lambda: kv_memory.open(2000))) for claim in claims]
 
     def end(number: int) -> None:
@@ -345,11 +300,11 @@ def test_who_waits_for_one_piece_keeps_nobody_from_the_rest(tiny_folder: Any, ti
     end(0)
     end(2)
     assert 3 * admission.held_bytes == admission.limit_bytes
-    large = node.read_and_write(prompt_of(2990), rules=GenerationParams(max_tokens=10, timeout_s=600, queue_s=600))
+    large = node.generate_local(prompt_of(2990), GenerationParams(max_tokens=10, timeout_s=600, queue_s=600))
     assert until(lambda: admission.waiting == 1)
-    small = node.read_and_write(prompt_of(20), rules=GenerationParams(max_tokens=3, timeout_s=600, queue_s=60))
+    small = node.generate_local(prompt_of(20), GenerationParams(max_tokens=3, timeout_s=600, queue_s=60))
     assert list(small) == alone(tiny_engine("torch", "llama"), prompt_of(20), 3)
-    assert until(lambda: admission.waiting == 1), "it was tried once more, in vain"
+    assert until(lambda: admission.waiting == 1), "it was requeued"
     assert large.metrics.completion_tokens == 0
     end(1)
     assert list(large) == alone(tiny_engine("torch", "llama"), prompt_of(2990), 10)
@@ -361,27 +316,27 @@ def test_who_waits_for_one_piece_keeps_nobody_from_the_rest(tiny_folder: Any, ti
 
 def _outcome(node: DecodeNode, prompt: list[int]) -> str:
     try:
-        node.read_and_write(prompt, rules=GenerationParams(max_tokens=8, queue_s=100))
+        node.generate_local(prompt, GenerationParams(max_tokens=8, queue_s=100))
     except NodeBusy:
         return "refused"
     return "begun"
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
-def test_the_second_turn_moves_only_what_is_new(architecture: str, nodes: Callable[..., Pair]) -> None:
-    """Both nodes remember: the bytes of turn two are those of its new tokens, and the answer is the same."""
+def test_the_second_chat_message_transfers_only_new_tokens(architecture: str, nodes: Callable[..., Pair]) -> None:
+    """Both nodes have prefix caches: the second prompt transfers its new tokens only, with the same completion."""
     pair = nodes(architecture=architecture, prefix_bytes=64 << 20)
     decode = pair[1]
     fresh = nodes(architecture=architecture)
     prompt = prompt_of(2000)
-    first = Asked("remote", prompt, GenerationParams(max_tokens=50)).begin(pair)
+    first = MixedRequest("remote", prompt, GenerationParams(max_tokens=50)).begin(pair)
     said = list(first)
     second = [*prompt, *said, *prompt_of(100, seed=3)]
-    answer = Asked("remote", second, GenerationParams(max_tokens=20)).begin(pair)
-    assert list(answer) == list(Asked("remote", second, GenerationParams(max_tokens=20)).begin(fresh))
+    answer = MixedRequest("remote", second, GenerationParams(max_tokens=20)).begin(pair)
+    assert list(answer) == list(MixedRequest("remote", second, GenerationParams(max_tokens=20)).begin(fresh))
     layout = decode.engine.spec.layout
     new = len(second) - answer.metrics.cached_tokens
-    assert new <= 101, "the last token of an answer is never fed, everything else is held"
+    assert new <= 101, "everything is cached but the last completion token, which was never fed"
     rows = sum(min(new, plan.window or new) for plan in layout.layers)
     assert answer.metrics.kv_bytes <= 1.05 * rows * layout.row_bytes("float32")
     assert answer.metrics.prompt_tokens_recomputed == 0
@@ -389,24 +344,24 @@ def test_the_second_turn_moves_only_what_is_new(architecture: str, nodes: Callab
     assert until(lambda: nothing_left(pair))
 
 
-def test_a_prompt_that_is_all_there(nodes: Callable[..., Pair]) -> None:
-    """The same prompt again: no slice moves, the logits alone do."""
+def test_a_fully_cached_prompt_transfers_no_slice(nodes: Callable[..., Pair]) -> None:
+    """The same prompt again: only the logits are transferred."""
     pair = nodes(prefix_bytes=64 << 20)
-    asked = Asked("remote", prompt_of(300), GenerationParams(max_tokens=16))
+    asked = MixedRequest("remote", prompt_of(300), GenerationParams(max_tokens=16))
     first = list(asked.begin(pair))
     again = asked.begin(pair)
     assert list(again) == first
     assert (again.metrics.cached_tokens, again.metrics.kv_bytes) == (300, 0)
-    local = Asked("local", prompt_of(300), GenerationParams(max_tokens=16)).begin(pair)
+    local = MixedRequest("local", prompt_of(300), GenerationParams(max_tokens=16)).begin(pair)
     assert list(local) == first
     assert (local.metrics.cached_tokens, local.metrics.prompt_tokens_recomputed) == (299, 1)
 
 
-def test_streams_go_on_while_a_long_prompt_is_read(nodes: Callable[..., Pair]) -> None:
-    """A local prompt is read in small pieces between steps once someone is writing."""
+def test_running_requests_do_not_stall_during_a_long_prefill(nodes: Callable[..., Pair]) -> None:
+    """While requests are running, a local prompt is computed in small chunks between the steps."""
     _, decode = nodes()
     slow(decode, "_step", 0.01)
-    running = decode.read_and_write(prompt_of(10), 400)
+    running = decode.generate_local(prompt_of(10), GenerationParams(max_tokens=400))
     assert until(lambda: running.metrics.completion_tokens > 5)
     slow(decode, "_prefill", 0.01)
     sizes: list[int] = []
@@ -418,20 +373,20 @@ def test_streams_go_on_while_a_long_prompt_is_read(nodes: Callable[..., Pair]) -
 
     decode.engine._prefill = seen  # type: ignore[method-assign]
     before = running.metrics.completion_tokens
-    assert list(decode.read_and_write(prompt_of(900), 1))
+    assert list(decode.generate_local(prompt_of(900), GenerationParams(max_tokens=1)))
     assert len(sizes) >= 18
-    assert running.metrics.completion_tokens - before >= len(sizes) // 2, "one step between two pieces"
+    assert running.metrics.completion_tokens - before >= len(sizes) // 2, "one step between two chunks"
     running.cancel()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_who_joins_for_a_few_tokens_does_not_wait_for_the_others(count: int, nodes: Callable[..., Pair]) -> None:
+def test_a_short_request_does_not_wait_for_long_ones(count: int, nodes: Callable[..., Pair]) -> None:
     _, decode = nodes()
-    expected = list(decode.read_and_write(prompt_of(20), count))
+    expected = list(decode.generate_local(prompt_of(20), GenerationParams(max_tokens=count)))
     slow(decode, "_step", 0.01)
-    running = decode.read_and_write(prompt_of(10), 400)
+    running = decode.generate_local(prompt_of(10), GenerationParams(max_tokens=400))
     assert until(lambda: running.metrics.completion_tokens > 5)
-    assert list(decode.read_and_write(prompt_of(20), count)) == expected
+    assert list(decode.generate_local(prompt_of(20), GenerationParams(max_tokens=count))) == expected
     assert running.metrics.completion_tokens < 300
     running.cancel()
 
@@ -441,7 +396,7 @@ def test_unload_and_load(nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> N
         _, decode = nodes(writer, writer)
         kv_memory = decode.kv_memory
         expected = alone(tiny_engine(writer, "llama"), prompt_of(50), 8)
-        running = decode.read_and_write(prompt_of(5), 2000)
+        running = decode.generate_local(prompt_of(5), GenerationParams(max_tokens=2000))
         with pytest.raises(NodeBusy, match="in use"):
             kv_memory.scheduler.call(kv_memory.unload)
         running.cancel()
@@ -450,7 +405,8 @@ def test_unload_and_load(nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> N
             kv_memory.scheduler.call(kv_memory.unload)
             assert not kv_memory.engine.loaded
             with ThreadPoolExecutor(8) as pool:
-                answers = list(pool.map(lambda _: list(decode.read_and_write(prompt_of(50), 8)), range(8)))  # noqa: B023
+                started = [decode.generate_local(prompt_of(50), GenerationParams(max_tokens=8)) for _ in range(8)]
+                answers = list(pool.map(list[int], started))
             assert answers == [expected] * 8
             assert kv_memory.engine.loaded
 
@@ -472,10 +428,10 @@ def test_idle_models_are_unloaded(tiny_folder: Any, tiny_engine: LoadTiny) -> No
 
     def ask(_: int) -> list[int]:
         gate.wait()
-        return list(node.read_and_write(prompt_of(50), 8))
+        return list(node.generate_local(prompt_of(50), GenerationParams(max_tokens=8)))
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, range(8))) == [expected] * 8
-    assert loads[0] == 2, "one load for all who came"
+    assert loads[0] == 2, "one load for all requests"
     kv_memory.close_all()
     scheduler.stop()

@@ -1,17 +1,16 @@
-"""When a choice is over, and what its text is then."""
+"""One choice: its end and its text."""
 
+from disaggregated_inference.api import GenerationParams
 from disaggregated_inference.models import ModelFiles
-from disaggregated_inference.node.generation import GenerationParams
-from disaggregated_inference.node.sampling import SamplingParams
-from tests.node.test_routes import written
+from tests.support.choice_text import written
 
 
-def test_a_stop_string_that_the_last_held_character_completes(smollm2: ModelFiles) -> None:
-    """The character for no character looks like half of another one until nothing more can come."""
+def test_a_stop_string_completed_by_the_last_held_back_character(smollm2: ModelFiles) -> None:
+    """U+FFFD looks like half of another character until the end of the text."""
     tokens = smollm2.tokenizer.encode("so \ufffd")
 
     def cut(stop: str, least: int = 0) -> tuple[str, str | None]:
-        rules = GenerationParams(max_tokens=len(tokens), sampling=SamplingParams(stop=(stop,), min_tokens=least))
+        rules = GenerationParams(max_tokens=len(tokens), stop=(stop,), min_tokens=least)
         return written(smollm2, tokens, rules)
 
     assert cut("\ufffd") == ("so ", "stop")

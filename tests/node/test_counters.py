@@ -1,4 +1,4 @@
-"""What a node says that it has done: requests alone, each token once, rates of what was really read."""
+"""What a node counts and measures: requests, tokens and rates; and its memory limits at the start."""
 
 import json
 import subprocess
@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 
+from disaggregated_inference.api import GenerationParams, Rate
 from disaggregated_inference.errors import BadRequest
-from disaggregated_inference.node.kv_listener import parse_address
 from disaggregated_inference.node.kv_memory import KVMemory
-from disaggregated_inference.node.rates import Rate
 from disaggregated_inference.node.scheduler import Scheduler
-from tests.conftest import LoadTiny, Pair, until
-from tests.node.test_serve_command import Node
-from tests.node.test_serving import scraped
+from tests.support.engines import LoadTiny
 from tests.support.handoff import prompt_of
+from tests.support.node_pair import Pair
+from tests.support.node_process import Node, scraped
+from tests.support.waiting import until
 
 LOTS = 64 << 20
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Node, Node]]:
-    """Without a model's name: the simulated engine has models of its own."""
+    """Without --model: the simulated engine has its own models."""
     both = Node("prefill", "--engine", "simulated"), Node("decode", "--engine", "simulated")
     yield both
     for node in both:
@@ -39,7 +39,8 @@ def handed_over(pair: tuple[Node, Node], tokens: list[int], count: int) -> dict[
     return found
 
 
-def test_the_canary_is_nobodys_request(pair: tuple[Node, Node]) -> None:
+@pytest.mark.slow
+def test_the_canary_is_not_counted_as_a_request(pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
     assert prefill.ready["model"] == "simulated:tiny"
     assert handed_over(pair, prompt_of(100), 5)["usage"]["cached_tokens"] == 0
@@ -53,8 +54,8 @@ def test_the_canary_is_nobodys_request(pair: tuple[Node, Node]) -> None:
     assert metrics["disagg_prompt_tokens_total[computed]"] == 100
 
 
-def test_what_was_computed_was_not_cached(pair: tuple[Node, Node]) -> None:
-    """The decode node holds the prompt, the prefill node does not: it is computed again, and not moved."""
+def test_recomputed_tokens_do_not_count_as_cached(pair: tuple[Node, Node]) -> None:
+    """Only the decode node has cached the prompt: the prefill node computes it again, and it is not transferred."""
     prefill, decode = pair
     tokens = prompt_of(300, seed=4)
     assert decode.ask("/generate", {"tokens": tokens, "max_tokens": 2, "ignore_eos": True})[0] == 200
@@ -67,21 +68,25 @@ def test_what_was_computed_was_not_cached(pair: tuple[Node, Node]) -> None:
     assert again["usage"]["cached_tokens"] == 299
 
 
-def test_rates_are_of_what_was_read(nodes: Callable[..., Pair]) -> None:
-    """A prompt of which only the last token is new says how fast one token is read, not how fast a thousand are."""
+def test_rates_count_computed_tokens_only(nodes: Callable[..., Pair]) -> None:
+    """A prompt with one new token measures the speed of one token, not of a thousand."""
     prefill, decode = nodes("torch", "torch", prefix_bytes=LOTS)
 
     def sizes(rates: list[Rate]) -> list[tuple[int, int]]:
         return [(rate.size, rate.samples) for rate in rates]
 
     for _ in range(2):
-        list(decode.read_and_write(prompt_of(1000), 2))
-        prefill.begin(prompt_of(1000))[1].result(10)
-        prefill._keeper._threads.submit(lambda: None).result(10)
-    assert sizes(decode.intake.reading.seen()) == sizes(prefill.reading.seen()) == [(1, 1), (512, 1)]
+        list(decode.generate_local(prompt_of(1000), GenerationParams(max_tokens=2)))
+        prefill.submit(prompt_of(1000))[1].result(10)
+        prefill.chunked_prefill.prefix_writer._threads.submit(int).result()  # everything before it is saved
+    assert (
+        sizes(decode.kv_source.prefill_rates.stats())
+        == sizes(prefill.chunked_prefill.rates.stats())
+        == [(1, 1), (512, 1)]
+    )
 
 
-def test_a_node_that_could_serve_nobody_does_not_start() -> None:
+def test_a_node_without_memory_for_requests_does_not_start() -> None:
     command = [sys.executable, "-m", "disaggregated_inference", "serve", "--engine", "simulated", "--port", "0"]
     done = subprocess.run([*command, "--kv-memory", "1K"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")
@@ -89,9 +94,10 @@ def test_a_node_that_could_serve_nobody_does_not_start() -> None:
     assert "more --kv-memory, or less --prefix-memory" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["200K", "40K"])
-def test_a_small_node_starts_all_the_same(size: str, tiny_folder: Any) -> None:
-    """A token takes a kilobyte: there is no room for the longer prompt that shows how fast it reads, nor for both."""
+def test_a_node_with_little_memory_starts(size: str, tiny_folder: Any) -> None:
+    """A token takes a kilobyte: one or both prompts of the speed measurement do not fit."""
     common = "--engine", "torch", "--dtype", "float32", "--prefix-memory", "0"
     node = Node("decode", *common, "--model", str(tiny_folder("llama")), "--kv-memory", size)
     try:
@@ -103,8 +109,8 @@ def test_a_small_node_starts_all_the_same(size: str, tiny_folder: Any) -> None:
         node.stop()
 
 
-def test_one_answer_of_a_node_of_both_roles_may_have_half() -> None:
-    """The other half is for caches that wait: a router must not count on it."""
+def test_a_request_on_a_node_with_both_roles_gets_half_of_the_memory() -> None:
+    """The other half is for KV that waits to be fetched: a router must not count on it."""
     node = Node("both", "--engine", "simulated", "--kv-memory", "8M", "--prefix-memory", "0")
     try:
         kv, token_bytes = (node.ask("/status")[1][name] for name in ("kv", "kv_token_bytes"))
@@ -123,17 +129,18 @@ def test_one_answer_of_a_node_of_both_roles_may_have_half() -> None:
         node.stop()
 
 
-def test_prefixes_must_leave_something(tiny_engine: LoadTiny) -> None:
+def test_the_prefix_cache_must_leave_memory_for_requests(tiny_engine: LoadTiny) -> None:
     scheduler = Scheduler(lambda: tiny_engine("torch", "llama"))
-    scheduler.engine.own_memory, before = False, scheduler.engine.own_memory
+    scheduler.engine.preallocates_kv, before = False, scheduler.engine.preallocates_kv
     with pytest.raises(BadRequest, match=r"^0 bytes of KV memory are left"):
         KVMemory(scheduler, prefix_bytes=999 << 40)
-    scheduler.engine.own_memory = before
+    scheduler.engine.preallocates_kv = before
     scheduler.stop()
 
 
+@pytest.mark.slow
 def test_a_model_is_not_idle_before_its_node_is_ready() -> None:
-    """Making ready takes longer than that; the time of nobody's use begins when someone could."""
+    """Starting takes longer than the idle time; it counts from the moment at which the node is ready."""
     node = Node("decode", "--engine", "simulated", "--idle-unload", "4")
     assert node.ask("/health")[1]["loaded"]
     assert until(lambda: not node.ask("/health")[1]["loaded"])
@@ -141,23 +148,15 @@ def test_a_model_is_not_idle_before_its_node_is_ready() -> None:
     node.stop()
 
 
-def test_a_cache_that_waits_keeps_the_model(pair: tuple[Node, Node]) -> None:
+def test_a_model_with_unfetched_kv_is_not_unloaded(pair: tuple[Node, Node]) -> None:
     prefill, _ = pair
     ticket = prefill.ask("/prefill", {"tokens": prompt_of(20)})[1]["ticket"]
     status, answer = prefill.ask("/unload", {})
-    assert (status, "and its caches fetched" in answer["error"]["message"]) == (503, True)
+    assert (status, "and its KV was fetched" in answer["error"]["message"]) == (503, True)
     prefill.ask(f"/prefill/{ticket}", method="DELETE")
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:0", "a:b:c:999999", "a:b", "a:65536", "[a:b]:1", "[a:b]", "::g"])
-def test_addresses_that_are_none(text: str, pair: tuple[Node, Node]) -> None:
+def test_malformed_kv_addresses_are_refused(text: str, pair: tuple[Node, Node]) -> None:
     status, answer = pair[0].ask("/prefill", json.dumps({"tokens": [5], "kv_addresses": [text]}).encode())
-    assert (status, "is no address" in answer["error"]["message"]) == (400, True)
-
-
-def test_addresses() -> None:
-    found = [parse_address(text, 7) for text in ("a", "a:1", "::1", "[::1]", "[fe80::1%en0]:2")]
-    assert found == [("a", 7), ("a", 1), ("::1", 7), ("::1", 7), ("fe80::1%en0", 2)]
-    assert parse_address("a:0", 7, least_port=0) == ("a", 0)
-    with pytest.raises(BadRequest, match="no address"):
-        parse_address("a:0", 7)
+    assert (status, "is not an address" in answer["error"]["message"]) == (400, True)

@@ -1,4 +1,4 @@
-"""What a node must not remember, and what must not stay behind: each gave a wrong answer or held memory once."""
+"""Cancelled, forged, rounded or failed KV must not enter the prefix cache, and its memory must become free."""
 
 import time
 from collections.abc import Callable
@@ -9,21 +9,22 @@ import msgspec
 import numpy as np
 import pytest
 
+from disaggregated_inference.api import GenerationParams
 from disaggregated_inference.errors import DisaggError, PeerFailed
 from disaggregated_inference.kv_transfer import End, Outbox
 from disaggregated_inference.node.context import prompt_hash
-from disaggregated_inference.node.generation import GenerationParams
-from tests.conftest import ENGINE_OPTIONS, LoadTiny, Pair, until
-from tests.node.test_batching import nothing_left
-from tests.node.test_serve_command import Node
+from tests.support.engines import ENGINE_OPTIONS, LoadTiny
 from tests.support.handoff import alone, prompt_of
+from tests.support.node_pair import Pair, nothing_left
+from tests.support.node_process import Node
+from tests.support.waiting import until
 
 LOTS = 64 << 20
 WRITER = list(ENGINE_OPTIONS)[-1]  # what the decode node of `nodes` runs on
 
 
-def test_a_prompt_cancelled_in_its_last_chunk_is_not_kept(nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> None:
-    """Its rows are given back at the end of that chunk, and the next prompt writes there."""
+def test_a_prompt_cancelled_in_its_last_chunk_is_not_cached(nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> None:
+    """Its memory is freed after that chunk, and the next prompt uses it."""
     pair = nodes("torch", "torch", prefix_bytes=LOTS, chunk_tokens=500)
     prefill, decode = pair
     cancelled, other = prompt_of(400), prompt_of(400, seed=9)
@@ -33,85 +34,87 @@ def test_a_prompt_cancelled_in_its_last_chunk_is_not_kept(nodes: Callable[..., P
     def cancelling(*arguments: Any) -> Any:
         done = original(*arguments)
         if ticket:
-            prefill.book.cancel(ticket.pop())
+            prefill.tickets.cancel(ticket.pop())
         return done
 
     prefill.engine._prefill = cancelling  # type: ignore[method-assign, assignment]
     ticket.append("doomed")
-    prefill._keeper._threads.submit(time.sleep, 0.2)  # a keeper that is behind
-    _, reading = prefill.begin(cancelled, "doomed")
+    prefill.chunked_prefill.prefix_writer._threads.submit(time.sleep, 0.2)  # the prefix writer is behind
+    _, reading = prefill.submit(cancelled, "doomed")
     with pytest.raises(DisaggError):
         reading.result(5)
-    list(decode.fetch_and_write(prefill.begin(other)[0], 4))
+    list(decode.generate_from_kv(prefill.submit(other)[0], GenerationParams(max_tokens=4)))
     time.sleep(0.4)
     again = [*cancelled, 7]
-    answer = decode.fetch_and_write(prefill.begin(again)[0], 8)
+    answer = decode.generate_from_kv(prefill.submit(again)[0], GenerationParams(max_tokens=8))
     assert list(answer) == alone(tiny_engine("torch", "llama"), again, 8)
     assert answer.metrics.prefill_cached_tokens < 100
     assert until(lambda: nothing_left(pair))
 
 
-def test_a_kept_beginning_is_handed_out_from_where_it_was_placed(nodes: Callable[..., Pair]) -> None:
-    """Not as copies beside it, which nobody has promised memory for."""
+def test_a_cached_prefix_is_sent_without_a_copy(nodes: Callable[..., Pair]) -> None:
+    """Admission has reserved no memory for a copy."""
     prefill, decode = nodes("torch", "torch", prefix_bytes=LOTS)
     prompt = prompt_of(400)
-    expected = list(decode.fetch_and_write(prefill.begin(prompt)[0], 4))
-    assert until(lambda: prefill.kv_memory.prefixes.seen().blocks > 0)
-    context, reading = prefill.begin(prompt)
+    expected = list(decode.generate_from_kv(prefill.submit(prompt)[0], GenerationParams(max_tokens=4)))
+    assert until(lambda: prefill.kv_memory.prefixes.stats().blocks > 0)
+    context, reading = prefill.submit(prompt)
     assert reading.result(5).cached_tokens > 300
     arena: Any = prefill.engine.arena  # type: ignore[attr-defined]
-    for piece in prefill._known(context.ticket).outbox.slices():
+    for piece in prefill.jobs[context.ticket].outbox.slices():
         assert np.shares_memory(piece.keys, arena.keys[piece.layer].numpy())
         assert np.shares_memory(piece.values, arena.values[piece.layer].numpy())
-    assert list(decode.fetch_and_write(context, 4)) == expected
+    assert list(decode.generate_from_kv(context, GenerationParams(max_tokens=4))) == expected
 
 
-def test_a_prompt_fetched_before_its_reader_looks_up_was_read(
+def test_a_prompt_that_is_fetched_at_once_counts_as_computed(
     nodes: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other side may have it all, and end the ticket, before the engine's thread does its next thing."""
+    """The decode node may fetch everything and end the ticket before the scheduler continues."""
     prefill, decode = nodes("torch", "torch", prefix_bytes=LOTS)
     prompt, finish = prompt_of(400), Outbox.finish
 
     def finish_and_stay(outbox: Outbox, end: End) -> None:
         finish(outbox, end)
         if end.prompt_tokens == len(prompt):
-            assert until(lambda: prefill.book.endings.fetched == 1)
+            assert until(lambda: prefill.tickets.endings["fetched"] == 1)
 
     monkeypatch.setattr(Outbox, "finish", finish_and_stay)
-    context, reading = prefill.begin(prompt)
-    list(decode.fetch_and_write(context, 4))
+    context, reading = prefill.submit(prompt)
+    list(decode.generate_from_kv(context, GenerationParams(max_tokens=4)))
     assert reading.result(5).prompt_tokens == 400
-    assert until(lambda: prefill.kv_memory.prefixes.seen().blocks > 0)
+    assert until(lambda: prefill.kv_memory.prefixes.stats().blocks > 0)
 
 
-def test_rounded_rows_are_not_kept(nodes: Callable[..., Pair]) -> None:
+def test_rounded_kv_is_not_cached(nodes: Callable[..., Pair]) -> None:
     prefill, decode = nodes(prefix_bytes=LOTS, codecs=("int8", "raw"))
-    list(decode.fetch_and_write(prefill.begin(prompt_of(300))[0], 8))
-    assert decode.kv_memory.prefixes.seen().blocks == 0
-    assert decode.read_and_write(prompt_of(300), 1).metrics.cached_tokens == 0
+    list(decode.generate_from_kv(prefill.submit(prompt_of(300))[0], GenerationParams(max_tokens=8)))
+    assert decode.kv_memory.prefixes.stats().blocks == 0
+    assert decode.generate_local(prompt_of(300), GenerationParams(max_tokens=1)).metrics.cached_tokens == 0
 
 
-def test_rows_that_a_client_brings_are_not_kept(nodes: Callable[..., Pair]) -> None:
+def test_kv_from_a_client_is_not_cached(nodes: Callable[..., Pair]) -> None:
     prefill, decode = nodes(prefix_bytes=LOTS)
-    context, reading = prefill.begin(prompt_of(300))
+    context, reading = prefill.submit(prompt_of(300))
     reading.result(10)
-    list(decode.play_and_write(prefill.inline(context.ticket, 1 << 24), 8))
-    assert decode.kv_memory.prefixes.seen().blocks == 0
+    list(decode.generate_from_inline_kv(prefill.inline(context.ticket, 1 << 24), GenerationParams(max_tokens=8)))
+    assert decode.kv_memory.prefixes.stats().blocks == 0
 
 
-def test_a_forged_context_poisons_nothing(nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> None:
-    """The cache of one prompt, said to be that of another: the prefill node knows better."""
+def test_a_forged_context_does_not_enter_the_prefix_cache(nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> None:
+    """The KV of one prompt with the hash of another: the prefill node refuses it."""
     prefill, decode = nodes(prefix_bytes=LOTS)
-    context, _ = prefill.begin(prompt_of(300))
+    context, _ = prefill.submit(prompt_of(300))
     others = prompt_of(300, seed=5)
     forged = msgspec.structs.replace(context, prompt_hash=prompt_hash(others))
-    with pytest.raises(PeerFailed, match="not those of its prompt"):
-        list(decode.fetch_and_write(forged, 8, tokens=others))
-    assert list(decode.read_and_write(others, 8)) == alone(tiny_engine(WRITER, "llama"), others, 8)
+    with pytest.raises(PeerFailed, match="not the prompt of this ticket"):
+        list(decode.generate_from_kv(forged, GenerationParams(max_tokens=8), tokens=others))
+    assert list(decode.generate_local(others, GenerationParams(max_tokens=8))) == alone(
+        tiny_engine(WRITER, "llama"), others, 8
+    )
 
 
-def test_an_engine_that_cannot_open_holds_nothing(nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> None:
+def test_a_failed_open_holds_no_memory(nodes: Callable[..., Pair], tiny_engine: LoadTiny) -> None:
     pair = nodes(lease_s=1.0)
     prefill, decode = pair
     for node in pair:
@@ -123,18 +126,18 @@ def test_an_engine_that_cannot_open_holds_nothing(nodes: Callable[..., Pair], ti
         node.kv_memory.open = broken  # type: ignore[method-assign]
         if node is prefill:
             with pytest.raises(RuntimeError):
-                prefill.begin(prompt_of(50))[1].result(5)
+                prefill.submit(prompt_of(50))[1].result(5)
         else:
             with pytest.raises(RuntimeError):
-                list(decode.read_and_write(prompt_of(50), 4))
+                list(decode.generate_local(prompt_of(50), GenerationParams(max_tokens=4)))
         node.kv_memory.open = original  # type: ignore[method-assign]
     assert until(lambda: nothing_left(pair))
-    answer = decode.fetch_and_write(prefill.begin(prompt_of(50))[0], rules=GenerationParams(max_tokens=4))
+    answer = decode.generate_from_kv(prefill.submit(prompt_of(50))[0], GenerationParams(max_tokens=4))
     assert list(answer) == alone(tiny_engine(WRITER, "llama"), prompt_of(50), 4)
 
 
-def test_both_roles_do_not_wait_for_each_other(tiny_folder: Any) -> None:
-    """Caches that wait to be fetched leave room for those who fetch them."""
+def test_both_roles_do_not_deadlock(tiny_folder: Any) -> None:
+    """KV that waits to be fetched leaves memory for the requests that fetch it."""
     arguments = ("--model", str(tiny_folder("llama")), "--dtype", "float32", "--engine", "torch", "--lease", "5")
     node = Node("both", *arguments, "--kv-memory", "4M", "--prefix-memory", "0")
 

@@ -13,19 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from disaggregated_inference.api import DecodeMetrics, GenerationParams, OutputFormat
 from disaggregated_inference.engines import Engine
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.models import ModelFiles
-from disaggregated_inference.node import requests
 from disaggregated_inference.node.choice import Choice
 from disaggregated_inference.node.decode import DecodeNode
-from disaggregated_inference.node.generation import DecodeMetrics, Generation, GenerationParams, TokenOutput
+from disaggregated_inference.node.generation import Generation
 from disaggregated_inference.node.node import Node
 from disaggregated_inference.node.routes import node_app
-from disaggregated_inference.node.sampling import SamplingParams
-from disaggregated_inference.node.structured_output import GrammarCompiler, OutputFormat
-from tests.conftest import Pair, until
+from disaggregated_inference.node.structured_output import GrammarCompiler
+from disaggregated_inference.timeouts import HttpTimeouts
+from tests.support.choice_text import written
+from tests.support.node_pair import Pair
 from tests.support.recorded_ollama import Front, OnThread
+from tests.support.waiting import until
 
 SLOW = {"type": "regex", "pattern": "a{3}"}
 
@@ -58,25 +60,43 @@ def begun(served: OnThread, body: bytes, announced: int) -> socket.socket:
 
 
 @pytest.fixture
-def any_node(request: pytest.FixtureRequest) -> Iterator[OnThread]:
-    if request.param == "ours":
-        yield request.getfixturevalue("served")
+def impatient(
+    request: pytest.FixtureRequest, writer: DecodeNode, tiny_folder: Callable[[str], Path]
+) -> Iterator[OnThread]:
+    """Nodes of both kinds that wait 0.2 s for a request."""
+    timeouts = HttpTimeouts(read_s=0.2)
+    if request.param == "engine":
+        node = Node(ModelFiles("llama", tiny_folder("llama")), writer.kv_memory, None, writer)
+        server = OnThread(node_app(node, None), timeouts)
     else:
-        front = Front("http://127.0.0.1:1")
-        yield front
-        front.end()
+        server = Front("http://127.0.0.1:1", http=timeouts)
+    yield server
+    server.end()
 
 
-@pytest.mark.parametrize("any_node", ["ours", "ollama"], indirect=True)
-def test_a_body_that_does_not_come(any_node: OnThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "BODY_S", 0.2)
-    with begun(any_node, b"{", 1000) as sock:
+@pytest.mark.parametrize("impatient", ["engine", "ollama"], indirect=True)
+def test_a_head_that_does_not_arrive(impatient: OnThread) -> None:
+    """Half-sent heads must not hold connections for ever: a thousand of them would shut the node off."""
+    with socket.create_connection(("127.0.0.1", impatient.port)) as silent:
+        silent.settimeout(20)
+        with socket.create_connection(("127.0.0.1", impatient.port)) as sock:
+            sock.settimeout(20)
+            sock.sendall(b"GET /health HTTP/1.1\r\nX-Slow: ")
+            head, _, body = b"".join(iter(lambda: sock.recv(1 << 16), b"")).partition(b"\r\n\r\n")
+        assert silent.recv(1) == b""
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(body)["error"]["code"] == "request_too_slow"
+
+
+@pytest.mark.parametrize("impatient", ["engine", "ollama"], indirect=True)
+def test_a_body_that_does_not_arrive(impatient: OnThread) -> None:
+    with begun(impatient, b"{", 1000) as sock:
         sock.settimeout(20)
         head, _, body = b"".join(iter(lambda: sock.recv(1 << 16), b"")).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
     assert b"connection: close" in head.lower()
     assert json.loads(body)["error"]["code"] == "request_too_slow"
-    assert ended(any_node) == {"request_too_slow": 1}
+    assert ended(impatient) == {"request_too_slow": 1}
 
 
 def test_who_leaves_in_the_middle_of_a_body_is_no_fault(served: OnThread, caplog: pytest.LogCaptureFixture) -> None:
@@ -167,34 +187,14 @@ def test_null_is_as_if_it_were_not_there(served: OnThread) -> None:
 @pytest.mark.parametrize("name", ["max_tokens", "max_new_tokens"])
 def test_a_refusal_names_the_field_that_was_sent(served: OnThread, name: str) -> None:
     status, answer = served.ask("/generate", {"tokens": [5], name: 0})
-    assert (status, answer["error"]["message"]) == (400, f"{name} must be at least 1, not 0")
-
-
-def written(model: ModelFiles, tokens: list[int], rules: GenerationParams) -> tuple[str, str | None]:
-    """What a choice shows of these tokens, and why it ended."""
-    answer = Generation(rules, DecodeMetrics(1))
-    grammar = (
-        GrammarCompiler(model.tokenizer, model.spec.vocabulary, model.spec.eos_tokens).start(rules.format)
-        if rules.format
-        else None
-    )
-    choice = Choice(answer, 0, [1], model.tokenizer, model.spec.eos_tokens, grammar)
-    for token in tokens:
-        choice.take(token)
-        if choice.error:
-            raise choice.error
-        if choice.over:
-            break
-    answer.put(None)
-    pieces: list[TokenOutput] = list(answer.pieces())
-    return "".join(piece.text for piece in pieces), choice.finish
+    assert (status, answer["error"]["message"]) == (400, f"{name} must be at least 1")
 
 
 def test_a_stop_string_that_straddles_min_tokens(smollm2: ModelFiles) -> None:
     text = "1. 1\n2. "
     tokens = smollm2.tokenizer.encode(text)
     for least in range(len(tokens) + 1):
-        rules = GenerationParams(sampling=SamplingParams(stop=("1\n",), min_tokens=least), max_tokens=len(tokens))
+        rules = GenerationParams(stop=("1\n",), min_tokens=least, max_tokens=len(tokens))
         ends = len(smollm2.tokenizer.encode("1. 1\n"))
         assert written(smollm2, tokens, rules) == (("1. ", "stop") if least <= ends else (text, "length"))
 
@@ -226,10 +226,10 @@ def test_what_was_written_elsewhere_may_be_complete(smollm2: ModelFiles, form: d
     grammars = GrammarCompiler(smollm2.tokenizer, smollm2.spec.vocabulary, smollm2.spec.eos_tokens)
     assert rules.format
     choice = Choice(answer, 0, [1], smollm2.tokenizer, smollm2.spec.eos_tokens, grammars.start(rules.format))
-    choice.choose(np.zeros(smollm2.spec.vocabulary, np.float32))
-    assert (choice.error, choice.finish) == (None, "stop")
+    choice.sample(np.zeros(smollm2.spec.vocabulary, np.float32))
+    assert (choice.error, choice.finish_reason) == (None, "stop")
     answer.put(None)
-    assert [(piece.text, piece.finish_reason) for piece in answer.pieces()] == [("", "stop")]
+    assert [(piece.text, piece.finish_reason) for piece in answer.events()] == [("", "stop")]
 
 
 def slow_load(writer: DecodeNode, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -275,7 +275,7 @@ def test_nobody_waits_for_a_load_to_be_told(
     with begun(served, asked, len(asked)):
         assert until(lambda: writer.open_requests == 2)
     admission = writer.kv_memory.admission
-    rest = admission.ask(admission.limit_bytes - admission.held_bytes, 1, lambda claim: None, lambda error: None, 0)
+    rest = admission.request(admission.limit_bytes - admission.held_bytes, 1, lambda claim: None, lambda error: None, 0)
     status, answer = served.ask("/generate", {"tokens": [5], "queue_s": 0.3})
     assert (status, answer["error"]["code"]) == (503, "kv_memory_full")
     told = {"deadline_exceeded": 1, "cancelled": 1, "kv_memory_full": 1}

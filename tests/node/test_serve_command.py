@@ -1,14 +1,11 @@
-"""Nodes as people run them: `disagg serve`, two processes, curl's view of them. The embedded model, real engines."""
+"""`disagg serve`: two node processes and their HTTP API, with the embedded model and real engines."""
 
 import asyncio
 import base64
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.error
@@ -20,58 +17,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from disaggregated_inference.http.middleware import RequestId
+from disaggregated_inference.http import RequestId
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node.context import PrefillContext
 from disaggregated_inference.node.kv_listener import listen
-from tests.conftest import LoadTiny, until, written
+from tests.support.engines import LoadTiny
 from tests.support.handoff import alone, prompt_of
+from tests.support.node_process import Node
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.slow
 
 
 def _context(**changes: Any) -> str:
     plain = PrefillContext(ticket="t", secret="s", epoch="e", tokens=3, prompt_hash="h", addresses=(("127.0.0.1", 9),))
     return msgspec.structs.replace(plain, **changes).encode()
-
-
-class Node:
-    """A node process; `ready` is its first line."""
-
-    def __init__(self, role: str, *arguments: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "disaggregated_inference", "serve", "--role", role, *arguments, "--port", "0"]
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in stop
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, env=os.environ | environment)
-        assert self.process.stdout
-        self.ready = json.loads(self.process.stdout.readline())
-        self.url = f"http://127.0.0.1:{self.ready['port']}"
-
-    def ask(self, path: str, body: Any = None, method: str | None = None, token: str = "") -> tuple[int, Any]:
-        data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        request = urllib.request.Request(self.url + path, data, headers, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=240) as response:
-                return response.status, json.loads(response.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, json.loads(error.read())
-
-    def stream(self, path: str, body: Any) -> list[Any]:
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode())
-        with urllib.request.urlopen(request, timeout=240) as response:
-            return [json.loads(line[6:]) for line in response if line.startswith(b"data: ")]
-
-    def logged(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in written(self.log).splitlines() if line.startswith("{")]
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.process.wait(timeout=30)
-        finally:
-            self.process.kill()
-            self.log.close()
-            if self.process.stdout:
-                self.process.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +43,10 @@ def folder(tiny_folder: Any) -> Path:
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> Iterator[tuple[Node, Node]]:
     shared = ("--model", str(folder), "--dtype", "float32", "--prefix-memory", "0")
-    prefill = Node("prefill", *shared, "--engine", "torch", "--chunk", "77", "--lease", "5", "--log-level", "info")
-    decode = Node("decode", *shared, "--engine", "mlx", "--log-level", "info")
+    prefill = Node(
+        "prefill", *shared, "--engine", "torch", "--chunk", "77", "--lease", "5", "--log-level", "info", forked=False
+    )
+    decode = Node("decode", *shared, "--engine", "mlx", "--log-level", "info", forked=False)
     yield prefill, decode
     assert prefill.stop() == 0
     assert decode.stop() == 0
@@ -97,7 +59,9 @@ def expected(tiny_engine: LoadTiny) -> list[int]:
 
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-def test_two_processes_one_answer(wait: bool, stream: bool, pair: tuple[Node, Node], expected: list[int]) -> None:
+def test_prefill_and_decode_in_two_processes(
+    wait: bool, stream: bool, pair: tuple[Node, Node], expected: list[int]
+) -> None:
     prefill, decode = pair
     before = decode.ask("/status")[1]["prompt_tokens_computed"]
     status, read = prefill.ask("/prefill", {"tokens": prompt_of(300), "wait": wait})
@@ -135,7 +99,7 @@ def test_text_and_chat_are_prompts_too(pair: tuple[Node, Node], folder: Path) ->
         assert prefill.ask("/prefill", body)[1]["prompt_tokens"] == len(tokens)
 
 
-def test_a_context_is_good_once_and_not_for_ever(pair: tuple[Node, Node]) -> None:
+def test_a_context_is_valid_once_and_expires(pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
     context = prefill.ask("/prefill", {"tokens": prompt_of(50)})[1]["context"]
     assert decode.ask("/decode", {"context": context, "max_new_tokens": 2})[0] == 200
@@ -147,8 +111,8 @@ def test_a_context_is_good_once_and_not_for_ever(pair: tuple[Node, Node]) -> Non
     assert prefill.ask("/status")[1]["tickets"] == 0
 
 
-def test_a_cache_inside_the_request(pair: tuple[Node, Node], expected: list[int]) -> None:
-    """Nothing but HTTP: the cache as base64, for small experiments."""
+def test_inline_kv(pair: tuple[Node, Node], expected: list[int]) -> None:
+    """KV as base64 in the request: HTTP alone, for small experiments."""
     prefill, decode = pair
     read = prefill.ask("/prefill", {"tokens": prompt_of(300), "inline": True})[1]
     assert read["input_ids"] == prompt_of(300)
@@ -158,9 +122,9 @@ def test_a_cache_inside_the_request(pair: tuple[Node, Node], expected: list[int]
     assert decode.ask("/decode", {"context": read["context"], "max_new_tokens": 16})[1]["tokens"] == expected
     for kv_cache, says in (
         ("!", "not base64"),
-        ("", "cut short"),
-        (read["kv_cache"][:4000], "cut short"),
-        (base64.b64encode(base64.b64decode(read["kv_cache"]) + b"more").decode(), "follows its end"),
+        ("", "truncated"),
+        (read["kv_cache"][:4000], "truncated"),
+        (base64.b64encode(base64.b64decode(read["kv_cache"]) + b"more").decode(), "bytes after its END"),
         (read["kv_cache"][:40000] + "AAAA" + read["kv_cache"][40004:], "damaged"),
     ):
         status, answer = decode.ask("/decode", {"kv_cache": kv_cache, "max_new_tokens": 2})
@@ -181,8 +145,8 @@ def test_requests_have_ids(pair: tuple[Node, Node]) -> None:
     with urllib.request.urlopen(request, timeout=60) as response:
         assert len(response.headers["X-Request-Id"]) == 16
     lines = [line for line in decode.logged() if line.get("request_id") == "my-request:7"]
-    assert [line["message"] for line in lines] == ["answer done"]
-    assert lines[0]["prompt_tokens"] == 50
+    assert [line["message"] for line in lines][-1:] == ["generation done"]
+    assert lines[-1]["prompt_tokens"] == 50
     assert any(line["message"] == "prefill done" and line["ticket"] for line in prefill.logged())
 
 
@@ -196,8 +160,8 @@ def test_the_status_names_paths_and_peers(pair: tuple[Node, Node]) -> None:
     assert [f"{path['host']}:{path['port']}" for path in status["paths"]] == prefill.ask("/status")[1]["kv_addresses"]
 
 
-def test_leaving_without_a_stream_cancels_too(pair: tuple[Node, Node]) -> None:
-    """Both legs: an answer that nobody waits for is not written, a prompt that nobody waits for is not read."""
+def test_a_disconnect_cancels_without_a_stream(pair: tuple[Node, Node]) -> None:
+    """On both nodes: after a disconnect, prefill and decode stop."""
     prefill, decode = pair
     for node, path, counter, most in (
         (decode, "/generate", "tokens_written", 3000),
@@ -208,13 +172,13 @@ def test_leaving_without_a_stream_cancels_too(pair: tuple[Node, Node]) -> None:
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(asked)}\r\n\r\n".encode()
         with socket.create_connection(("127.0.0.1", node.ready["port"])) as sock:
             sock.sendall(head + asked)
-            assert until(lambda: node.ask("/status")[1][counter] > before)  # noqa: B023  it has begun
+            assert until(lambda: node.ask("/status")[1][counter] > before)  # noqa: B023  it is running
         assert until(lambda: node.ask("/status")[1]["waiting"] == 0)  # noqa: B023
         assert node.ask("/status")[1][counter] - before < most
     assert until(lambda: prefill.ask("/status")[1]["tickets"] == 0)
 
 
-def test_many_clients_who_leave(pair: tuple[Node, Node]) -> None:
+def test_many_disconnects(pair: tuple[Node, Node]) -> None:
     _, decode = pair
     asked = json.dumps({"tokens": prompt_of(20), "max_new_tokens": 3000}).encode()
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(asked)}\r\n\r\n".encode()
@@ -228,7 +192,7 @@ def test_many_clients_who_leave(pair: tuple[Node, Node]) -> None:
 
 
 def test_streamed_and_whole_texts_are_the_same(pair: tuple[Node, Node]) -> None:
-    """The tiny model writes bytes at random, and half of all answers end in the middle of a character."""
+    """The tiny model generates random bytes; half of its completions end inside a character."""
     _, decode = pair
     for length in range(20, 26):
         asked = {"tokens": prompt_of(length), "max_new_tokens": 12}
@@ -238,7 +202,7 @@ def test_streamed_and_whole_texts_are_the_same(pair: tuple[Node, Node]) -> None:
 
 
 def test_a_stop_in_the_middle_of_an_answer(folder: Path) -> None:
-    """Three seconds for what is being written; then a typed answer, and exit code 0."""
+    """Three seconds for running requests; then an error for the rest, and exit code 0."""
     node = Node("decode", "--model", str(folder), "--dtype", "float32", "--engine", "torch", "--drain", "3")
     answers: list[tuple[int, Any]] = []
     asked = {"tokens": [5, 6], "max_new_tokens": 4000}
@@ -258,7 +222,7 @@ def test_a_stop_in_the_middle_of_an_answer(folder: Path) -> None:
     assert {status for status, _ in answers} <= {200, 503}, answers
 
 
-def test_a_port_that_is_taken_shows_at_once(pair: tuple[Node, Node]) -> None:
+def test_a_port_in_use_is_reported_at_once(pair: tuple[Node, Node]) -> None:
     port = str(pair[0].ready["port"])
     command = [sys.executable, "-m", "disaggregated_inference", "serve", "--role", "decode", "--port", port]
     started = time.monotonic()
@@ -268,7 +232,7 @@ def test_a_port_that_is_taken_shows_at_once(pair: tuple[Node, Node]) -> None:
     assert time.monotonic() - started < 20
 
 
-def test_every_interface_is_handed_out_as_the_one_that_was_used(folder: Path, pair: tuple[Node, Node]) -> None:
+def test_wildcard_addresses_are_replaced_in_contexts(folder: Path, pair: tuple[Node, Node]) -> None:
     everywhere = Node("prefill", "--model", str(folder), "--dtype", "float32", "--host", "0.0.0.0", "--insecure")
     context = everywhere.ask("/prefill", {"tokens": [5, 6, 7]})[1]["context"]
     assert pair[1].ask("/decode", {"context": context, "max_new_tokens": 2})[0] == 200
@@ -325,11 +289,11 @@ def test_cancel_by_request(pair: tuple[Node, Node]) -> None:
         ("/prefill", {"prompt": "hello " * 2_000_000}, 400, "do not fit the context window of 4096"),
         ("/prefill", {"messages": [{"role": "user", "content": 5}]}, 400, "a role and a content"),
         ("/prefill", {"messages": [{"content": "x"}]}, 400, "a role and a content"),
-        ("/prefill", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text alone"),
-        ("/prefill", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "text alone"),
+        ("/prefill", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text only"),
+        ("/prefill", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "text only"),
         ("/prefill", {"tokens": [5], "ticket": "a/b"}, 400, "a ticket id"),
-        ("/prefill", b'{"prompt": "\xff"}', 400, "cannot be read"),
-        ("/prefill", b'{"x": ' + b"[" * 100_000, 400, "cannot be read"),
+        ("/prefill", b'{"prompt": "\xff"}', 400, "is not JSON"),
+        ("/prefill", b'{"x": ' + b"[" * 100_000, 400, "is not JSON"),
         ("/prefill", {"tokens": [5] * 4097}, 400, "4097 tokens do not fit the context window of 4096"),
         ("/prefill", {"tokens": [512]}, 400, "not in the vocabulary of 512"),
     ],
@@ -344,13 +308,13 @@ def test_bad_requests_to_prefill(path: str, body: Any, status: int, says: str, p
     ("body", "status", "says"),
     [
         ({"context": _context(), "tokens": [-1], "max_tokens": 2}, 400, "vocabulary"),
-        ({"context": _context(), "tokens": [5], "max_tokens": 2}, 400, "not the prompt that the context is of"),
-        ({"context": "nonsense", "max_new_tokens": 2}, 403, "not one that a prefill node gave out"),
+        ({"context": _context(), "tokens": [5], "max_tokens": 2}, 400, "not the prompt of this context"),
+        ({"context": "nonsense", "max_new_tokens": 2}, 403, "not a context of a prefill node"),
         ({"tokens": [5], "max_new_tokens": 0}, 400, "at least 1"),
-        ({"tokens": [5], "temperature": -1}, 400, "temperature must be between 0 and"),
-        ({"tokens": [5], "n": 17}, 400, "n must be between 1 and 16"),
+        ({"tokens": [5], "temperature": -1}, 400, "temperature must be at least 0"),
+        ({"tokens": [5], "n": 17}, 400, "n must be at most 16"),
         ({"tokens": [5], "max_tokens": 2, "max_new_tokens": 3}, 400, "give one of them"),
-        ({"tokens": [5], "stop": [""]}, 400, "none of them empty"),
+        ({"tokens": [5], "stop": [""]}, 400, "must have a length of at least 1"),
         ({"tokens": [5], "logit_bias": {"512": 1}}, 400, "logit_bias"),
         ({"tokens": [5], "timeout_s": 0}, 400, "timeout_s"),
         ({"tokens": [5], "format": {"type": "regex"}}, 400, "needs the field pattern"),
@@ -361,8 +325,8 @@ def test_bad_requests_to_prefill(path: str, body: Any, status: int, says: str, p
         ({"tokens": [-1], "max_new_tokens": 2}, 400, "vocabulary"),
         ({"tokens": [], "max_new_tokens": 2}, 400, "empty"),
         ({"kv_cache": "é"}, 400, "not base64"),
-        ({"context": _context(addresses=(("x" * 300, 1),))}, 403, "not one that"),
-        ({"context": _context(addresses=(("127.0.0.1", 99999),))}, 403, "not one that"),
+        ({"context": _context(addresses=(("x" * 300, 1),))}, 403, "not a context"),
+        ({"context": _context(addresses=(("127.0.0.1", 99999),))}, 403, "not a context"),
         ({"context": _context(addresses=(("a..b", 9),))}, 503, "does not answer"),
     ],
 )
@@ -388,7 +352,7 @@ def test_requests_at_the_same_time(pair: tuple[Node, Node], expected: list[int])
     assert answers == [expected] * 6
 
 
-def test_leaving_a_stream_cancels_it(pair: tuple[Node, Node]) -> None:
+def test_a_disconnect_cancels_a_stream(pair: tuple[Node, Node]) -> None:
     _, decode = pair
     before = decode.ask("/status")[1]["tokens_written"]
     asked = {"tokens": prompt_of(20), "max_new_tokens": 3000, "stream": True, "ignore_eos": True}
@@ -399,7 +363,7 @@ def test_leaving_a_stream_cancels_it(pair: tuple[Node, Node]) -> None:
 
 
 def test_the_prefill_process_is_killed(folder: Path, pair: tuple[Node, Node]) -> None:
-    """Killed while it holds the cache: a typed error in time, and the decode node goes on."""
+    """Killed while it holds KV: the decode node answers with an error in time and stays usable."""
     doomed = Node("prefill", "--model", str(folder), "--dtype", "float32")
     context = doomed.ask("/prefill", {"tokens": prompt_of(100)})[1]["context"]
     doomed.process.kill()
@@ -412,7 +376,7 @@ def test_the_prefill_process_is_killed(folder: Path, pair: tuple[Node, Node]) ->
     doomed.stop()
 
 
-def test_tokens_guard_everything_but_health(folder: Path) -> None:
+def test_the_token_protects_everything_but_health(folder: Path) -> None:
     node = Node("decode", "--model", str(folder), "--dtype", "float32", "--token", "geheim")
     assert node.ask("/health")[1]["status"] == "healthy"
     for token in ("", "falsch"):
@@ -424,14 +388,14 @@ def test_tokens_guard_everything_but_health(folder: Path) -> None:
     assert node.stop() == 0
 
 
-def test_no_listening_to_the_world_without_a_token() -> None:
+def test_a_public_address_needs_a_token() -> None:
     command = [sys.executable, "-m", "disaggregated_inference", "serve", "--role", "decode", "--host", "0.0.0.0"]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 1
     assert "without a token" in run.stderr
 
 
-def test_a_fault_of_ours_keeps_its_request_id() -> None:
+def test_an_internal_error_keeps_its_request_id() -> None:
     async def broken(scope: Any, receive: Any, send: Any) -> None:
         raise ZeroDivisionError("ours")
 

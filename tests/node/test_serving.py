@@ -1,4 +1,4 @@
-"""Nodes as servers to lean on: both roles in one process, structured answers, metrics, drain, death and return."""
+"""Node processes in service: both roles, structured output, metrics, drain, kill and restart."""
 
 import json
 import re
@@ -15,11 +15,13 @@ from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from tests.conftest import LoadTiny, until
-from tests.node.test_serve_command import Node
+from tests.support.engines import LoadTiny
 from tests.support.handoff import alone, prompt_of
+from tests.support.node_process import Node, scraped
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.slow
 
 TINY = ("--dtype", "float32")
 NO_PREFIXES = ("--prefix-memory", "0")
@@ -39,16 +41,6 @@ def both(folder: Path) -> Iterator[Node]:
     assert node.stop() == 0
 
 
-def scraped(node: Node) -> dict[str, float]:
-    with urllib.request.urlopen(node.url + "/metrics", timeout=30) as response:
-        text = response.read().decode()
-    return {
-        sample.name + "".join(f"[{value}]" for value in sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
 def test_both_roles_in_one_process(both: Node, tiny_engine: LoadTiny) -> None:
     prompt = prompt_of(200)
     expected = alone(tiny_engine("mlx", "llama"), prompt, 12)
@@ -65,7 +57,7 @@ def test_both_roles_in_one_process(both: Node, tiny_engine: LoadTiny) -> None:
     assert both.ask("/generate", {"tokens": prompt, "max_tokens": 12})[1]["tokens"] == expected
 
 
-def test_a_router_finds_what_it_needs(both: Node) -> None:
+def test_status_and_metrics(both: Node) -> None:
     """Status and metrics, after some work of every kind."""
     for _ in range(2):
         context = both.ask("/prefill", {"tokens": prompt_of(300)})[1]["context"]
@@ -112,7 +104,7 @@ def test_choices_logprobs_and_stops(both: Node) -> None:
     assert both.ask("/generate", asked | {"n": 1, "seed": seed})[1]["tokens"] == again["tokens"]
 
 
-def test_no_room_is_503_with_a_reason() -> None:
+def test_full_memory_is_503_with_a_reason() -> None:
     node = Node("decode", *SLOW, "--kv-memory", "512K", *NO_PREFIXES, "--queue", "1")
     long = {"tokens": [5, 6], "max_tokens": 900, "ignore_eos": True}  # more than four seconds
     with ThreadPoolExecutor(3) as pool:
@@ -149,14 +141,14 @@ def test_load_and_unload_by_request(folder: Path, tiny_engine: LoadTiny) -> None
     assert node.stop() == 0
 
 
-def test_who_has_no_memory_to_be_read_has_no_context(folder: Path) -> None:
-    """Or it would hold a decode node's memory, and wait for someone who waits for that."""
+def test_a_waiting_prefill_has_no_context(folder: Path) -> None:
+    """Else its request would hold memory on a decode node, and both nodes could wait for each other."""
     node = Node("prefill", "--model", str(folder), *TINY, "--engine", "torch", "--kv-memory", "1M", *NO_PREFIXES)
     ask = {"tokens": prompt_of(700), "wait": False}
     first = node.ask("/prefill", ask)[1]["ticket"]
     status, answer = node.ask("/prefill", ask | {"queue_s": 0.3})
     assert (status, answer["error"]["code"]) == (503, "kv_memory_full")
-    assert node.ask("/status")[1]["tickets"] == 1, "who was refused left nothing"
+    assert node.ask("/status")[1]["tickets"] == 1, "a refused request leaves no ticket"
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(node.ask, "/prefill", ask | {"queue_s": 30})
         assert until(lambda: node.ask("/status")[1]["queue"]["waiting"] == 1)
@@ -169,8 +161,8 @@ def test_who_has_no_memory_to_be_read_has_no_context(folder: Path) -> None:
     assert node.stop() == 0
 
 
-def test_a_model_that_comes_back_is_the_same_model(folder: Path, tmp_path: Path) -> None:
-    """Its prefixes, its proofs and its name are of the weights that it was started with."""
+def test_a_reloaded_model_must_be_the_same(folder: Path, tmp_path: Path) -> None:
+    """Prefix cache and peer checks belong to the weights that the node was started with."""
     own = Path(shutil.copytree(folder, tmp_path / "own"))
     node = Node("decode", "--model", str(own), *TINY, "--engine", "torch")
     ask = {"tokens": prompt_of(40), "max_tokens": 8}
@@ -187,23 +179,23 @@ def test_a_model_that_comes_back_is_the_same_model(folder: Path, tmp_path: Path)
     assert node.stop() == 0
 
 
-def test_a_stop_lets_everyone_finish(folder: Path, tiny_engine: LoadTiny) -> None:
-    """SIGTERM to both nodes, eight answers being written, four caches on their way: all arrive, both exit with 0."""
+def test_sigterm_lets_requests_finish(folder: Path, tiny_engine: LoadTiny) -> None:
+    """SIGTERM to both nodes with eight running requests and four transfers: all finish, both nodes exit with 0."""
     shared = ("--model", str(folder), *TINY, "--prefix-memory", "0")
     prefill = Node("prefill", *shared, "--engine", "torch", "--chunk", "16")
     decode = Node("decode", *shared, "--engine", "torch")
     engine = tiny_engine("torch", "llama")
-    written, moved = alone(engine, prompt_of(20), 2000), alone(engine, prompt_of(3000), 20)
+    written, moved = alone(engine, prompt_of(20), 800), alone(engine, prompt_of(2000), 20)
     with ThreadPoolExecutor(12) as pool:
-        asked = {"tokens": prompt_of(20), "max_tokens": 2000, "stream": True, "ignore_eos": True}
+        asked = {"tokens": prompt_of(20), "max_tokens": 800, "stream": True, "ignore_eos": True}
         writing = [pool.submit(decode.stream, "/generate", asked) for _ in range(8)]
         assert until(lambda: decode.ask("/status")[1]["running"] == 8)
-        contexts = [prefill.ask("/prefill", {"tokens": prompt_of(3000), "wait": False})[1]["context"] for _ in range(4)]
+        contexts = [prefill.ask("/prefill", {"tokens": prompt_of(2000), "wait": False})[1]["context"] for _ in range(4)]
         moving = [
             pool.submit(decode.stream, "/decode", {"context": c, "max_tokens": 20, "stream": True}) for c in contexts
         ]
         assert until(lambda: decode.ask("/status")[1]["waiting"] == 12)
-        assert until(lambda: 0 < prefill.ask("/status")[1]["prompt_tokens_computed"] < 12000)
+        assert until(lambda: 0 < prefill.ask("/status")[1]["prompt_tokens_computed"] < 8000)
         for node in (prefill, decode):
             node.process.send_signal(signal.SIGTERM)
         for future in writing:
@@ -217,19 +209,19 @@ def test_a_stop_lets_everyone_finish(folder: Path, tiny_engine: LoadTiny) -> Non
 
 def test_drain_by_request(folder: Path, tiny_engine: LoadTiny) -> None:
     node = Node("decode", "--model", str(folder), *TINY, "--engine", "torch")
-    asked = {"tokens": prompt_of(20), "max_tokens": 2000, "stream": True, "ignore_eos": True}
+    asked = {"tokens": prompt_of(20), "max_tokens": 500, "stream": True, "ignore_eos": True}
     with ThreadPoolExecutor(1) as pool:
         writing = pool.submit(node.stream, "/generate", asked)
         assert until(lambda: node.ask("/status")[1]["running"] == 1)
         assert node.ask("/drain", {})[1] == {"draining": True, "waiting": 1}
         tokens = [event["token"] for event in writing.result() if "token" in event]
-    assert tokens == alone(tiny_engine("torch", "llama"), prompt_of(20), 2000)
-    assert node.process.wait(20) == 0
+    assert tokens == alone(tiny_engine("torch", "llama"), prompt_of(20), 500)
+    assert node.process.wait(60) == 0
     node.stop()
 
 
-def test_killed_and_back(folder: Path, tiny_engine: LoadTiny) -> None:
-    """kill -9 of either; the one that comes back is used, and the other one was never restarted."""
+def test_kill_and_restart(folder: Path, tiny_engine: LoadTiny) -> None:
+    """kill -9 of one node, then of the other: after its restart the pair works again."""
     shared = ("--model", str(folder), *TINY)
     expected = alone(tiny_engine("torch", "llama"), prompt_of(300), 8)
     prefill = Node("prefill", *shared, "--engine", "torch", "--lease", "5")
@@ -290,7 +282,7 @@ def embedded() -> Iterator[Node]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_answer_validates(stream: bool, embedded: Node) -> None:
+def test_every_output_matches_its_schema(stream: bool, embedded: Node) -> None:
     """Half of them handed over: then the first token, from the received logits, obeys the schema too. Fifty of fifty
     are asked for through the gateway: tests/test_gateway_holds.py."""
 
@@ -315,25 +307,25 @@ def test_every_answer_validates(stream: bool, embedded: Node) -> None:
     assert all(jsonschema.Draft202012Validator(SCHEMA).is_valid(json.loads(text)) for text in texts)
 
 
-def test_other_forms(embedded: Node) -> None:
+def test_other_output_formats(embedded: Node) -> None:
     question = {"messages": [{"role": "user", "content": "Is the sky blue?"}], "max_tokens": 40}
 
-    def said(format: dict[str, Any]) -> str:
+    def output_of(format: dict[str, Any]) -> str:
         text: str = embedded.ask("/generate", question | {"format": format})[1]["generated_text"]
         return text
 
-    assert said({"type": "choice", "choices": ["yes", "no", "perhaps"]}) in ("yes", "no", "perhaps")
-    assert re.fullmatch(r"[A-Z]{3}-\d{4}", said({"type": "regex", "pattern": r"[A-Z]{3}-\d{4}"}))
+    assert output_of({"type": "choice", "choices": ["yes", "no", "perhaps"]}) in ("yes", "no", "perhaps")
+    assert re.fullmatch(r"[A-Z]{3}-\d{4}", output_of({"type": "regex", "pattern": r"[A-Z]{3}-\d{4}"}))
     assert re.fullmatch(
         r"(up|down)( (up|down))*",
-        said({"type": "grammar", "grammar": 'start: W (" " W)*\nW: "up" | "down"'}).strip() or "up",
+        output_of({"type": "grammar", "grammar": 'start: W (" " W)*\nW: "up" | "down"'}).strip() or "up",
     )
     whole = embedded.ask("/generate", question | {"format": {"type": "json_object"}, "max_tokens": 200})[1]
     if whole["finish_reason"] == "stop":
         assert isinstance(json.loads(whole["generated_text"]), dict)
 
 
-def test_stop_strings_are_never_seen(embedded: Node) -> None:
+def test_stop_strings_are_not_in_the_output(embedded: Node) -> None:
     asked = {"prompt": "The colours of the rainbow are red, orange,", "max_tokens": 40}
     whole = embedded.ask("/generate", asked)[1]["generated_text"]
     stop = whole[9:14]
@@ -343,8 +335,8 @@ def test_stop_strings_are_never_seen(embedded: Node) -> None:
     assert "".join(event.get("text", "") for event in events) == whole[: whole.index(stop)]
 
 
-def test_a_client_that_leaves_the_queue() -> None:
-    """Gone within a second while it waits for memory."""
+def test_a_disconnect_while_waiting() -> None:
+    """A waiting request is removed within a second."""
     node = Node("decode", *SLOW, "--kv-memory", "512K", *NO_PREFIXES, "--drain", "1")
     long = {"tokens": [5, 6], "max_tokens": 900, "ignore_eos": True, "stream": True}
     body = json.dumps(long).encode()
@@ -357,6 +349,6 @@ def test_a_client_that_leaves_the_queue() -> None:
             assert until(lambda: node.ask("/status")[1]["queue"]["waiting"] == 1)
         started = time.monotonic()
         assert until(lambda: node.ask("/status")[1]["queue"]["waiting"] == 0)
-        assert time.monotonic() - started < 5  # a second, and what a busy machine takes
+        assert time.monotonic() - started < 5  # a second, and more on a busy machine
         holding.result()
     assert node.stop() == 0

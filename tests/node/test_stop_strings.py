@@ -1,4 +1,4 @@
-"""Stop strings across any cut of the text."""
+"""Stop strings, wherever token borders are."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,7 +37,7 @@ def test_a_stop_string_counts_where_it_ends() -> None:
 
 
 @given(st.lists(st.text("abc", max_size=4), max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
-def test_any_cut_shows_the_same(pieces: list[str], stops: list[str]) -> None:
+def test_the_output_does_not_depend_on_token_borders(pieces: list[str], stops: list[str]) -> None:
     whole = "".join(pieces)
     shown, found = run(pieces, stops)
     # Token by token a stop string is found when its end is there, so what counts is the stop that ends first.

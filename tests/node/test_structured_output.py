@@ -1,7 +1,6 @@
-"""Structured output: whatever is drawn from what a guide allows has the form that was asked for."""
+"""Structured output: every sequence of allowed tokens matches the format."""
 
 import json
-import random
 import re
 import sys
 import threading
@@ -13,10 +12,12 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
+from disaggregated_inference.api import OutputFormat
 from disaggregated_inference.errors import BadRequest, EngineUnavailable, ModelUnsupported
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node import structured_output as guidance
-from disaggregated_inference.node.structured_output import GrammarCompiler, GrammarMatcher, OutputFormat
+from disaggregated_inference.node.structured_output import GrammarCompiler
+from tests.support.grammar_walk import Walk
 
 PERSON = {
     "type": "object",
@@ -66,33 +67,6 @@ def grammars(smollm2: ModelFiles) -> GrammarCompiler:
     return GrammarCompiler(smollm2.tokenizer, smollm2.spec.vocabulary, smollm2.spec.eos_tokens)
 
 
-class Walk:
-    """Writes what a guide allows: at random at first, then whatever closes what is open."""
-
-    def __init__(self, model: ModelFiles, grammar: GrammarMatcher, seed: int, wander: int = 25) -> None:
-        self.tokenizer, self.eos, self.grammar, self.wander = model.tokenizer, model.spec.eos_tokens, grammar, wander
-        self.random = random.Random(seed)
-        self.closing = [model.tokenizer.encode(text)[0] for text in ('"', "}", "]", "@", ".", "com", "null", ":", ",")]
-        self.tokens: list[int] = []
-
-    def text(self, most: int = 400) -> str:
-        while not self.grammar.finished and len(self.tokens) < most:
-            allowed = self.grammar.allow()
-            assert allowed.any()
-            if allowed[list(self.eos)].any() and self.random.random() < 0.5:
-                break
-            self.tokens.append(self.pick(allowed))
-            self.grammar.accept(self.tokens[-1])
-        return self.tokenizer.decode(self.tokens)
-
-    def pick(self, allowed: np.ndarray[Any, Any]) -> int:
-        allowed[list(self.eos)] = False
-        closing = [token for token in self.closing if allowed[token]]
-        if closing and (len(self.tokens) > self.wander or self.random.random() < 0.4):
-            return closing[0] if len(self.tokens) > self.wander else self.random.choice(closing)
-        return int(self.random.choice(np.flatnonzero(allowed)))
-
-
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:40])
 def test_schemas(grammars: GrammarCompiler, smollm2: ModelFiles, schema: dict[str, Any] | bool) -> None:
     for seed in range(12):
@@ -129,7 +103,7 @@ def test_grammars(grammars: GrammarCompiler, smollm2: ModelFiles) -> None:
     assert all(isinstance(eval(re.sub(r"\b0+(?=\d)", "", text)), int) for text in complete)
 
 
-def test_what_is_written_in_the_plain_styles_is_taken(grammars: GrammarCompiler, smollm2: ModelFiles) -> None:
+def test_usual_json_styles_are_accepted(grammars: GrammarCompiler, smollm2: ModelFiles) -> None:
     value = {"name": "Ann", "age": 7, "tags": ["a", None], "friend": {"friend": None, "x": 1.5}}
     styles: list[dict[str, Any]] = [{}, {"indent": 2}, {"indent": 4}, {"separators": (",", ":")}]
     for style in styles:
@@ -138,7 +112,7 @@ def test_what_is_written_in_the_plain_styles_is_taken(grammars: GrammarCompiler,
         assert grammar.finished
 
 
-def test_blanks_come_to_an_end(grammars: GrammarCompiler, smollm2: ModelFiles) -> None:
+def test_whitespace_is_limited(grammars: GrammarCompiler, smollm2: ModelFiles) -> None:
     blanks = [token for text in (" ", "\n", "\t", "  ", "\n\n") for token in smollm2.tokenizer.encode(text)]
     grammar = grammars.start(OutputFormat(type="json_object"))
     grammar.replay(smollm2.tokenizer.encode("{"))
@@ -148,10 +122,10 @@ def test_blanks_come_to_an_end(grammars: GrammarCompiler, smollm2: ModelFiles) -
             break
         grammar.accept(allowed[-1])
     assert not allowed
-    assert not grammars.start(OutputFormat(type="json_object")).allow()[blanks].any(), "nor before it begins"
+    assert not grammars.start(OutputFormat(type="json_object")).allow()[blanks].any(), "nor before the first character"
 
 
-def test_a_schema_may_choose_its_own_blanks(grammars: GrammarCompiler, smollm2: ModelFiles) -> None:
+def test_a_schema_may_set_its_whitespace(grammars: GrammarCompiler, smollm2: ModelFiles) -> None:
     compact = {"type": "array", "x-guidance": {"whitespace_flexible": False}}
     grammar = grammars.start(OutputFormat(type="json_schema", schema=compact))
     grammar.replay(smollm2.tokenizer.encode("["))
@@ -166,7 +140,7 @@ def test_end_tokens_are_alike_and_come_last(smollm2: ModelFiles) -> None:
     assert grammar.allow()[[0, 2]].all()
     before = grammar.finished
     grammar.accept(2)
-    assert (before, grammar.finished) == (False, True), "a b might have followed"
+    assert (before, grammar.finished) == (False, True), "a b could follow"
     grammar = grammars.start(OutputFormat(type="regex", pattern="ab"))
     grammar.replay(smollm2.tokenizer.encode("ab"))
     assert grammar.finished
@@ -174,14 +148,14 @@ def test_end_tokens_are_alike_and_come_last(smollm2: ModelFiles) -> None:
 
 
 @pytest.mark.parametrize("asked", LIKE_SPECIAL, ids=str)
-def test_text_like_a_special_token_is_text(
+def test_text_that_looks_like_a_special_token_is_text(
     grammars: GrammarCompiler, smollm2: ModelFiles, asked: dict[str, Any]
 ) -> None:
     format = msgspec.convert(asked, OutputFormat)
     walk = Walk(smollm2, grammars.start(format), 3)
     text = walk.text()
     assert walk.grammar.finished
-    assert min(walk.tokens) > 16, "no special ones"
+    assert min(walk.tokens) > 16, "no special tokens"
     if format.type == "regex":
         assert re.fullmatch("<filename>[a-z]{3}", text)
     else:
@@ -195,7 +169,7 @@ def test_special_tokens_that_a_grammar_names(grammars: GrammarCompiler, smollm2:
     grammar.accept(1)
     grammar = grammars.start(OutputFormat(type="grammar", grammar='start: "a" <|im_end|> "b"'))
     grammar.replay(smollm2.tokenizer.encode("a"))
-    with pytest.raises(BadRequest, match="token 2 would have to come next, and may only end"):
+    with pytest.raises(BadRequest, match="needs token 2 next, which may only end"):
         grammar.allow()
 
 
@@ -222,7 +196,7 @@ def test_a_token_that_does_not_fit_changes_nothing(grammars: GrammarCompiler, sm
     assert grammar.finished
 
 
-def test_an_answer_goes_on_elsewhere(grammars: GrammarCompiler, smollm2: ModelFiles) -> None:
+def test_an_output_continues_on_another_node(grammars: GrammarCompiler, smollm2: ModelFiles) -> None:
     first = Walk(smollm2, grammars.start(OutputFormat(type="json_schema", schema=PERSON)), 5)
     first.text(most=9)
     resumed = grammars.start(OutputFormat(type="json_schema", schema=PERSON))
@@ -234,7 +208,7 @@ def test_an_answer_goes_on_elsewhere(grammars: GrammarCompiler, smollm2: ModelFi
         )
 
 
-def test_an_end_token_after_a_complete_answer_changes_nothing(grammars: GrammarCompiler, smollm2: ModelFiles) -> None:
+def test_an_end_token_after_a_complete_output_changes_nothing(grammars: GrammarCompiler, smollm2: ModelFiles) -> None:
     yes, end = smollm2.tokenizer.encode("yes")[0], smollm2.spec.eos_tokens[0]
     grammar = grammars.start(OutputFormat(type="choice", choices=("yes",)))
     grammar.replay([yes, end])
@@ -256,8 +230,8 @@ def test_an_end_token_after_a_complete_answer_changes_nothing(grammars: GrammarC
         ({"type": "regex", "pattern": "a", "choices": ["a"]}, "has no field choices"),
         ({"type": "json_schema", "schema": {"type": "objet"}}, "Invalid type: objet"),
         ({"type": "json_schema", "schema": False}, "Unsatisfiable"),
-        ({"type": "json_schema", "schema": {"$ref": "#"}}, "nothing can ever match"),
-        ({"type": "regex", "pattern": "[^\\s\\S]"}, "nothing can ever match"),
+        ({"type": "json_schema", "schema": {"$ref": "#"}}, "no output can match"),
+        ({"type": "regex", "pattern": "[^\\s\\S]"}, "no output can match"),
         ({"type": "json_schema", "schema": {"$ref": "http://example.com/schema"}}, "does not fetch"),
         ({"type": "json_schema", "schema": {"x-guidance": 5}}, "must be an object"),
         ({"type": "json_schema", "schema": {"x-guidance": {"lazy": True}}}, "unknown field"),
@@ -282,7 +256,7 @@ def test_a_choice_of_thousands(grammars: GrammarCompiler, smollm2: ModelFiles) -
     assert grammar.finished
 
 
-def test_what_is_too_complex_says_so(grammars: GrammarCompiler, smollm2: ModelFiles) -> None:
+def test_a_too_complex_grammar_is_an_error(grammars: GrammarCompiler, smollm2: ModelFiles) -> None:
     rules = " | ".join(f'"item{number:05d}"' for number in range(2100))
     grammar = grammars.start(OutputFormat(type="grammar", grammar=f"start: {rules}"))
     with pytest.raises(BadRequest, match="2101 items; max is 2000"):
@@ -305,7 +279,7 @@ def test_a_long_chain_of_rules_does_not_end_the_process(grammars: GrammarCompile
     assert threading.stack_size() == 0, "only the compiling thread's stack is deep"
 
 
-def test_guides_from_many_threads(smollm2: ModelFiles) -> None:
+def test_matchers_from_many_threads(smollm2: ModelFiles) -> None:
     grammars = GrammarCompiler(smollm2.tokenizer, smollm2.spec.vocabulary, smollm2.spec.eos_tokens)
     texts: list[str] = []
 
@@ -329,22 +303,22 @@ def test_guides_from_many_threads(smollm2: ModelFiles) -> None:
             Draft202012Validator(PERSON).validate(json.loads(text))
 
 
-def test_what_is_compiled_is_kept_within_bounds(smollm2: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_compiled_grammars_is_limited(smollm2: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = GrammarCompiler(smollm2.tokenizer, smollm2.spec.vocabulary, smollm2.spec.eos_tokens)
-    monkeypatch.setattr(guidance, "_MOST_COMPILED", 2)
+    monkeypatch.setattr(guidance, "_MAX_COMPILED", 2)
     compile_ = Mock(wraps=grammars._first_state)
     monkeypatch.setattr(grammars, "_first_state", compile_)
     for pattern in ("a", "a", "b", "a", "c", "a", "b"):
         grammars.start(OutputFormat(type="regex", pattern=pattern))
-    assert compile_.call_count == 4, "a, b, c, and b again: the one not asked for longest went"
+    assert compile_.call_count == 4, "a, b, c, and b again: the least recently used one was removed"
     assert len(grammars._compiled) == 2
-    monkeypatch.setattr(guidance, "_MOST_COMPILED_BYTES", 100)
+    monkeypatch.setattr(guidance, "_MAX_COMPILED_BYTES", 100)
     grammars.start(OutputFormat(type="regex", pattern="d" * 1000))
     assert not grammars._compiled
 
 
 class Slowly:
-    """Grammars that are compiled once the test says so."""
+    """Grammars whose compilation waits for the test."""
 
     def __init__(self, grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.begun, self._first_state = threading.Event(), threading.Semaphore(0), grammars._first_state
@@ -357,7 +331,7 @@ class Slowly:
         return self._first_state(grammar)
 
 
-def test_many_who_ask_for_the_same_wait_for_one(smollm2: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_compilation_for_many_requests(smollm2: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = GrammarCompiler(smollm2.tokenizer, smollm2.spec.vocabulary, smollm2.spec.eos_tokens)
     slowly = Slowly(grammars, monkeypatch)
     first, second = (grammars.prepare(OutputFormat(type="regex", pattern="a{3}")) for _ in range(2))
@@ -370,13 +344,15 @@ def test_many_who_ask_for_the_same_wait_for_one(smollm2: ModelFiles, monkeypatch
     assert not grammars._compiling
 
 
-def test_what_nobody_waits_for_is_not_compiled(smollm2: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compilation_without_waiting_requests_is_not_started(
+    smollm2: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
     grammars = GrammarCompiler(smollm2.tokenizer, smollm2.spec.vocabulary, smollm2.spec.eos_tokens)
     grammars.start(known := OutputFormat(type="regex", pattern="a"))
     slowly = Slowly(grammars, monkeypatch)
     waiting = [grammars.prepare(OutputFormat(type="regex", pattern=f"a{{{number}}}")) for number in range(2, 8)]
     assert all(slowly.begun.acquire(timeout=20) for _ in range(2))
-    assert grammars.start(known).allow().any(), "what is known waits for nobody"
+    assert grammars.start(known).allow().any(), "a cached grammar does not wait"
     for each in waiting:
         each.set_exception(BadRequest("enough"))
     assert len(grammars._compiling) == 2

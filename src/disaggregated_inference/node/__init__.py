@@ -1,1 +1,28 @@
-"""Nodes: a process with one engine and one model, serving prefill or decode over HTTP and the KV wire."""
+"""A node: one process with one engine and one model. It serves prefill, decode or both."""
+
+from disaggregated_inference.node.app import base_app
+from disaggregated_inference.node.context import PrefillContext
+from disaggregated_inference.node.decode import DecodeNode
+from disaggregated_inference.node.generation import Generation, Item
+from disaggregated_inference.node.kv_memory import KVMemory
+from disaggregated_inference.node.metrics import RequestMetrics
+from disaggregated_inference.node.prefill import PrefillNode
+from disaggregated_inference.node.rates import RateMeter
+from disaggregated_inference.node.scheduler import Scheduler
+from disaggregated_inference.node.server import NodeSettings, require_token, run_node
+
+__all__ = [
+    "DecodeNode",
+    "Generation",
+    "Item",
+    "KVMemory",
+    "NodeSettings",
+    "PrefillContext",
+    "PrefillNode",
+    "RateMeter",
+    "RequestMetrics",
+    "Scheduler",
+    "base_app",
+    "require_token",
+    "run_node",
+]

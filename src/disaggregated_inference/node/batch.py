@@ -1,7 +1,8 @@
-"""All answers that are being written, one token each at a time. Runs on the engine's thread.
+"""Continuous batching: every decode step gives each running choice one token, and choices join and leave between steps.
 
-Greedy answers are stepped ahead: the next step is given to the device before the tokens of the last one are read, so
-the device does not wait for Python. Who is over by then has one token too many computed, which nobody sees.
+Runs on the scheduler's thread. A greedy batch is stepped ahead: the next step is given to the device before the tokens
+of the last one are read, so the device does not wait for Python. A choice that finished meanwhile has one token too
+many computed, which is dropped.
 """
 
 import logging
@@ -16,96 +17,95 @@ from disaggregated_inference.node.rates import RateMeter
 log = logging.getLogger(__name__)
 
 
-class _Flight(NamedTuple):
-    """Tokens that the device is still choosing, and for whom."""
+class _InFlight(NamedTuple):
+    """Tokens that the device is still computing."""
 
-    members: list[Choice]
+    choices: list[Choice]
     tokens: Tokens
 
 
 class DecodeBatch:
-    def __init__(self, engine: Engine, done: Callable[[Choice, BaseException | None], None]) -> None:
-        self._engine, self._done = engine, done
-        self.members: list[Choice] = []
-        self._flight: _Flight | None = None
+    """`on_finish` is called for each choice that leaves the batch, with its error."""
+
+    def __init__(self) -> None:
+        self.on_finish: Callable[[Choice, BaseException | None], None] = lambda choice, error: None
+        self.running: list[Choice] = []
+        self._in_flight: _InFlight | None = None
         self.rates = RateMeter()
         self.steps = 0
-        self.step_s = 0.0  # of the last one
+        self.step_s = 0.0  # duration of the last step
 
-    def join(self, choice: Choice) -> None:
-        self.members.append(choice)
-
-    def step(self) -> None:
-        """One token for everyone."""
+    def step(self, engine: Engine) -> None:
+        """One token for each running choice."""
         try:
-            self._leave()
-            if self.members:
-                self._step()
-                self._leave()
+            self._remove_finished()
+            if self.running:
+                self._step(engine)
+                self._remove_finished()
         except Exception as error:
             log.exception("a decode step failed")
-            self._fail(error)
+            self._fail_all(error)
 
-    def _step(self) -> None:
-        started, members = time.perf_counter(), self._due()
-        if not members:
+    def _step(self, engine: Engine) -> None:
+        started, choices = time.perf_counter(), self._next_choices()
+        if not choices:
             return
-        before = self._flight
-        inputs = before.tokens if before else [choice.tokens[-1] for choice in members]
-        logits = self._engine.step([choice.sequence for choice in members if choice.sequence], inputs)
-        self._flight = None
-        if all(choice.plain for choice in members):
-            self._flight = _Flight(members, logits.greedy())
-        self._settle(before)
-        if not self._flight:
-            self._choose(members, logits)
+        before = self._in_flight
+        inputs = before.tokens if before else [choice.tokens[-1] for choice in choices]
+        sequences = [choice.sequence for choice in choices if choice.sequence]
+        logits = engine.step(sequences, inputs)
+        self._in_flight = None
+        if all(choice.greedy for choice in choices):
+            self._in_flight = _InFlight(choices, logits.greedy())
+        self._deliver(before)
+        if not self._in_flight:
+            self._sample(choices, logits)
         self.steps += 1
         self.step_s = time.perf_counter() - started
-        self.rates.note(len(members), len(members), self.step_s)
+        self.rates.record(len(choices), len(choices), self.step_s)
 
-    def _due(self) -> list[Choice]:
-        """Who is stepped now. Tokens in flight are fed unread only to the very batch that they are for; who gets its
-        last one from there is not stepped again."""
-        flying = set(self._flight.members) if self._flight else set()
-        due = [choice for choice in self.members if choice not in flying or choice.left() > 1]
-        if self._flight and self._flight.members != due:
-            self._settle(self._flight)
-            self._flight = None
-            self._leave()
-            due = list(self.members)
-        return due
+    def _next_choices(self) -> list[Choice]:
+        """Tokens in flight are fed unread only to exactly the choices that they belong to. A choice whose last token
+        is in flight is not stepped again."""
+        in_flight = set(self._in_flight.choices) if self._in_flight else set()
+        choices = [choice for choice in self.running if choice not in in_flight or choice.tokens_left() > 1]
+        if self._in_flight and self._in_flight.choices != choices:
+            self._deliver(self._in_flight)
+            self._in_flight = None
+            self._remove_finished()
+            choices = list(self.running)
+        return choices
 
-    def _choose(self, members: list[Choice], logits: Logits) -> None:
-        """Where someone has rules of their own, everyone's tokens are chosen before the next step."""
+    def _sample(self, choices: list[Choice], logits: Logits) -> None:
+        """Where a choice needs its logits, all tokens are chosen before the next step."""
         tokens = logits.greedy().tolist()
-        special = [at for at, choice in enumerate(members) if not choice.plain]
-        rows = dict(zip(special, logits.numpy(special), strict=True))
-        for at, choice in enumerate(members):
-            choice.choose(rows[at]) if at in rows else choice.take(tokens[at])
+        sampled = [at for at, choice in enumerate(choices) if not choice.greedy]
+        rows = dict(zip(sampled, logits.numpy(sampled), strict=True))
+        for at, choice in enumerate(choices):
+            choice.sample(rows[at]) if at in rows else choice.add_greedy(tokens[at])
 
-    def _settle(self, flight: _Flight | None) -> None:
-        if flight:
-            for choice, token in zip(flight.members, flight.tokens.tolist(), strict=True):
-                if not choice.over:
-                    choice.take(token)
+    def _deliver(self, in_flight: _InFlight | None) -> None:
+        if in_flight:
+            for choice, token in zip(in_flight.choices, in_flight.tokens.tolist(), strict=True):
+                if not choice.finished:
+                    choice.add_greedy(token)
 
-    def _leave(self) -> None:
-        """Those who are over go. What is in flight for them is nobody's."""
-        over = [choice for choice in self.members if choice.over]
-        if over:
-            self.members = [choice for choice in self.members if not choice.over]
-            self._flight = self._flight if self.members else None
-            for choice in over:
-                self._tell(choice, choice.error or choice.answer.gave_up)
+    def _remove_finished(self) -> None:
+        finished = [choice for choice in self.running if choice.finished]
+        if finished:
+            self.running = [choice for choice in self.running if not choice.finished]
+            self._in_flight = self._in_flight if self.running else None
+            for choice in finished:
+                self._finish(choice, choice.error or choice.generation.cancel_error)
 
-    def _fail(self, error: Exception) -> None:
-        failed, self.members, self._flight = self.members, [], None
+    def _fail_all(self, error: Exception) -> None:
+        failed, self.running, self._in_flight = self.running, [], None
         for choice in failed:
-            self._tell(choice, error)
+            self._finish(choice, error)
 
-    def _tell(self, choice: Choice, error: BaseException | None) -> None:
-        """One request's end must not become another's."""
+    def _finish(self, choice: Choice, error: BaseException | None) -> None:
+        """An exception here must not fail other requests."""
         try:
-            self._done(choice, error)
+            self.on_finish(choice, error)
         except Exception:
-            log.exception("an answer could not be ended")
+            log.exception("cannot finish a choice")

@@ -1,95 +1,104 @@
-"""One choice of an answer: which token comes next, what text that makes, and when it is over."""
+"""One choice of a generation: its next token, the text of its tokens, and when it is finished."""
 
 from collections.abc import Sequence as Items
 
+from disaggregated_inference.api import ChoiceTokenEvent, TokenEvent
 from disaggregated_inference.engines import Sequence
-from disaggregated_inference.models.tokenizer import ModelTokenizer
-from disaggregated_inference.node.generation import Generation, TokenOutput
-from disaggregated_inference.node.sampling import Row, SampledToken, Sampler
+from disaggregated_inference.models import ModelTokenizer
+from disaggregated_inference.node.generation import Generation
+from disaggregated_inference.node.sampler import Row, SampledToken, Sampler
 from disaggregated_inference.node.stop_strings import StopStrings
 from disaggregated_inference.node.structured_output import GrammarMatcher
 
 
 class Choice:
-    """`sequence` holds the prompt and what was fed; `tokens` are those of the answer, the last one not yet fed."""
+    """`sequence` holds the KV of the prompt and of `tokens`, the completion, without its last token."""
 
     def __init__(
         self,
-        answer: Generation,
+        generation: Generation,
         number: int,
         prompt: Items[int],
         tokenizer: ModelTokenizer,
         eos_tokens: tuple[int, ...],
         grammar: GrammarMatcher | None,
     ) -> None:
-        rules = answer.rules
-        self.answer, self.number = answer, number
-        self.sampler = Sampler(rules.sampling, list(prompt), eos_tokens, rules.choice + number)
+        params = generation.params
+        self.generation, self.number = generation, number
+        self.sampler = Sampler(params, list(prompt), eos_tokens, params.choice + number)
         self.sequence: Sequence | None = None
         self.tokens: list[int] = []
-        self.finish: str | None = None
+        self.finish_reason: str | None = None
         self.error: BaseException | None = None
-        self.plain = rules.sampling.plain and grammar is None
+        self.greedy = params.greedy and grammar is None
         self._grammar, self._eos = grammar, eos_tokens
-        self._text, self._stops = tokenizer.stream(), StopStrings(rules.sampling.stop)
-        for token in rules.written:  # as they were written: what counts from a certain token on counts from there
+        self._text, self._stops = tokenizer.stream(), StopStrings(params.stop_strings)
+        for token in params.written:  # from another node: penalties, stop strings and min_tokens count them
             self.sampler.note(token)
-            self._show(token)
+            self._text_of(token)
         if grammar:
-            grammar.replay(rules.written)
+            grammar.replay(params.written)
 
     @property
-    def over(self) -> bool:
-        return self.finish is not None or self.error is not None or self.answer.cancelled
+    def finished(self) -> bool:
+        return self.finish_reason is not None or self.error is not None or self.generation.cancel_error is not None
 
-    def left(self) -> int:
-        """Tokens it may still write."""
-        return self.answer.rules.max_tokens - len(self.tokens)
+    def tokens_left(self) -> int:
+        return self.generation.max_tokens - len(self.tokens)
 
-    def choose(self, row: Row) -> None:
-        """By this request's own rules, from the logits of its last position. What goes wrong is this choice's alone."""
+    def sample(self, row: Row) -> None:
+        """The next token from the logits, by the request's sampling params. An error fails this choice alone."""
         try:
-            self._take(self.sampler.choose(row, self._grammar.allow() if self._grammar else None))
+            self._add(self.sampler.choose(row, self._grammar.allow() if self._grammar else None))
         except Exception as error:
             self.error = error
 
-    def take(self, token: int) -> None:
-        """The device's own choice."""
+    def add_greedy(self, token: int) -> None:
+        """A token that the device chose."""
         try:
-            self._take(SampledToken(token))
+            self._add(SampledToken(token))
         except Exception as error:
             self.error = error
 
-    def _take(self, chosen: SampledToken) -> None:
-        """The next token is known: it becomes text, and may be the last."""
-        token, rules = chosen.token, self.answer.rules
+    def _add(self, sampled: SampledToken) -> None:
+        token, params = sampled.token, self.generation.params
         self.tokens.append(token)
         self.sampler.note(token)
-        ended = token in self._eos and not rules.sampling.ignore_eos
-        if self._grammar:  # it knows when the answer is complete: only then is an end token the end
+        ended = token in self._eos and not params.ignore_eos
+        if self._grammar:  # an end token ends the completion only where the grammar is complete
             self._grammar.accept(token)
             ended = self._grammar.finished
-        text = self._show(token)
+        text = self._text_of(token)
         if ended or self._stops.found is not None:
-            self.finish = "stop"
-        elif not self.left():
-            self.finish = "length"
-        if self.finish:
-            text += self._rest()
-        self.answer.metrics.completion_tokens += 1
-        self.answer.put(TokenOutput(token, text, self.number, chosen.logprob, chosen.top, self.finish))
+            self.finish_reason = "stop"
+        elif not self.tokens_left():
+            self.finish_reason = "length"
+        if self.finish_reason:
+            text += self._last_text()
+        self.generation.metrics.completion_tokens += 1
+        event = ChoiceTokenEvent if params.n > 1 else TokenEvent
+        self.generation.put(
+            event(
+                token=token,
+                text=text,
+                choice=self.number,
+                logprob=sampled.logprob,
+                top_logprobs=sampled.top_logprobs,
+                finish_reason=self.finish_reason,
+            )
+        )
 
-    def _show(self, token: int) -> str:
+    def _text_of(self, token: int) -> str:
         return self._stops.push(self._text.push(token), self._stops_count)
 
-    def _rest(self) -> str:
-        """No more will come: what was held back, which may be the end of a stop string."""
+    def _last_text(self) -> str:
+        """The text that was held back; a stop string may end in it."""
         text = self._stops.push(self._text.flush(), self._stops_count) + self._stops.flush()
         if self._stops.found is not None:
-            self.finish = "stop"
+            self.finish_reason = "stop"
         return text
 
     @property
     def _stops_count(self) -> bool:
-        """Stop strings, too, count from `min_tokens` on: those that end there."""
-        return self.sampler.written >= self.answer.rules.sampling.min_tokens
+        """A stop string counts where its end is at `min_tokens` or later."""
+        return self.sampler.written >= self.generation.params.min_tokens

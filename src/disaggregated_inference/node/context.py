@@ -1,4 +1,4 @@
-"""A context: everything a decode node needs to fetch a cache, as one opaque word people can paste into curl."""
+"""The prefill context: everything a decode node needs to fetch the KV of a prompt, as one opaque string."""
 
 import base64
 import binascii
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import msgspec
 
 from disaggregated_inference.errors import TicketRefused
-from disaggregated_inference.kv_transfer.paths import Address
+from disaggregated_inference.kv_transfer import Address
 
-MOST_ADDRESSES = 16
+MAX_ADDRESSES = 16
 
 
 def prompt_hash(tokens: Sequence[int]) -> str:
@@ -21,7 +21,7 @@ def prompt_hash(tokens: Sequence[int]) -> str:
 class PrefillContext(msgspec.Struct, frozen=True, kw_only=True):
     ticket: str
     secret: str
-    epoch: str  # of the prefill node: a restarted node is a new one
+    epoch: str  # of the prefill node; a restart changes it
     tokens: int
     prompt_hash: str
     addresses: tuple[Address, ...]  # in order of preference
@@ -30,12 +30,12 @@ class PrefillContext(msgspec.Struct, frozen=True, kw_only=True):
         return base64.urlsafe_b64encode(msgspec.json.encode(self)).decode()
 
     @classmethod
-    def decode(cls, word: str) -> "PrefillContext":
+    def decode(cls, text: str) -> "PrefillContext":
         try:
-            context = msgspec.json.decode(base64.urlsafe_b64decode(word.encode()), type=cls)
+            context = msgspec.json.decode(base64.urlsafe_b64decode(text.encode()), type=cls)
         except (binascii.Error, msgspec.DecodeError, ValueError) as error:
-            raise TicketRefused("this context is not one that a prefill node gave out") from error
+            raise TicketRefused("this is not a context of a prefill node") from error
         hosts = all(0 < len(host) <= 253 and 0 < port < 65536 for host, port in context.addresses)
-        if context.tokens < 1 or not context.epoch or not hosts or not 0 < len(context.addresses) <= MOST_ADDRESSES:
-            raise TicketRefused("this context is not one that a prefill node gave out")
+        if context.tokens < 1 or not context.epoch or not hosts or not 0 < len(context.addresses) <= MAX_ADDRESSES:
+            raise TicketRefused("this is not a context of a prefill node")
         return context

@@ -1,27 +1,24 @@
-"""The KV memory of one engine, shared by the roles of a node: who may take it, who has it, what stays behind."""
+"""The KV memory of one engine, shared by the roles of a node: admission, open sequences and the prefix cache."""
 
 import logging
 import threading
 import time
 from collections.abc import Callable
 
-from disaggregated_inference.engines import Engine, Sequence
-from disaggregated_inference.engines.memory import available_bytes
+from disaggregated_inference.engines import Engine, Sequence, available_bytes
 from disaggregated_inference.errors import BadRequest, NodeBusy, NodeDraining
-from disaggregated_inference.kv.prefix_cache.cache import PrefixCache
-from disaggregated_inference.kv.prefix_cache.disk import DiskTier
+from disaggregated_inference.kv.prefix_cache import DiskTier, PrefixCache
 from disaggregated_inference.node.admission import Admission
 from disaggregated_inference.node.scheduler import Scheduler
+from disaggregated_inference.timeouts import NodeTimeouts
 
 log = logging.getLogger(__name__)
 
-_TICK_S = 0.2
-_CHECK_S = 1.0
-_PREFIX_SHARE = 4  # one part in four of the memory is for prefixes
+_PREFIX_SHARE = 4  # a quarter of the memory is for the prefix cache
 
 
 class KVMemory:
-    """Sequences are opened and closed here, on the engine's thread; everything else may be asked by any thread."""
+    """Sequences are opened and closed on the scheduler's thread; any thread may use the rest."""
 
     def __init__(
         self,
@@ -29,88 +26,99 @@ class KVMemory:
         kv_bytes: int = 0,
         prefix_bytes: int | None = None,
         disk: DiskTier | None = None,
-        most_waiting: int = 256,
+        max_waiting: int = 256,
         both_roles: bool = False,
+        timeouts: NodeTimeouts = NodeTimeouts(),
     ) -> None:
-        self.scheduler, self.engine = scheduler, scheduler.engine
-        kept = self.default_prefix_bytes(scheduler.engine) if prefix_bytes is None else prefix_bytes
+        self.scheduler, self._timeouts = scheduler, timeouts
+        cache_bytes = self.default_prefix_bytes(scheduler.engine) if prefix_bytes is None else prefix_bytes
         limit = kv_bytes or self.engine.kv_limit_bytes
-        if not kv_bytes and not self.engine.own_memory:
-            limit = max(limit - kept, 0)
+        if not kv_bytes and not self.engine.preallocates_kv:
+            limit = max(limit - cache_bytes, 0)
         parts = 2 if both_roles else 1
         self._require_useful(limit // parts)
-        self.prefixes = PrefixCache(self.engine.fingerprint, self.engine.dtype, kept, disk=disk)
+        self.prefixes = PrefixCache(self.engine.fingerprint, self.engine.dtype, cache_bytes, disk=disk)
         slots = self.engine.max_batch
-        held = max(1, slots // 4) if both_roles else 0
-        self.admission = Admission(limit // parts, max(1, slots - held), most_waiting)
-        # Where one engine has both roles, caches that wait to be fetched must leave room for those who fetch them.
-        self.reading = Admission(limit // 2, held, most_waiting) if both_roles else self.admission
+        prefill_slots = max(1, slots // 4) if both_roles else 0
+        self.admission = Admission(limit // parts, max(1, slots - prefill_slots), max_waiting)
+        # Where one engine has both roles, KV that waits to be fetched must leave memory for the requests that fetch it.
+        self.prefill_admission = Admission(limit // 2, prefill_slots, max_waiting) if both_roles else self.admission
         self.draining = False
-        self.faults = 0  # times the books did not add up
-        self.held_bytes = self.peak_held_bytes = 0  # what the engine says it holds, when last asked
-        self._counted: dict[Sequence, int] = {}
-        self._others: set[Sequence] = set()
+        self.faults = 0  # how often `check` found a difference
+        self.held_bytes = self.peak_held_bytes = 0  # as the engine last reported
+        self._reserved: dict[Sequence, int] = {}  # bytes of the sequences that admission has reserved memory for
+        self.unreserved: set[Sequence] = set()
         self._checked_at = 0.0
         self._idle_s, self._used_at = 0.0, time.monotonic()
-        self._ticks: list[Callable[[], None]] = [self.admission.sweep, self.reading.sweep, self._unload_if_idle]
+        self._ticks: list[Callable[[], None]] = [
+            self.admission.sweep,
+            self.prefill_admission.sweep,
+            self._unload_if_idle,
+        ]
         self._closing = threading.Event()
         scheduler.idle = self.check
-        threading.Thread(target=self._run, name="room", daemon=True).start()
+        threading.Thread(target=self._tick, name="kv-memory", daemon=True).start()
+
+    @property
+    def engine(self) -> Engine:
+        return self.scheduler.engine
 
     @staticmethod
     def default_prefix_bytes(engine: Engine) -> int:
-        """A share of the KV memory, and never much of what the machine has left."""
+        """A share of the KV memory, and at most a quarter of the machine's free memory."""
         return min(engine.kv_limit_bytes // _PREFIX_SHARE, available_bytes() // 4)
 
     def _require_useful(self, limit_bytes: int) -> None:
-        """Before a node that can serve nobody says that it is healthy."""
+        """A node that can serve no request must not start."""
         least_bytes = self.engine.kv_cost(2)
         if limit_bytes < least_bytes:
             raise BadRequest(
-                f"{limit_bytes} bytes of KV memory are left for requests; a token of a prompt and one of an answer "
+                f"{limit_bytes} bytes of KV memory are left for requests; one prompt token and one completion token "
                 f"need {least_bytes}: give more --kv-memory, or less --prefix-memory"
             )
 
     def unload_when_idle(self, seconds: float) -> None:
-        """From now on, when nobody has used the model for so long; 0: never."""
+        """Unload the model after this time without a request, counted from now; 0: never."""
         self._idle_s, self._used_at = seconds, time.monotonic()
 
     def require_open(self) -> None:
         if self.draining:
-            raise NodeDraining("this node is stopping and takes no new work")
+            raise NodeDraining("this node is stopping and accepts no new requests")
 
     def every_tick(self, action: Callable[[], None]) -> None:
-        """Called a few times a second, for deadlines."""
+        """Call `action` a few times a second, for deadlines."""
         self._ticks.append(action)
 
-    def open(self, capacity: int, counted: bool = True) -> Sequence:
-        """On the engine's thread. `counted`: admission has promised the memory."""
+    def open(self, capacity: int, reserved: bool = True) -> Sequence:
+        """On the scheduler's thread. `reserved`: admission has reserved the memory."""
         self._used_at = time.monotonic()
         sequence = self.scheduler.require_loaded().open(capacity)
-        if counted:
-            self._counted[sequence] = self.engine.kv_cost(capacity)
+        if reserved:
+            self._reserved[sequence] = self.engine.kv_cost(capacity)
         else:
-            self._others.add(sequence)
-        self._weigh()
+            self.unreserved.add(sequence)
+        self._measure()
         return sequence
 
-    def close(self, sequence: Sequence) -> None:
-        self._counted.pop(sequence, None)
-        self._others.discard(sequence)
-        self._used_at = time.monotonic()
-        self.engine.close(sequence)
-        self._weigh()
+    def close(self, *sequences: Sequence) -> None:
+        """On the scheduler's thread."""
+        for sequence in sequences:
+            self._reserved.pop(sequence, None)
+            self.unreserved.discard(sequence)
+            self._used_at = time.monotonic()
+            self.engine.close(sequence)
+            self._measure()
 
-    def _weigh(self) -> None:
+    def _measure(self) -> None:
         self.held_bytes = self.engine.kv_held_bytes
         self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
 
     @property
     def admissions(self) -> set[Admission]:
-        return {self.admission, self.reading}
+        return {self.admission, self.prefill_admission}
 
     @property
-    def promised_bytes(self) -> int:
+    def reserved_bytes(self) -> int:
         return sum(admission.held_bytes for admission in self.admissions)
 
     @property
@@ -119,26 +127,28 @@ class KVMemory:
 
     @property
     def sequences(self) -> int:
-        return len(self._counted)
+        return len(self._reserved)
 
     def check(self) -> None:
-        """When the engine has nothing to do: do memory, sequences and promises add up?"""
+        """Of an idle engine: does it hold no more memory than its sequences need and admission has reserved?"""
         now = time.monotonic()
-        if (self._counted and now - self._checked_at < _CHECK_S) or not self.engine.loaded:
+        if (self._reserved and now - self._checked_at < self._timeouts.check_s) or not self.engine.loaded:
             return
         self._checked_at = now
-        self._weigh()
-        held, cost = self.held_bytes, sum(self._counted.values())
-        others = sum(self.engine.kv_cost(sequence.capacity) for sequence in self._others)
-        promised = self.promised_bytes
-        if held > cost + others or cost > promised:
+        self._measure()
+        held, cost = self.held_bytes, sum(self._reserved.values())
+        unreserved = sum(self.engine.kv_cost(sequence.capacity) for sequence in self.unreserved)
+        reserved = self.reserved_bytes
+        if held > cost + unreserved or cost > reserved:
             self.faults += 1
-            log.error("KV memory does not add up: %d bytes held, %d opened, %d promised", held, cost + others, promised)
+            log.error(
+                "KV memory is inconsistent: %d bytes held, %d opened, %d reserved", held, cost + unreserved, reserved
+            )
 
     def unload(self) -> None:
-        """On the engine's thread: give the weights back, unless someone needs them."""
-        if self._counted or self._others or self.held_slots or self.scheduler.waiting > 1:
-            raise NodeBusy("the model is in use; try again when its answers are written and its caches fetched")
+        """On the scheduler's thread: free the weights, unless a request needs them."""
+        if self._reserved or self.unreserved or self.held_slots or self.scheduler.unfinished > 1:
+            raise NodeBusy("the model is in use; try again when its requests have ended and its KV was fetched")
         if self.engine.loaded:
             self.engine.unload()
             log.info("the model was unloaded")
@@ -149,17 +159,17 @@ class KVMemory:
 
     def _unload_if_idle(self) -> None:
         idle = self._idle_s and time.monotonic() - self._used_at > self._idle_s
-        if idle and self.engine.loaded and not self._counted:
+        if idle and self.engine.loaded and not self._reserved:
             self._used_at = time.monotonic()
             self.scheduler.post(self.unload).add_done_callback(lambda done: done.exception())
 
-    def _run(self) -> None:
-        while not self._closing.wait(_TICK_S):
-            for tick in self._ticks:
+    def _tick(self) -> None:
+        while not self._closing.wait(self._timeouts.tick_s):
+            for action in self._ticks:
                 try:
-                    tick()
+                    action()
                 except Exception:
-                    log.exception("a tick failed")
+                    log.exception("a periodic action failed")
 
     def close_all(self) -> None:
         self.draining = True

@@ -1,11 +1,24 @@
-"""What one process serves: a model in one engine, and its roles."""
+"""A node: one process with one model in one engine, and its roles."""
 
+import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from disaggregated_inference.kv_transfer.paths import spoken
+from disaggregated_inference.api import (
+    KVMemoryStatus,
+    ModelInfo,
+    NodeHealth,
+    NodeStatus,
+    PathStatus,
+    QueueDepth,
+    Rates,
+    Role,
+    SlotStatus,
+    TicketEndings,
+)
+from disaggregated_inference.kv_transfer import format_address
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node.decode import DecodeNode
 from disaggregated_inference.node.kv_memory import KVMemory
@@ -14,117 +27,125 @@ from disaggregated_inference.node.prefill import PrefillNode
 
 @dataclass(frozen=True, slots=True)
 class Node:
+    """Its methods do not block the event loop."""
+
     model: ModelFiles
     kv_memory: KVMemory
     prefill: PrefillNode | None = None
     decode: DecodeNode | None = None
 
     @property
-    def role(self) -> str:
+    def roles(self) -> list[PrefillNode | DecodeNode]:
+        return [role for role in (self.prefill, self.decode) if role]
+
+    @property
+    def role(self) -> Role:
         return "both" if self.prefill and self.decode else "prefill" if self.prefill else "decode"
 
     @property
     def epoch(self) -> str:
-        """Of this run of the node: a restarted one has another."""
-        node = self.prefill or self.decode
-        assert node
-        return node.epoch
+        """Of this run: a restarted node has another."""
+        return self.roles[0].epoch
 
-    @property
-    def healthy(self) -> bool:
-        return all(node.healthy for node in (self.prefill, self.decode) if node)
+    async def health(self) -> NodeHealth:
+        """Live, without a call to the scheduler's thread: it may be busy."""
+        kv_memory, scheduler = self.kv_memory, self.kv_memory.scheduler
+        alive = scheduler.alive and (self.prefill is None or self.prefill.kv_server.listener.alive)
+        working: Literal["draining", "loading", "healthy"] = (
+            "draining" if kv_memory.draining else "loading" if scheduler.loading else "healthy"
+        )
+        return NodeHealth(
+            status=working if alive else "unhealthy",
+            model=self.model.name,
+            loaded=kv_memory.engine.loaded,
+            backend=kv_memory.engine.name,
+            role=self.role,
+            epoch=self.epoch,
+            stalled_s=round(scheduler.stalled_s, 3),
+        )
 
-    def health(self) -> dict[str, Any]:
-        """Live truth, without asking the engine's thread: it may be busy."""
-        kv_memory = self.kv_memory
-        state = "draining" if kv_memory.draining else "loading" if kv_memory.scheduler.loading else "healthy"
-        return {
-            "status": state if self.healthy else "unhealthy",
-            "model": self.model.name,
-            "loaded": kv_memory.engine.loaded,
-            "backend": kv_memory.engine.name,
-            "role": self.role,
-            "epoch": self.epoch,
-            "stalled_s": round(kv_memory.scheduler.stalled_s, 3),
-        }
+    async def model_info(self) -> ModelInfo:
+        return await asyncio.to_thread(self._model_info)
 
-    def about_model(self) -> dict[str, Any]:
-        """Who the model is, as far as another node or a client's text is concerned."""
+    def _model_info(self) -> ModelInfo:
         spec = self.kv_memory.engine.spec
-        return {
-            "model": self.model.name,
-            "context_window": spec.context_window,
-            "vocabulary": spec.vocabulary,
-            "eos_tokens": spec.eos_tokens,
-            "fingerprint": msgspec.to_builtins(self.kv_memory.engine.fingerprint),
-        }
+        return ModelInfo(
+            model=self.model.name,
+            context_window=spec.context_window,
+            vocabulary=spec.vocabulary,
+            eos_tokens=spec.eos_tokens,
+            fingerprint=self.kv_memory.engine.fingerprint,
+        )
+
+    async def tokenizer(self) -> dict[str, Any]:
+        return await asyncio.to_thread(self.model.tokenizer.to_dict)
+
+    async def load(self) -> None:
+        """No thread waits for the load: other requests need the threads meanwhile."""
+        self.kv_memory.require_open()
+        await asyncio.wrap_future(self.kv_memory.scheduler.post(self.kv_memory.load))
+
+    async def unload(self) -> None:
+        await asyncio.wrap_future(self.kv_memory.scheduler.post(self.kv_memory.unload))
+
+    def drain(self) -> int:
+        self.kv_memory.draining = True
+        return sum(role.open_requests for role in self.roles)
 
     def retry_after_s(self, error: BaseException | None = None) -> int:
-        """When to come back: who was refused, or someone new who needs little."""
+        """When a refused request may come back; without an error, a new small request."""
         known: int | None = getattr(error, "retry_after_s", None)
         return known or max(admission.retry_after_s() for admission in self.kv_memory.admissions)
 
-    @property
-    def _canary_tokens(self) -> int:
-        """Read for proofs, on either side of them: nobody's prompt."""
-        read = self.prefill.canary_tokens if self.prefill else 0
-        return read + (self.decode.proofs.tokens_computed if self.decode else 0)
-
-    def status(self) -> dict[str, Any]:
-        """What a router needs to decide."""
-        engine, kv_memory = self.kv_memory.engine, self.kv_memory
-        about = self.health() | {
-            "dtype": engine.dtype,
-            "context_window": engine.spec.context_window,
-            "kv_token_bytes": engine.spec.kv_token_bytes(engine.dtype),
-            "waiting": sum(node.open_requests for node in (self.prefill, self.decode) if node),
-            "waiting_tokens": sum(node.unread_tokens for node in (self.prefill, self.decode) if node),
-            "exports": self.prefill is not None,
-            "imports": self.decode is not None,
-            "queue": {
-                "waiting": sum(admission.waiting for admission in kv_memory.admissions),
-                "retry_after_s": self.retry_after_s(),
-            },
-            "slots": {"used": kv_memory.held_slots, "most": engine.max_batch},
-            "kv": _memory_status(kv_memory),
-            "prefixes": msgspec.to_builtins(kv_memory.prefixes.seen()),
-            "integrity_faults": kv_memory.faults,
-            "prompt_tokens_computed": engine.counters.prompt_tokens - self._canary_tokens,
-            "tokens_written": self.decode.tokens_written if self.decode else 0,
-        }
-        rates: dict[str, Any] = {}
-        if self.prefill:
-            about |= _prefill_status(self.prefill)
-            rates["prefill"] = self.prefill.reading.seen()
-        if self.decode:
-            about |= _decode_status(self.decode)
-            rates |= {"decode": self.decode.batch.rates.seen(), "local_prefill": self.decode.intake.reading.seen()}
-        return about | {"rates": msgspec.to_builtins(rates)}
-
-
-def _memory_status(kv_memory: KVMemory) -> dict[str, int]:
-    """What one answer may have, and of that what is promised. A node of both roles has two purses, and nobody may take
-    from both: `total_`, the peaks and what was measured are of both."""
-    return {
-        "limit_bytes": kv_memory.admission.limit_bytes,
-        "reserved_bytes": kv_memory.admission.held_bytes,
-        "total_limit_bytes": sum(admission.limit_bytes for admission in kv_memory.admissions),
-        "total_reserved_bytes": kv_memory.promised_bytes,
-        "peak_reserved_bytes": sum(admission.peak_bytes for admission in kv_memory.admissions),
-        "held_bytes": kv_memory.held_bytes,
-        "peak_held_bytes": kv_memory.peak_held_bytes,
-    }
+    async def status(self) -> NodeStatus:
+        engine, kv_memory, prefill, decode = self.kv_memory.engine, self.kv_memory, self.prefill, self.decode
+        roles, batch = self.roles, kv_memory.scheduler.batch
+        # Prompts of peer checks, on either side, belong to no request.
+        checked = decode.kv_source.peer_checks.tokens_computed if decode else 0
+        served = prefill.chunked_prefill.canary_tokens if prefill else 0
+        return NodeStatus(
+            **msgspec.structs.asdict(await self.health()),
+            dtype=engine.dtype,
+            context_window=engine.spec.context_window,
+            kv_token_bytes=engine.spec.kv_token_bytes(engine.dtype),
+            waiting=sum(role.open_requests for role in roles),
+            waiting_tokens=sum(role.waiting_tokens for role in roles),
+            running=len(batch.running),
+            exports=prefill is not None,
+            imports=decode is not None,
+            queue=QueueDepth(sum(admission.waiting for admission in kv_memory.admissions), self.retry_after_s()),
+            slots=SlotStatus(kv_memory.held_slots, engine.max_batch),
+            kv=_memory_status(kv_memory),
+            prefixes=msgspec.to_builtins(kv_memory.prefixes.stats()),
+            integrity_faults=kv_memory.faults,
+            prompt_tokens_computed=engine.counters.prompt_tokens - checked - served,
+            tokens_written=decode.requests.completion_tokens if decode else 0,
+            canary_tokens=checked,
+            steps=batch.steps,
+            tickets=len(prefill.tickets) if prefill else 0,
+            endings=TicketEndings(**prefill.tickets.endings) if prefill else TicketEndings(),
+            kv_addresses=tuple(format_address(address) for address in prefill.kv_addresses) if prefill else (),
+            paths=_paths(decode) if decode else (),
+            peers=tuple(decode.kv_source.peer_checks.stats()) if decode else (),
+            rates=Rates(
+                prefill=tuple(prefill.chunked_prefill.rates.stats()) if prefill else (),
+                decode=tuple(batch.rates.stats()),
+                local_prefill=tuple(decode.kv_source.prefill_rates.stats()) if decode else (),
+            ),
+        )
 
 
-def _prefill_status(node: PrefillNode) -> dict[str, Any]:
-    return {
-        "tickets": len(node.book),
-        "endings": msgspec.to_builtins(node.book.endings),
-        "kv_addresses": [spoken(address) for address in node.kv_addresses],
-    }
+def _memory_status(kv_memory: KVMemory) -> KVMemoryStatus:
+    return KVMemoryStatus(
+        limit_bytes=kv_memory.admission.limit_bytes,
+        reserved_bytes=kv_memory.admission.held_bytes,
+        total_limit_bytes=sum(admission.limit_bytes for admission in kv_memory.admissions),
+        total_reserved_bytes=kv_memory.reserved_bytes,
+        peak_reserved_bytes=sum(admission.peak_bytes for admission in kv_memory.admissions),
+        held_bytes=kv_memory.held_bytes,
+        peak_held_bytes=kv_memory.peak_held_bytes,
+    )
 
 
-def _decode_status(node: DecodeNode) -> dict[str, Any]:
-    seen = {"paths": node.paths.seen(), "peers": node.proofs.seen(), "canary_tokens": node.proofs.tokens_computed}
-    builtins: dict[str, Any] = msgspec.to_builtins(seen)
-    return builtins | {"running": len(node.batch.members), "steps": node.batch.steps}
+def _paths(decode: DecodeNode) -> tuple[PathStatus, ...]:
+    return tuple(msgspec.convert(path, PathStatus, from_attributes=True) for path in decode.kv_source.paths.known())

@@ -1,4 +1,10 @@
-"""Which prefill nodes this decode node has proven, and how: see canary.py."""
+"""The peer check: before a decode node uses the KV of a prefill node, both compute a canary prompt and compare.
+
+Fingerprints show that both nodes hold the same model; the canary shows that both compute the same KV with it. Rows are
+compared by their relative distance, by its median over the prompt's tokens. Quantized weights move rows by a few
+hundredths (four-bit weights of small models by up to 0.7, and logits by up to 0.24), and an MoE router may choose other
+experts for a token. A wrong rotation, a swapped head or other weights move all rows by about one.
+"""
 
 import logging
 import threading
@@ -7,138 +13,191 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
+from disaggregated_inference.api import PeerStatus
 from disaggregated_inference.engines import Sequence
 from disaggregated_inference.errors import KVMemoryFull, PeerRefused
-from disaggregated_inference.kv.dtype import Array
+from disaggregated_inference.kv import Array, KVDType, KVSlice, as_dtype
 from disaggregated_inference.kv_transfer import Hello, KVFetch, Paths, Sink
-from disaggregated_inference.node.canary import Reading, canary_tokens, require_same
 from disaggregated_inference.node.context import PrefillContext
 from disaggregated_inference.node.generation import Generation
 from disaggregated_inference.node.kv_memory import KVMemory
+from disaggregated_inference.timeouts import NodeTimeouts
 
 log = logging.getLogger(__name__)
 
-_MOST_PEERS = 256
-_PATIENCE_S = 0.2
-_RETRY_S = 0.05
+CANARY_TOKENS = 48
+LIMIT = 0.3
+_COARSE_LIMIT = 0.8  # for the keys and values of coarse weights
+_COARSE = 0.1  # rounding of five-bit and smaller weights, and of unknown formats
+_MAX_PEERS = 256
 
 
-class PeerCheck(msgspec.Struct, frozen=True):
-    """A peer's standing; `refused` says why, where it is not trusted."""
+def canary_prompt(vocabulary: int) -> list[int]:
+    """The same on every node with the same vocabulary."""
+    return [(7919 * (at + 1)) % vocabulary for at in range(CANARY_TOKENS)]
 
-    epoch: str
-    distance: float | None = None
-    refused: str | None = None
+
+class CanaryResult(NamedTuple):
+    """What one node computes for the canary prompt."""
+
+    slices: list[KVSlice]
+    logits: NDArray[np.float32]  # after the prompt, and one token later
 
 
 class PeerChecks:
-    """One canary per epoch of a peer, for whoever asks first; others wait for it. Verdicts are kept."""
+    """One check for each epoch of a peer, run by the first request; others wait for it. Results are kept."""
 
-    def __init__(self, kv_memory: KVMemory, paths: Paths) -> None:
-        self._kv_memory, self._scheduler, self._engine, self._paths = (
-            kv_memory,
-            kv_memory.scheduler,
-            kv_memory.engine,
-            paths,
-        )
+    def __init__(self, kv_memory: KVMemory, paths: Paths, timeouts: NodeTimeouts, limit: float = LIMIT) -> None:
+        self._kv_memory, self._scheduler, self._paths = kv_memory, kv_memory.scheduler, paths
+        self._timeouts, self.limit = timeouts, limit
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, Future[PeerCheck]] = OrderedDict()
+        self._checks: OrderedDict[str, Future[PeerStatus]] = OrderedDict()
         self.tokens_computed = 0
 
-    def require(self, context: PrefillContext, hello: Hello, answer: Generation) -> float:
-        """Seconds it took, 0 for a peer that is known. Raises `PeerRefused`, or why the canary did not arrive: that is
-        this request's own trouble, and the next one tries for itself."""
+    def require(self, context: PrefillContext, hello: Hello, generation: Generation) -> float:
+        """Seconds that the check took; 0 for a known peer. Raises `PeerRefused`, or the error of a check that could
+        not run: then the next request tries again."""
         started = time.perf_counter()
         while True:
-            mine: Future[PeerCheck] = Future()
+            mine: Future[PeerStatus] = Future()
             with self._lock:
-                future = self._known.setdefault(context.epoch, mine)
-                if len(self._known) > _MOST_PEERS:
-                    self._known.popitem(last=False)
+                future = self._checks.setdefault(context.epoch, mine)
+                if len(self._checks) > _MAX_PEERS:
+                    self._checks.popitem(last=False)
             if future is mine:
-                self._prove(context, hello, mine, answer)
-            while not wait([future], _PATIENCE_S).done:
-                answer.require_wanted()
+                self._check(context, hello, mine, generation)
+            while not wait([future], self._timeouts.peer_check_poll_s).done:
+                generation.raise_if_cancelled()
             if future is mine or not future.exception():
                 break
         if refused := future.result().refused:
             raise PeerRefused(refused)
         return time.perf_counter() - started if future is mine else 0.0
 
-    def seen(self) -> list[PeerCheck]:
+    def stats(self) -> list[PeerStatus]:
         with self._lock:
-            done = [future for future in self._known.values() if future.done() and not future.exception()]
+            done = [future for future in self._checks.values() if future.done() and not future.exception()]
         return [future.result() for future in done]
 
-    def _prove(self, context: PrefillContext, hello: Hello, future: "Future[PeerCheck]", answer: Generation) -> None:
-        about = {"peer": context.epoch, "request_id": hello.request_id}
+    def _check(
+        self, context: PrefillContext, hello: Hello, future: "Future[PeerStatus]", generation: Generation
+    ) -> None:
+        extra = {"peer": context.epoch, "request_id": hello.request_id}
         try:
-            distance = self._compare(context, hello, answer)
+            distance = self._compare(context, hello, generation)
         except PeerRefused as error:
-            log.error("prefill node %s is refused: %s", context.epoch, error, extra=about)
-            future.set_result(PeerCheck(context.epoch, refused=str(error)))
+            log.error("prefill node %s is refused: %s", context.epoch, error, extra=extra)
+            future.set_result(PeerStatus(context.epoch, refused=str(error)))
         except BaseException as error:
             with self._lock:
-                self._known.pop(context.epoch, None)
+                self._checks.pop(context.epoch, None)
             future.set_exception(error)
         else:
-            log.info("prefill node %s is proven", context.epoch, extra=about | {"distance": distance})
-            future.set_result(PeerCheck(context.epoch, distance))
+            log.info("prefill node %s passed the peer check", context.epoch, extra=extra | {"distance": distance})
+            future.set_result(PeerStatus(context.epoch, distance=distance))
 
-    def _compare(self, context: PrefillContext, hello: Hello, answer: Generation) -> float:
-        """One after the other: there may be room for no more than one of them."""
-        tokens = canary_tokens(self._engine.spec.vocabulary)
-        with self._opened(len(tokens) + 1, answer) as theirs:
-            logits, rounding = self._receive(context, hello, theirs, len(tokens), answer)
-            received = self._scheduler.call(lambda: self._stepped(theirs, logits, tokens))
-        with self._opened(len(tokens) + 1, answer) as ours:
-            computed = self._scheduler.call(lambda: self._stepped(ours, self._read(ours, tokens), tokens))
-        return require_same(computed, received, max(rounding, self._engine.fingerprint.weights.rounding))
+    def _compare(self, context: PrefillContext, hello: Hello, generation: Generation) -> float:
+        """One sequence after the other: there may be memory for one only."""
+        tokens = canary_prompt(self._kv_memory.engine.spec.vocabulary)
+        with self._open(len(tokens) + 1, generation) as sequence:
+            logits, rounding = self._receive(context, hello, sequence, len(tokens), generation)
+            received = self._scheduler.call(lambda: self._step(sequence, logits, tokens))
+        with self._open(len(tokens) + 1, generation) as own:
+            computed = self._scheduler.call(lambda: self._step(own, self._prefill(own, tokens), tokens))
+        rounding = max(rounding, self._kv_memory.engine.fingerprint.weights.rounding)
+        return require_same(computed, received, rounding, self.limit)
 
     @contextmanager
-    def _opened(self, capacity: int, answer: Generation) -> Iterator[Sequence]:
-        """Admission has promised nobody this memory. Where it is not there, it will be when another request ends."""
+    def _open(self, capacity: int, generation: Generation) -> Iterator[Sequence]:
+        """Admission has not reserved this memory: where it is missing, try again until another request ends."""
         while True:
             try:
-                sequence = self._scheduler.call(lambda: self._kv_memory.open(capacity, counted=False))
+                sequence = self._scheduler.call(lambda: self._kv_memory.open(capacity, reserved=False))
                 break
             except KVMemoryFull:
-                answer.require_wanted()
-                if not self._engine.live:
+                generation.raise_if_cancelled()
+                if not self._kv_memory.engine.live:
                     raise
-                time.sleep(_RETRY_S)
+                time.sleep(self._timeouts.peer_check_retry_s)
         try:
             yield sequence
         finally:
             self._scheduler.post(lambda: self._kv_memory.close(sequence))
 
     def _receive(
-        self, context: PrefillContext, hello: Hello, target: Sequence, count: int, answer: Generation
+        self, context: PrefillContext, hello: Hello, target: Sequence, count: int, generation: Generation
     ) -> tuple[Array, float]:
-        """The canary's cache, into its place; its logits, and how coarse the weights are that made them."""
+        """Fetch the peer's canary KV into `target`; returns its logits and the rounding of its weights."""
         logits: list[Array] = []
         sink = Sink(
-            place=lambda piece: self._scheduler.call(lambda: self._engine.place(target, piece)),
-            commit=lambda length: self._scheduler.call(lambda: self._engine.commit(target, length)),
+            place=lambda piece: self._scheduler.call(lambda: self._kv_memory.engine.place(target, piece)),
+            commit=lambda length: self._scheduler.call(lambda: self._kv_memory.engine.commit(target, length)),
             logits=logits.append,
         )
-        spec, asked = self._engine.spec, msgspec.structs.replace(hello, canary=True)
-        gather = KVFetch(asked, spec.layout, spec.vocabulary, count, self._paths.ordered(context.addresses), sink)
-        answer.on_cancel(gather.stop)  # the client may leave; whoever waits for the same proof tries for itself
-        gathered = gather.run()
-        return logits[0], gathered.rounding
+        spec, hello = self._kv_memory.engine.spec, msgspec.structs.replace(hello, canary=True)
+        fetch = KVFetch(hello, spec.layout, spec.vocabulary, count, self._paths.ordered(context.addresses), sink)
+        generation.on_cancel(fetch.stop)  # other requests that wait for this check then run their own
+        result = fetch.run()
+        return logits[0], result.rounding
 
-    def _read(self, sequence: Sequence, tokens: list[int]) -> Array:
-        """On the engine's thread."""
+    def _prefill(self, sequence: Sequence, tokens: list[int]) -> Array:
+        """On the scheduler's thread."""
         self.tokens_computed += len(tokens)
-        logits: Array = self._engine.prefill(sequence, tokens).numpy()[0]
+        logits: Array = self._kv_memory.engine.prefill(sequence, tokens).numpy()[0]
         return logits
 
-    def _stepped(self, sequence: Sequence, logits: Array, tokens: list[int]) -> Reading:
-        """On the engine's thread: one step on, and all that there is, in memory of its own."""
-        later = self._engine.step([sequence], [tokens[0]]).numpy()[0]
-        return Reading([piece.copy() for piece in self._engine.export(sequence)], np.stack([logits, later]))
+    def _step(self, sequence: Sequence, logits: Array, tokens: list[int]) -> CanaryResult:
+        """On the scheduler's thread: decode one more token and copy everything."""
+        later = self._kv_memory.engine.step([sequence], [tokens[0]]).numpy()[0]
+        return CanaryResult(
+            [piece.copy() for piece in self._kv_memory.engine.export(sequence)], np.stack([logits, later])
+        )
+
+
+def require_same(computed: CanaryResult, received: CanaryResult, rounding: float = 0.0, limit: float = LIMIT) -> float:
+    """The largest distance; `PeerRefused` at the first place where it is too large. `rounding` is `Weights.rounding`
+    of the node with the coarser weights."""
+    coarse = max(limit, _COARSE_LIMIT) if rounding >= _COARSE else limit
+    rows = _largest(_row_distances(computed, received), coarse)
+    return max(rows, _largest(_logit_distances(computed, received), limit))
+
+
+def _largest(distances: Iterator[tuple[str, float]], limit: float) -> float:
+    largest = 0.0
+    for place, value in distances:
+        if not value <= limit:  # also for NaN
+            raise PeerRefused(
+                f"the prefill node computes other values than this node: on the canary prompt, {place} differ by"
+                f" {value:.3g} of their size (limit {limit}). Check that both nodes hold the same model files."
+            )
+        largest = max(largest, value)
+    return largest
+
+
+def _row_distances(computed: CanaryResult, received: CanaryResult) -> Iterator[tuple[str, float]]:
+    for mine, other in zip(computed.slices, received.slices, strict=True):
+        for name in ("keys", "values"):
+            pair = (_rows(getattr(piece, name), piece.dtype) for piece in (mine, other))
+            yield f"the {name} of layer {mine.layer}", distance(*pair)
+
+
+def _logit_distances(computed: CanaryResult, received: CanaryResult) -> Iterator[tuple[str, float]]:
+    for row, place in enumerate(("after the prompt", "one token later")):
+        yield f"the logits {place}", distance(computed.logits[row : row + 1], received.logits[row : row + 1])
+
+
+def distance(computed: NDArray[np.float32], received: NDArray[np.float32]) -> float:
+    """The median over the tokens of |computed - received| / |computed|."""
+    size = np.linalg.norm(computed, axis=-1)
+    return float(np.median(np.linalg.norm(computed - received, axis=-1) / np.where(size == 0, 1, size)))
+
+
+def _rows(array: Array, dtype: KVDType) -> NDArray[np.float32]:
+    rows: NDArray[np.float32] = as_dtype(array, dtype, "float32").reshape(len(array), -1)
+    return rows

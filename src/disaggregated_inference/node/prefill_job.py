@@ -1,48 +1,45 @@
-"""One prompt on a prefill node: while it is read, and until it was fetched."""
+"""One prompt on a prefill node."""
 
 import math
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import msgspec
-
+from disaggregated_inference.api import PrefillMetrics
 from disaggregated_inference.engines import Sequence
+from disaggregated_inference.errors import Cancelled
 from disaggregated_inference.kv_transfer import Outbox
 from disaggregated_inference.node.admission import Claim
 
 
-class PrefillMetrics(msgspec.Struct, frozen=True):
-    prompt_tokens: int
-    prefill_time: float
-    prefill_speed: float
-    queue_time: float
-    cached_tokens: int = 0  # of the prompt, that this node had read before
-
-
 @dataclass(slots=True)
 class PrefillJob:
-    """One prompt being read, or read and waiting to be fetched."""
+    """One prompt, from its request until its KV was fetched or its ticket has ended."""
 
     tokens: list[int]
-    ticket: str = ""
+    ticket: str = ""  # empty: the canary prompt of a peer check
     outbox: Outbox = field(default_factory=Outbox)
     deadline: float = math.inf
     future: "Future[PrefillMetrics]" = field(default_factory=Future)
-    admitted: "Future[None]" = field(default_factory=Future)  # there is memory for it
+    admitted: "Future[None]" = field(default_factory=Future)
     claim: Claim | None = None
     sequence: Sequence | None = None
     cached_tokens: int = 0
     ended: bool = False
-    keeping: bool = False  # its rows are being copied for later prompts
+    saving: bool = False  # its KV is being copied into the prefix cache
     streams_done: set[int] = field(default_factory=set)
 
-    def was_admitted(self, error: BaseException | None = None) -> None:
-        """Or never will be."""
+    def set_admitted(self, error: BaseException | None = None) -> None:
+        """Admitted, or with an error, refused. The first call counts."""
         with suppress(InvalidStateError):
             self.admitted.set_exception(error) if error else self.admitted.set_result(None)
 
+    def raise_if_cancelled(self) -> None:
+        if self.ended:
+            raise Cancelled("the prefill was cancelled")
+
     @property
-    def unread(self) -> int:
+    def waiting_tokens(self) -> int:
+        """Prompt tokens that are not computed yet."""
         sequence = self.sequence
         return len(self.tokens) - (sequence.length if sequence else 0)

@@ -1,4 +1,4 @@
-"""What a prefill node has read, kept for prompts that begin the same way."""
+"""Saves the KV of computed prompts in the prefix cache of a prefill node."""
 
 import logging
 from collections.abc import Callable
@@ -13,39 +13,39 @@ log = logging.getLogger(__name__)
 
 
 class PrefixWriter:
-    """Copies on a thread of its own, while the engine reads the next prompt; `close` is called on the engine's thread
-    for those that ended meanwhile."""
+    """Copies on its own thread while the engine computes the next prompt. `close` is called on the scheduler's thread
+    for jobs that ended meanwhile."""
 
     def __init__(self, kv_memory: KVMemory, close: Callable[[PrefillJob], None]) -> None:
         self._kv_memory, self._close = kv_memory, close
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="kv-keep")
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="prefix-writer")
 
-    def keep(self, attempt: PrefillJob) -> None:
-        insertion = self._kv_memory.prefixes.insert(attempt.tokens) if attempt.ticket and not attempt.ended else None
+    def save(self, job: PrefillJob) -> None:
+        insertion = self._kv_memory.prefixes.insert(job.tokens) if job.ticket and not job.ended else None
         if insertion is None:
             return
 
         def copy() -> None:
             try:
-                for piece in attempt.outbox.slices():
+                for piece in job.outbox.slices():
                     insertion.put(piece)
             except Exception:
-                log.exception("a prompt's cache was not kept")
+                log.exception("cannot save the KV of a prompt in the prefix cache")
             insertion.finish()
             with suppress(NodeBusy):
-                self._kv_memory.scheduler.post(done)
+                self._kv_memory.scheduler.post(finish)
 
-        def done() -> None:
-            attempt.keeping = False
-            if attempt.ended:
-                self._close(attempt)
+        def finish() -> None:
+            job.saving = False
+            if job.ended:
+                self._close(job)
 
-        attempt.keeping = True
+        job.saving = True
         try:
             self._threads.submit(copy)
-        except RuntimeError:  # closing
+        except RuntimeError:  # the node is closing
             insertion.abandon()
-            attempt.keeping = False
+            job.saving = False
 
     def stop(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,23 +1,15 @@
-"""What this machine really does: tokens per second, measured at the work itself. Routers plan with it."""
+"""Measured speed of this machine, in tokens per second. The router plans with it."""
 
 import math
 import threading
 from dataclasses import dataclass
 
-import msgspec
+from disaggregated_inference.api import Rate
 
-_HALF_LIFE = 32  # samples after which what was measured counts half
-_KEPT = 0.5 ** (1 / _HALF_LIFE)
-_MOST_BUCKETS = 32
-_SLOWEST = 8.0  # times as long as expected; what took longer was a hiccup (a frozen process, a swap, a lid closed)
-
-
-class Rate(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast work of `size` to just under twice `size` goes, and from how many measurements that is known."""
-
-    size: int
-    tokens_per_s: float
-    samples: int
+_HALF_LIFE = 32  # samples after which a measurement counts half
+_DECAY = 0.5 ** (1 / _HALF_LIFE)
+_MAX_BUCKETS = 32
+_MAX_SLOWDOWN = 8.0  # times the expected duration; a longer one is an interruption (a frozen process, a closed lid)
 
 
 @dataclass(slots=True)
@@ -26,10 +18,10 @@ class _Bucket:
     seconds: float = 0.0
     samples: int = 0
 
-    def note(self, tokens: int, seconds: float) -> None:
-        """Sums that fade, not rates: so every second of work counts alike, however it was cut into samples."""
-        self.tokens = self.tokens * _KEPT + tokens
-        self.seconds = self.seconds * _KEPT + seconds
+    def record(self, tokens: int, seconds: float) -> None:
+        """Decaying sums, not averages of rates: every second of work has the same weight."""
+        self.tokens = self.tokens * _DECAY + tokens
+        self.seconds = self.seconds * _DECAY + seconds
         self.samples += 1
 
     @property
@@ -38,24 +30,24 @@ class _Bucket:
 
 
 class RateMeter:
-    """Tokens per second, by size: recent behaviour counts more. Buckets are powers of two."""
+    """Tokens per second by size of the work, in buckets of powers of two. Recent samples count more."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._buckets: dict[int, _Bucket] = {}
 
-    def note(self, size: int, tokens: int, seconds: float) -> None:
-        """Work of this size made so many tokens in that time. Where a clock saw no time pass, nothing was learnt. A
-        hiccup counts as slow, not as for ever: routers would never come back to measure again."""
+    def record(self, size: int, tokens: int, seconds: float) -> None:
+        """Work of `size` tokens computed `tokens` in `seconds`. An interruption is limited to `_MAX_SLOWDOWN`: else
+        the router would never send work again, and the node never measure again."""
         if tokens < 1 or not 0 < seconds < math.inf:
             return
         power = _power(size)
         with self._lock:
             if nearest := self._nearest(power):
-                seconds = min(seconds, _SLOWEST * tokens / nearest.tokens_per_s)
-            self._buckets.setdefault(power, _Bucket()).note(tokens, seconds)
+                seconds = min(seconds, _MAX_SLOWDOWN * tokens / nearest.tokens_per_s)
+            self._buckets.setdefault(power, _Bucket()).record(tokens, seconds)
 
-    def seen(self) -> list[Rate]:
+    def stats(self) -> list[Rate]:
         """Smallest size first."""
         with self._lock:
             return [
@@ -63,8 +55,8 @@ class RateMeter:
                 for power, bucket in sorted(self._buckets.items())
             ]
 
-    def expect(self, size: int) -> float | None:
-        """What to plan with: the nearest size that was seen, of two the smaller: larger work is seldom slower."""
+    def estimate(self, size: int) -> float | None:
+        """The rate of the nearest measured size; of two, the smaller size, because larger work is seldom slower."""
         with self._lock:
             nearest = self._nearest(_power(size))
             return nearest.tokens_per_s if nearest else None
@@ -75,4 +67,4 @@ class RateMeter:
 
 
 def _power(size: int) -> int:
-    return min(max(size, 1).bit_length(), _MOST_BUCKETS) - 1
+    return min(max(size, 1).bit_length(), _MAX_BUCKETS) - 1

@@ -1,10 +1,10 @@
-"""Stop strings: an answer ends before the first of them, wherever tokens happen to cut it."""
+"""Stop strings: the text ends before the first of them, wherever token borders are."""
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Text goes in as tokens bring it and comes out as soon as no stop string can begin in it any more."""
+    """Text goes in token by token and comes out when no stop string can begin in it any more."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -12,8 +12,8 @@ class StopStrings:
         self.found: str | None = None
 
     def push(self, text: str, counts: bool = True) -> str:
-        """What may be shown now. Nothing more, once a stop string was found. One that ends in a text which does not
-        count is text like any other; it may begin there."""
+        """Add text; returns the text that can go out, none after a stop string. A stop string that ends in text which
+        does not count is ignored; it may begin there."""
         if self.found is not None:
             return ""
         before, self._held = len(self._held), self._held + text
@@ -23,7 +23,7 @@ class StopStrings:
         return self._release(len(self._held) - self._possible_start())
 
     def flush(self) -> str:
-        """The answer is over: what was held back was no stop string after all."""
+        """At the end: the text that was held back."""
         return "" if self.found is not None else self._release(len(self._held))
 
     def _release(self, count: int) -> str:
@@ -31,13 +31,13 @@ class StopStrings:
         return text
 
     def _first(self, before: int) -> tuple[int, str | None]:
-        """The earliest stop string that ends after so many characters; of two that begin together the longer one."""
+        """The earliest stop string that ends after `before` characters; of two with one start, the longer."""
         found = [(self._held.find(stop, max(0, before + 1 - len(stop))), -len(stop), stop) for stop in self._stops]
         places = [place for place in found if place[0] >= 0]
         return (min(places)[0], min(places)[2]) if places else (0, None)
 
     def _possible_start(self) -> int:
-        """Length of the longest end of the text that could grow into a stop string."""
+        """Length of the longest end of the text that could become a stop string."""
         sizes = (
             size
             for stop in self._stops

@@ -1,82 +1,51 @@
-"""An answer on its way to a client: as one JSON document, or as server-sent events while it is being written."""
+"""A generation on its way to a client: as one JSON document, or as server-sent events while it runs."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from disaggregated_inference.errors import Cancelled, DisaggError
-from disaggregated_inference.http.middleware import describe
-from disaggregated_inference.node.generation import Generation, Item, Progress, TokenOutput
+from disaggregated_inference.api import (
+    DoneEvent,
+    GeneratedChoice,
+    GenerateResponse,
+    Progress,
+    StreamEvent,
+    TokenEvent,
+    TokenLogprob,
+)
+from disaggregated_inference.http import error_body, json_response, sse_event, unless_disconnected
+from disaggregated_inference.node.generation import Generation, Item
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
 
-PULSE_S = 0.25  # how often a stream with nothing to say says that it is there
-
-
-def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(content), status, headers, "application/json")
-
-
-def error_response(error: DisaggError, retry_after_s: Callable[[DisaggError], int]) -> Response:
-    headers = {}
-    if error.status == 503:
-        headers["Retry-After"] = str(retry_after_s(error))
-    if error.status == 408:  # the rest may come yet, and would be taken for the next request
-        headers["Connection"] = "close"
-    return json_response(describe(error), error.status, headers)
-
-
-async def respond(request: Request, answer: Generation, stream: bool, stalled_s: Callable[[], float]) -> Response:
-    """Once there is memory for it. What fails before that has its own status, streamed or not. `stalled_s` is told in
-    a stream's pulse: who reads it knows a slow engine from one that is stuck."""
-    items = _Items(answer)
-    first = await unless_gone(request, items.get(), answer.cancel)
+async def respond(
+    request: Request, generation: Generation, stream: bool, stalled_s: Callable[[], float], heartbeat_s: float
+) -> Response:
+    """Once the memory is reserved: an error before that has its own status, streamed or not. A stream's heartbeat
+    carries `stalled_s`, so that its reader can tell a slow engine from a stuck one."""
+    items = _Items(generation, heartbeat_s)
+    first = await unless_disconnected(request, items.get(), generation.cancel)
     if isinstance(first, BaseException):
         raise first
     if stream:
         return StreamingResponse(_events(items, stalled_s), media_type="text/event-stream")
-    pieces = await unless_gone(request, items.rest(), answer.cancel)
-    return json_response(_document(answer, pieces))
-
-
-async def unless_gone(request: Request, result: Awaitable[Result], cancel: Callable[[], object]) -> Result:
-    """Wait for a result; a client that leaves meanwhile cancels it."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    waiting, leaving = asyncio.ensure_future(result), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-    except asyncio.CancelledError:
-        cancel()
-        raise
-    finally:
-        leaving.cancel()
-    if not waiting.done():
-        await asyncio.to_thread(cancel)
-        await asyncio.wait({waiting})
-        waiting.exception()
-        raise Cancelled("the client is gone")
-    return waiting.result()
+    events = await unless_disconnected(request, items.rest(), generation.cancel)
+    return json_response(_document(generation, events))
 
 
 class _Items:
-    """As they come from the engine's thread; no thread waits for them here."""
+    """From the scheduler's thread to the event loop, without a waiting thread."""
 
-    def __init__(self, answer: Generation) -> None:
-        self.answer = answer
+    def __init__(self, generation: Generation, heartbeat_s: float) -> None:
+        self.generation, self._heartbeat_s = generation, heartbeat_s
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
-        answer.listen(self._deliver)
+        generation.listen(self._deliver)
 
     def _deliver(self, item: Item) -> None:
         self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
@@ -84,101 +53,86 @@ class _Items:
     async def get(self) -> Item:
         return await self._queue.get()
 
-    async def some(self) -> list[Item]:
-        """All that are there: a slow client gets several at once. None where nothing came for a moment."""
+    async def batch(self) -> list[Item]:
+        """All that are there: a slow client gets several at once. Empty if none came within a heartbeat."""
         try:
-            items = [self._queue.get_nowait() if self._queue.qsize() else await asyncio.wait_for(self.get(), PULSE_S)]
+            async with asyncio.timeout(self._heartbeat_s):
+                items = [await self.get()]
         except TimeoutError:
             return []
         while not self._queue.empty():
             items.append(self._queue.get_nowait())
         return items
 
-    async def rest(self) -> list[TokenOutput]:
-        pieces: list[TokenOutput] = []
-        while (item := await self._queue.get()) is not None:
+    async def rest(self) -> list[TokenEvent]:
+        events: list[TokenEvent] = []
+        while (item := await self.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
-            if isinstance(item, TokenOutput):
-                pieces.append(item)
-        return pieces
+            if isinstance(item, TokenEvent):
+                events.append(item)
+        return events
 
 
 async def _events(items: _Items, stalled_s: Callable[[], float]) -> AsyncIterator[bytes]:
-    """One event per token; the last one carries the metrics, or the error. A comment where there is nothing to say."""
-    answer = items.answer
+    """One event per token; the last one has the metrics, or the error. A comment while there is nothing to send."""
+    generation = items.generation
     try:
         while True:
-            if not (batch := await items.some()):
+            if not (batch := await items.batch()):
                 yield b": alive %.1f\n\n" % stalled_s()
                 continue
-            if answer.rules.progress and (told := [item for item in batch if isinstance(item, Progress)]):
-                yield b"".join(_event({"progress": item}) for item in told)  # none of it comes after the first token
-            pieces = [item for item in batch if isinstance(item, TokenOutput)]
-            if pieces:
-                yield b"".join(_event(_token(answer, piece)) for piece in pieces)
+            if events := [_event(item) for item in batch if isinstance(item, TokenEvent | Progress)]:
+                yield b"".join(events)
             if isinstance(batch[-1], BaseException):
                 raise batch[-1]
             if batch[-1] is None:
                 break
-        yield _event({"done": True} | _summary(answer))
+        yield sse_event(_done(generation))
     except Exception as error:
-        code = describe(error)["error"]["code"]
-        log.warning("an answer failed: %s", error, extra={"request_id": answer.request_id, "code": code})
-        yield _event(describe(error))
+        body = error_body(error)
+        log.warning(
+            "a generation failed: %s", error, extra={"request_id": generation.request_id, "code": body.error.code}
+        )
+        yield sse_event(body)
     finally:
-        answer.cancel()
+        generation.cancel()
 
 
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+def _event(item: TokenEvent | Progress) -> bytes:
+    return sse_event(StreamEvent(progress=item) if isinstance(item, Progress) else item)
 
 
-def _token(answer: Generation, piece: TokenOutput) -> dict[str, Any]:
-    event: dict[str, Any] = {"token": piece.token, "text": piece.text}
-    if answer.rules.n > 1:
-        event["index"] = piece.choice
-    if piece.logprob is not None:
-        event |= _likelihood(piece)
-    if piece.finish_reason:
-        event["finish_reason"] = piece.finish_reason
-    return event
+def _document(generation: Generation, events: list[TokenEvent]) -> GenerateResponse:
+    numbers = range(generation.params.n)
+    choices = tuple(_choice(number, [e for e in events if e.choice == number]) for number in numbers)
+    first, done = choices[0], _done(generation)
+    return GenerateResponse(
+        generated_text=first.text,
+        tokens=first.tokens or (),
+        finish_reason=first.finish_reason,
+        logprobs=first.logprobs,
+        choices=choices if len(choices) > 1 else (),
+        usage=done.usage,
+        metrics=generation.metrics,
+    )
 
 
-def _likelihood(piece: TokenOutput) -> dict[str, Any]:
-    return {"logprob": piece.logprob, "top_logprobs": [{"token": token, "logprob": p} for token, p in piece.top]}
+def _choice(number: int, events: list[TokenEvent]) -> GeneratedChoice:
+    return GeneratedChoice(
+        index=number,
+        text="".join(event.text for event in events),
+        tokens=tuple(event.token for event in events),
+        finish_reason=events[-1].finish_reason,
+        logprobs=tuple(
+            TokenLogprob(token=event.token, logprob=event.logprob, top_logprobs=event.top_logprobs)
+            for event in events
+            if event.logprob is not None
+        ),
+    )
 
 
-def _document(answer: Generation, pieces: list[TokenOutput]) -> dict[str, Any]:
-    choices = [_choice(number, [p for p in pieces if p.choice == number]) for number in range(answer.rules.n)]
-    first = choices[0]
-    document = {"generated_text": first["text"], "tokens": first["tokens"], "finish_reason": first["finish_reason"]}
-    if "logprobs" in first:
-        document["logprobs"] = first["logprobs"]
-    if len(choices) > 1:
-        document["choices"] = choices
-    return document | _summary(answer)
-
-
-def _choice(number: int, pieces: list[TokenOutput]) -> dict[str, Any]:
-    choice: dict[str, Any] = {
-        "index": number,
-        "text": "".join(piece.text for piece in pieces),
-        "tokens": [piece.token for piece in pieces],
-        "finish_reason": pieces[-1].finish_reason,
-    }
-    if pieces[-1].logprob is not None:
-        choice["logprobs"] = [{"token": piece.token} | _likelihood(piece) for piece in pieces]
-    return choice
-
-
-def _summary(answer: Generation) -> dict[str, Any]:
-    metrics = answer.metrics
-    log.info("answer done", extra={"request_id": answer.request_id} | msgspec.to_builtins(metrics))
-    usage = {
-        "prompt_tokens": metrics.prompt_tokens,
-        "completion_tokens": metrics.completion_tokens,
-        "total_tokens": metrics.prompt_tokens + metrics.completion_tokens,
-        "cached_tokens": metrics.spared_tokens,
-    }
-    return {"usage": usage, "metrics": msgspec.to_builtins(metrics)}
+def _done(generation: Generation) -> DoneEvent:
+    metrics = generation.metrics
+    log.info("generation done", extra={"request_id": generation.request_id} | msgspec.to_builtins(metrics))
+    return DoneEvent(usage=metrics.usage, metrics=metrics)

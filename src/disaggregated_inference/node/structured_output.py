@@ -1,6 +1,6 @@
-"""Answers of a given form: after every token, which tokens may come next. The grammars are llguidance's.
+"""Structured output: after every token, a grammar (llguidance) decides which tokens may come next.
 
-Every model's end tokens are alike here: they may come when the answer is complete, and not before.
+All end tokens of a model are treated alike: they may come only when the output is complete.
 """
 
 import json
@@ -10,69 +10,37 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from disaggregated_inference.api import OutputFormat
 from disaggregated_inference.errors import BadRequest, EngineUnavailable, ModelUnsupported
-from disaggregated_inference.models.tokenizer import ModelTokenizer
+from disaggregated_inference.models import ModelTokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 Result = TypeVar("Result")
 
-_MOST_BYTES = 256 << 10
-_MOST_COMPILED = 32
-_MOST_COMPILED_BYTES = 1 << 20
+_MAX_COMPILED = 32
+_MAX_COMPILED_BYTES = 1 << 20
 _COMPILERS = 2
-_LONGEST_SPECIAL = 256  # characters, of the text that must come next; no token is longer
+_MAX_SPECIAL_CHARS = 256  # no special token is longer
 
-# One space, or a new line and its indentation: what models were trained on, and never a page of blanks.
+# One space, or a new line with indentation: as in training data, and never a page of blanks.
 _WHITESPACE = {"whitespace_pattern": r"\x20|\n\x20{0,32}"}
 
-# llguidance reads a grammar by recursion. 256 KB of rules that name each other need about 100 MB of stack, and a stack
-# that is too small ends the process, not the request.
+# llguidance parses a grammar by recursion. 256 KB of rules that refer to each other need about 100 MB of stack, and a
+# stack overflow would end the process.
 _STACK_BYTES = 512 << 20
 _stack_lock = threading.Lock()
 
 
-class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an answer must look like. Each type but `json_object` has one field that says it."""
-
-    type: Literal["json_object", "json_schema", "regex", "grammar", "choice"]
-    schema: dict[str, Any] | bool | None = None
-    pattern: str | None = None
-    grammar: str | None = None  # Lark
-    choices: tuple[str, ...] = ()
-
-    def require_valid(self) -> None:
-        """Everything that can be said without compiling it."""
-        wanted = _FIELDS[self.type]
-        given = {name for name in _FIELDS.values() if name and getattr(self, name) not in (None, ())}
-        if wanted and wanted not in given:
-            raise BadRequest(f"format: the type {self.type} needs the field {wanted}")
-        if superfluous := sorted(given - {wanted}):
-            raise BadRequest(f"format: the type {self.type} has no field {superfluous[0]}; leave it out")
-        if not all(self.choices):
-            raise BadRequest("format: a choice is empty; every one of them needs at least one character")
-        if (size := len(msgspec.json.encode(self))) > _MOST_BYTES:
-            raise BadRequest(f"format: {size} bytes are too many; up to {_MOST_BYTES} are taken")
-
-
-_FIELDS = {
-    "json_object": None,
-    "json_schema": "schema",
-    "regex": "pattern",
-    "grammar": "grammar",
-    "choice": "choices",
-}
-
-
 class _Compilation:
-    """One grammar on its way, and everyone who waits for it."""
+    """A grammar that is being compiled, and the futures of the requests that wait for it."""
 
     def __init__(self) -> None:
         self.waiting: set[Future[LLMatcher]] = set()
@@ -80,8 +48,8 @@ class _Compilation:
 
 
 class GrammarCompiler:
-    """Makes guides for one model. What was compiled lately is kept: the same schema usually comes again. New grammars
-    are compiled on threads of their own, each once however many ask for it: a huge one takes seconds."""
+    """Compiles output formats for one model and caches them: the same schema usually comes again. Compilation has its
+    own threads, because a huge grammar takes seconds, and runs once for all requests that wait for it."""
 
     def __init__(self, tokenizer: ModelTokenizer, vocabulary: int, eos_tokens: tuple[int, ...]) -> None:
         self._tokenizer, self._vocabulary, self._eos = tokenizer, vocabulary, list(eos_tokens)
@@ -91,64 +59,64 @@ class GrammarCompiler:
         self._compilers = ThreadPoolExecutor(_COMPILERS, "grammars")
 
     def warm(self) -> None:
-        """Half a second in which nothing else runs: before the first request, not in it."""
+        """Build the vocabulary trie before the first request: it blocks other threads for half a second."""
         with suppress(EngineUnavailable, ModelUnsupported):
             self._vocabulary_trie  # noqa: B018
 
     def start(self, format: OutputFormat) -> "GrammarMatcher":
-        """A guide at an answer's beginning. From any thread; it waits where the grammar is a new one."""
+        """A matcher at the start of an output. Any thread may call; it waits for a new grammar."""
         return GrammarMatcher(self.prepare(format).result().deep_copy(), self._vocabulary, self._vocabulary_trie)
 
     def prepare(self, format: OutputFormat) -> "Future[LLMatcher]":
-        """The grammar, once it is compiled. The future is this caller's alone: who sets an error in it waits no longer,
-        and what nobody waits for is not begun."""
+        """The compiled grammar. The future belongs to this caller, who stops waiting by setting an error in it. A
+        compilation without waiting futures is not started."""
         format.require_valid()
-        name, mine = msgspec.json.encode(format), Future["LLMatcher"]()
+        key, future = msgspec.json.encode(format), Future["LLMatcher"]()
         with self._lock:
-            if name in self._compiled:
-                self._compiled.move_to_end(name)
-                mine.set_result(self._compiled[name])
-                return mine
-            known = name in self._compiling
-            compilation = self._compiling.setdefault(name, _Compilation())
-            compilation.waiting.add(mine)
-            if not known:
-                compilation.work = self._compilers.submit(self._compile, name, format, compilation)
-        mine.add_done_callback(lambda done: self._leave(name, compilation, done))
-        return mine
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+                future.set_result(self._compiled[key])
+                return future
+            running = key in self._compiling
+            compilation = self._compiling.setdefault(key, _Compilation())
+            compilation.waiting.add(future)
+            if not running:
+                compilation.work = self._compilers.submit(self._compile, key, format, compilation)
+        future.add_done_callback(lambda done: self._stop_waiting(key, compilation, done))
+        return future
 
-    def _leave(self, name: bytes, compilation: _Compilation, done: "Future[LLMatcher]") -> None:
+    def _stop_waiting(self, key: bytes, compilation: _Compilation, done: "Future[LLMatcher]") -> None:
         with self._lock:
             compilation.waiting.discard(done)
             if not compilation.waiting and compilation.work and compilation.work.cancel():
-                del self._compiling[name]
+                del self._compiling[key]
 
-    def _compile(self, name: bytes, format: OutputFormat, compilation: _Compilation) -> None:
+    def _compile(self, key: bytes, format: OutputFormat, compilation: _Compilation) -> None:
         outcome: LLMatcher | BaseException
         try:
             outcome = _on_deep_stack(lambda: self._first_state(_grammar(format, self._llguidance.LLMatcher)))
         except BaseException as error:
             outcome = error
         with self._lock:
-            del self._compiling[name]
+            del self._compiling[key]
             if not isinstance(outcome, BaseException):
-                self._keep(name, outcome)
+                self._cache(key, outcome)
             waiting = list(compilation.waiting)
         for each in waiting:
-            with suppress(InvalidStateError):  # it has just given up
+            with suppress(InvalidStateError):  # its caller has stopped waiting
                 each.set_exception(outcome) if isinstance(outcome, BaseException) else each.set_result(outcome)
 
-    def _keep(self, name: bytes, matcher: "LLMatcher") -> None:
-        self._compiled[name] = matcher
-        while len(self._compiled) > _MOST_COMPILED or sum(map(len, self._compiled)) > _MOST_COMPILED_BYTES:
+    def _cache(self, key: bytes, matcher: "LLMatcher") -> None:
+        self._compiled[key] = matcher
+        while len(self._compiled) > _MAX_COMPILED or sum(map(len, self._compiled)) > _MAX_COMPILED_BYTES:
             self._compiled.popitem(last=False)
 
     def _first_state(self, grammar: str) -> "LLMatcher":
         limits = self._llguidance.LLParserLimits(verbose_errors=False)
         matcher: LLMatcher = self._llguidance.LLMatcher(self._vocabulary_trie, grammar, log_level=0, limits=limits)
-        matcher.compute_bitmask()  # some find out only now that nothing can match
+        matcher.compute_bitmask()  # some grammars fail only here
         if matcher.is_error():
-            raise BadRequest(f"format: {_reason(matcher)}")
+            raise BadRequest(f"format: {_reason(matcher)}", "format")
         return matcher
 
     @cached_property
@@ -161,7 +129,7 @@ class GrammarCompiler:
 
     @property
     def _vocabulary_trie(self) -> Any:
-        with self._building:  # half a second; the second thread takes what the first one builds
+        with self._building:  # one thread builds it, the others wait
             return self._built_trie
 
     @cached_property
@@ -173,13 +141,13 @@ class GrammarCompiler:
 
 
 class GrammarMatcher:
-    """One answer's form. It belongs to one thread at a time."""
+    """The state of one output. One thread may use it at a time."""
 
     def __init__(self, matcher: "LLMatcher", vocabulary: int, trie: "LLTokenizer") -> None:
         self._matcher, self._vocabulary, self._trie = matcher, vocabulary, trie
 
     def allow(self) -> NDArray[np.bool_]:
-        """Which tokens may come next; ids that the tokenizer does not know may not."""
+        """A mask of the tokens that may come next. Ids that the tokenizer does not know are excluded."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise BadRequest(f"format: {_reason(self._matcher)}")
@@ -189,56 +157,55 @@ class GrammarMatcher:
         return allowed
 
     def _require_ordinary(self, allowed: NDArray[np.bool_]) -> None:
-        """Where the text that must come reads like a special token, llguidance allows that token alone, and then does
-        not take it. Such text is written in ordinary tokens."""
+        """Where the next text looks like a special token, llguidance allows only that token and then rejects it. Allow
+        the ordinary tokens of that text instead."""
         only = int(allowed.argmax())
         if not self._trie.is_special_token(only) or self._matcher.is_accepting():
             return
         if self._matcher.validate_tokens([only]):
             return
-        forced = self._matcher.compute_ff_bytes().decode(errors="ignore")[:_LONGEST_SPECIAL]
+        forced = self._matcher.compute_ff_bytes().decode(errors="ignore")[:_MAX_SPECIAL_CHARS]
         ordinary = self._trie.greedy_tokenize(forced)[:1]
         if not ordinary or not self._matcher.validate_tokens(ordinary):
-            raise BadRequest(f"format: the token {only} would have to come next, and may only end the answer")
+            raise BadRequest(f"format: the grammar needs token {only} next, which may only end the output")
         allowed[only], allowed[ordinary] = False, True
 
     def accept(self, token: int) -> None:
-        """A token is part of the answer. One that the form does not permit changes nothing but raises."""
+        """Add a token. A token that does not fit raises and changes nothing."""
         self.replay([token])
 
     def replay(self, tokens: Iterable[int]) -> None:
-        """An answer that was begun elsewhere. Raises at the first token that does not fit; those before it count. After
-        a complete answer an end token fits, and changes nothing."""
-        answer = list(tokens)
-        known = all(0 <= token < self._vocabulary for token in answer)
-        taken = self._matcher.try_consume_tokens(answer) if known else 0
+        """Add the tokens of an output that another node started. Raises at the first token that does not fit; those
+        before it count. After a complete output an end token fits and changes nothing."""
+        output = list(tokens)
+        known = all(0 <= token < self._vocabulary for token in output)
+        accepted = self._matcher.try_consume_tokens(output) if known else 0
         if self._matcher.is_error():
             raise BadRequest(f"format: {_reason(self._matcher)}")
-        if taken < len(answer) and not (known and self.finished and self.allow()[answer[taken:]].all()):
-            raise BadRequest(f"format: token {answer[taken]}, number {taken} of {len(answer)}, does not fit the format")
+        if accepted < len(output) and not (known and self.finished and self.allow()[output[accepted:]].all()):
+            at = f"number {accepted} of {len(output)}"
+            raise BadRequest(f"format: token {output[accepted]}, {at}, does not fit the format")
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete and nothing but an end token could follow: it ends here, with "stop"."""
+        """The output is complete, and only an end token could follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
 
 def _reason(matcher: "LLMatcher") -> str:
-    """What llguidance says, in more words where it is short."""
-    said = matcher.get_error().removesuffix("<non-verbose/>").strip()
-    if said.startswith("NoExtension"):
-        return f"nothing can ever match it ({said})"
-    return said
+    """The error of llguidance, explained where it is short."""
+    error = matcher.get_error().removesuffix("<non-verbose/>").strip()
+    return f"no output can match it ({error})" if error.startswith("NoExtension") else error
 
 
 def _grammar(format: OutputFormat, compiler: Any) -> str:
-    """What llguidance compiles: one text for every type."""
+    """The format as a grammar of llguidance."""
     if format.type == "regex":
         text: str = compiler.grammar_from_regex(format.pattern)
     elif format.type == "grammar":
         text = compiler.grammar_from_lark(format.grammar)
     elif format.type == "choice":
-        literals = " | ".join(map(json.dumps, format.choices))  # one terminal: rules would be counted, and are few
+        literals = " | ".join(map(json.dumps, format.choices))  # one terminal: the number of rules is limited
         text = compiler.grammar_from_lark(f"start: CHOICE\nCHOICE: {literals}")
     else:
         text = _json_grammar(format, compiler)
@@ -248,16 +215,16 @@ def _grammar(format: OutputFormat, compiler: Any) -> str:
 def _json_grammar(format: OutputFormat, compiler: Any) -> str:
     try:
         text: str = compiler.grammar_from_json_schema(*_schema(format))
-    except ValueError as error:  # more than a hundred objects in each other
-        raise BadRequest(f"format: the schema cannot be read: {error}") from error
+    except ValueError as error:  # more than a hundred nested objects
+        raise BadRequest(f"format: cannot parse the schema: {error}") from error
     return text
 
 
 def _schema(format: OutputFormat) -> tuple[str, dict[str, str]]:
-    """The schema, and how it is spaced where its own "x-guidance" does not say so."""
+    """The schema, and its whitespace where its own "x-guidance" does not set it."""
     schema = {"type": "object"} if format.type == "json_object" else format.schema
     if not isinstance(schema, dict):
-        schema = {} if schema else {"enum": []}  # true is anything, false is nothing
+        schema = {} if schema else {"enum": []}  # true allows everything, false nothing
     own: Any = schema.get("x-guidance", {})
     if not isinstance(own, dict):
         raise BadRequest('format: "x-guidance" must be an object')
@@ -266,7 +233,8 @@ def _schema(format: OutputFormat) -> tuple[str, dict[str, str]]:
 
 
 def _on_deep_stack(work: Callable[[], Result]) -> Result:
-    """Another thread that happens to start meanwhile gets a deep stack too: address space, which costs nothing."""
+    """Run `work` on a thread with a large stack. A thread that starts at the same moment gets one too, which costs
+    address space only."""
     done: Future[Result] = Future()
 
     def run() -> None:

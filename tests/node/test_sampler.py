@@ -1,4 +1,4 @@
-"""Choosing tokens: each rule by itself, and seeds."""
+"""Sampling: each parameter alone, and seeds."""
 
 from typing import Any
 
@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from disaggregated_inference.api import SamplingParams, convert
 from disaggregated_inference.errors import BadRequest, SequenceBroken
-from disaggregated_inference.node.sampling import SampledToken, Sampler, SamplingParams
+from disaggregated_inference.node.sampler import SampledToken, Sampler
 
 ROW = np.array([0.0, 4.0, 3.0, 2.0, -1.0], np.float32)
 EOS = (1,)
@@ -23,17 +24,17 @@ def choose(
 
 
 def drawn(count: int = 400, **asked: Any) -> list[int]:
-    """What `count` different seeds choose."""
+    """The tokens of `count` different seeds."""
     return [choose(seed=seed, **{"temperature": 1.0, **asked}) for seed in range(count)]
 
 
-def test_the_likeliest_by_default() -> None:
+def test_greedy_by_default() -> None:
     assert choose() == 1
-    assert SamplingParams().plain
-    assert not SamplingParams(temperature=0.5).plain
-    assert not SamplingParams(logit_bias={1: 1.0}).plain
-    assert not SamplingParams(min_tokens=1).plain
-    assert SamplingParams(ignore_eos=True).plain, "an end token is one like any other then"
+    assert SamplingParams().greedy
+    assert not SamplingParams(temperature=0.5).greedy
+    assert not SamplingParams(logit_bias={1: 1.0}).greedy
+    assert not SamplingParams(min_tokens=1).greedy
+    assert SamplingParams(ignore_eos=True).greedy, "then an end token is like any other token"
 
 
 def test_the_distribution_is_the_softmax() -> None:
@@ -62,13 +63,13 @@ def test_penalties() -> None:
     assert choose(prompt=(1,), repetition_penalty=2.0) == 2
     assert choose(written=(1,), repetition_penalty=2.0) == 2
     assert choose(np.array([-1.0, -0.9], np.float32), prompt=(1,), repetition_penalty=2.0) == 0
-    assert choose(prompt=(1,), presence_penalty=1.5) == 1, "a prompt is not an answer"
+    assert choose(prompt=(1,), presence_penalty=1.5) == 1, "presence_penalty ignores the prompt"
     assert choose(written=(1,), presence_penalty=1.5) == 2
     assert choose(written=(1,), frequency_penalty=0.8) == 1
     assert choose(written=(1, 1), frequency_penalty=0.8) == 2
 
 
-def test_bias_and_what_must_not_come() -> None:
+def test_bias_and_masks() -> None:
     assert choose(logit_bias={4: 100.0}) == 4
     assert choose(logit_bias={1: -100.0}) == 2
     assert choose(ignore_eos=True) == 1
@@ -78,22 +79,23 @@ def test_bias_and_what_must_not_come() -> None:
     assert sampler.choose(ROW, np.array([True, False, False, True, True])).token == 3
 
 
-def test_nothing_left_and_nothing_known() -> None:
+def test_no_token_left_and_nan_logits() -> None:
     none = np.zeros(5, np.bool_)
     for temperature in (0.0, 1.0):
         sampler = Sampler(SamplingParams(temperature=temperature, min_tokens=1), [], EOS)
-        with pytest.raises(BadRequest, match="no token may come next"):
+        with pytest.raises(BadRequest, match="no token is allowed next"):
             sampler.choose(ROW, none | (np.arange(5) == EOS[0]))
         with pytest.raises(SequenceBroken, match="not numbers"):
             sampler.choose(np.array([0.0, 1.0, np.nan], np.float32))
 
 
-def test_the_logits_stay_as_they_are() -> None:
+def test_the_logits_are_not_changed() -> None:
     row = ROW.copy()
     choose(row, prompt=(1,), written=(2,), repetition_penalty=2.0, presence_penalty=1.0, logit_bias={0: 3.0})
     assert (row == ROW).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.01, 1.0, 4.0])
 @pytest.mark.parametrize(
     "asked",
@@ -109,14 +111,14 @@ def test_the_logits_stay_as_they_are() -> None:
     ],
     ids=str,
 )
-def test_large_rows_choose_from_what_sorting_the_whole_row_would_leave(scale: float, asked: dict[str, Any]) -> None:
-    """Against the plain definition, for peaked rows and for flat ones, where no few tokens hold the mass."""
+def test_large_rows_match_a_full_sort(scale: float, asked: dict[str, Any]) -> None:
+    """Compared with the plain definition, for peaked and for flat rows."""
     rules = SamplingParams(**{"temperature": 1.0, **asked})
     row = (np.random.default_rng(3).standard_normal(20_000) * scale).astype(np.float32)
     row[500:900] = -np.inf
     shares = reference(row, rules)
     found = [Sampler(replace(rules, seed=seed), [], ()).choose(row).token for seed in range(300)]
-    spared = reference(row, rules, spare=1)  # rounding may decide about the last one
+    spared = reference(row, rules, spare=1)  # rounding may include one token more
     assert all(spared[token] > 0 for token in found)
     likely = np.flatnonzero(shares >= np.sort(shares)[-20])
     assert abs(np.isin(found, likely).mean() - shares[likely].sum()) < 0.1
@@ -146,15 +148,15 @@ def reference(row: NDArray[np.float32], rules: SamplingParams, spare: int = 0) -
 def test_logprobs() -> None:
     sampler = Sampler(SamplingParams(logprobs=2), [], EOS)
     chosen = sampler.choose(ROW)
-    assert [token for token, _ in chosen.top] == [1, 2]
-    assert chosen.logprob == chosen.top[0][1]
+    assert [top.token for top in chosen.top_logprobs] == [1, 2]
+    assert chosen.logprob == chosen.top_logprobs[0].logprob
     assert np.isclose(np.exp(chosen.logprob or 0), (np.exp(ROW) / np.exp(ROW).sum())[1])
     assert Sampler(SamplingParams(logprobs=0), [], EOS).choose(ROW) == SampledToken(1, chosen.logprob)
     few = Sampler(SamplingParams(logprobs=5), [], EOS).choose(ROW, np.array([True, False, False, True, False]))
-    assert [token for token, _ in few.top] == [3, 0], "what is forbidden has no logprob"
+    assert [top.token for top in few.top_logprobs] == [3, 0], "a masked token has no logprob"
 
 
-def test_seeds_depend_on_nothing_but_seed_and_place() -> None:
+def test_draws_depend_on_seed_and_position_only() -> None:
     def answer(seed: int | None, choice: int = 0) -> list[int]:
         sampler = Sampler(SamplingParams(temperature=2.0, seed=seed), [], EOS, choice)
         tokens = []
@@ -170,7 +172,7 @@ def test_seeds_depend_on_nothing_but_seed_and_place() -> None:
     resumed = Sampler(SamplingParams(temperature=2.0, seed=7), [], EOS)
     for token in answer(7)[:10]:
         resumed.note(token)
-    assert resumed.choose(ROW).token == answer(7)[10], "goes on elsewhere as it would have"
+    assert resumed.choose(ROW).token == answer(7)[10], "another node continues in the same way"
     begun = Sampler(SamplingParams(temperature=2.0, seed=7), [], EOS, written=answer(7)[:10])
     assert (begun.written, begun.choose(ROW).token) == (10, answer(7)[10])
 
@@ -197,7 +199,7 @@ def test_seeds_depend_on_nothing_but_seed_and_place() -> None:
 )
 def test_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(BadRequest, match=next(iter(wrong))):
-        SamplingParams(**wrong).require_valid(5)  # type: ignore[arg-type]
+        convert(wrong, SamplingParams).require_vocabulary(5)
 
 
 @settings(max_examples=200, deadline=None)
@@ -213,10 +215,9 @@ def test_always_a_token_that_is_allowed(
     row: list[float], temperature: float, top_p: float, top_k: int, min_p: float, seed: int
 ) -> None:
     asked = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
-    asked.require_valid(len(row))
     token = Sampler(asked, [], ()).choose(np.array(row, np.float32)).token
     weights = np.exp((np.array(row, np.float32) - np.float32(max(row))) / np.float32(temperature))
-    better = sum(weight > weights[token] for weight in weights)  # what rounds to the same weight is as likely
+    better = sum(weight > weights[token] for weight in weights)  # equal weights are equally likely
     assert not top_k or better < top_k
 
 
@@ -233,6 +234,7 @@ def test_rounding_moves_few_draws() -> None:
     assert moved <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", [{}, {"top_k": 6}, {"top_p": 0.9}, {"min_p": 0.05}])
 def test_draws_are_as_frequent_as_the_softmax_says(rules: dict[str, Any]) -> None:
     row = np.array([2.0, 1.5, 1.0, 0.0, -1.0, -2.0, -4.0, -np.inf], np.float32)

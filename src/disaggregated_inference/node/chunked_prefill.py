@@ -1,0 +1,177 @@
+"""Chunked prefill: computes the KV of prompts, one chunk at a time, and puts every chunk into the job's outbox."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+
+import numpy as np
+
+from disaggregated_inference.api import PrefillMetrics
+from disaggregated_inference.engines import Engine
+from disaggregated_inference.errors import Cancelled, DisaggError, KVMemoryFull, NodeBusy, TicketRefused
+from disaggregated_inference.kv import TicketBook
+from disaggregated_inference.kv_transfer import End
+from disaggregated_inference.node.admission import Claim
+from disaggregated_inference.node.kv_memory import KVMemory
+from disaggregated_inference.node.prefill_job import PrefillJob
+from disaggregated_inference.node.prefix_writer import PrefixWriter
+from disaggregated_inference.node.rates import RateMeter
+from disaggregated_inference.node.scheduler import Work
+
+OnEnd = Callable[[PrefillMetrics | None, BaseException | None], None]
+
+
+class ChunkedPrefill:
+    """Runs a job from admission until its memory is free again."""
+
+    def __init__(self, kv_memory: KVMemory, tickets: TicketBook, chunk_tokens: int, on_end: OnEnd) -> None:
+        self._kv_memory, self._scheduler, self._tickets = kv_memory, kv_memory.scheduler, tickets
+        self.chunk_tokens, self._on_end = chunk_tokens, on_end
+        self.rates = RateMeter()
+        self.canary_tokens = 0  # computed for peer checks
+        self.prefix_writer = PrefixWriter(kv_memory, self._close)
+
+    @property
+    def engine(self) -> Engine:
+        return self._scheduler.engine
+
+    def admit(self, job: PrefillJob, wait_s: float) -> None:
+        """Compute the prompt when there is memory for it."""
+        requested_at = time.perf_counter()
+
+        def start(claim: Claim) -> None:
+            job.claim = claim
+            try:
+                computing = self._scheduler.submit(self._compute(job, requested_at))
+            except DisaggError as error:
+                return refuse(error)
+            computing.add_done_callback(lambda done: self._settle(job, done))
+            job.set_admitted()
+
+        def refuse(error: DisaggError) -> None:
+            job.outbox.fail(error)
+            self._tickets.hold(job.ticket)
+            self.finish(job, error)
+            self._release(job)
+            job.set_admitted(error)
+
+        cost = self.engine.kv_cost(len(job.tokens)) + self.engine.slice_copy_bytes(len(job.tokens))
+        job.claim = self._kv_memory.prefill_admission.request(cost, 1, start, refuse, wait_s)
+        if job.ended:
+            self._release(job)
+
+    def compute_canary(self, job: PrefillJob) -> "Future[PrefillMetrics | None]":
+        """Without admission: the prompt of a peer check is short."""
+        return self._scheduler.submit(self._compute(job, time.perf_counter()), urgent=True)
+
+    def cancel(self, job: PrefillJob) -> None:
+        """The ticket ended. The scheduler frees the memory after the current chunk."""
+        error = TicketRefused("the ticket expired or was cancelled")
+        job.ended = True
+        job.outbox.fail(error)
+        job.set_admitted(error)
+        self.finish(job, Cancelled("the prefill was cancelled"))
+        self.close_soon(job)
+
+    def finish(self, job: PrefillJob, error: BaseException | None, metrics: PrefillMetrics | None = None) -> None:
+        """The first call counts: a prefill may end at the moment at which its ticket is cancelled."""
+        with suppress(InvalidStateError):
+            job.future.set_exception(error) if error else job.future.set_result(metrics)  # type: ignore[arg-type]
+            if job.ticket:
+                self._on_end(metrics, error)
+
+    def close_soon(self, job: PrefillJob) -> None:
+        with suppress(NodeBusy):  # the engine has stopped: there is no memory to free
+            self._scheduler.post(lambda: self._close(job))
+
+    def _settle(self, job: PrefillJob, done: "Future[PrefillMetrics | None]") -> None:
+        error = done.exception()
+        if error or done.result():  # neither: the job waits for memory again
+            self.finish(job, error, None if error else done.result())
+
+    def _compute(self, job: PrefillJob, requested_at: float) -> Work[PrefillMetrics | None]:
+        started, requeued = time.perf_counter(), False
+        try:
+            if requeued := not self._open(job):
+                return None
+            cached = job.cached_tokens = yield from self._reuse_prefix(job)
+            yield from self._compute_chunks(job, cached)
+            count, seconds = len(job.tokens), time.perf_counter() - started
+            metrics = PrefillMetrics(count, seconds, count / seconds, started - requested_at, cached)
+            self.finish(job, None, metrics)
+            self.prefix_writer.save(job)
+            end = End(prompt_tokens=count, queue_s=metrics.queue_time, prefill_s=seconds, cached_tokens=cached)
+            job.outbox.finish(end)  # last: a decode node that has everything ends the ticket
+        except DisaggError as error:
+            job.outbox.fail(error)
+            raise
+        except Exception as error:
+            job.outbox.fail(DisaggError(f"the prefill failed: {error}"))
+            raise
+        finally:
+            if not requeued:
+                self._tickets.hold(job.ticket)
+                if job.ended or job.outbox.failed:
+                    self._close(job)
+        return metrics
+
+    def _open(self, job: PrefillJob) -> bool:
+        """Open the sequence. False: the free memory is not in one piece, and the job waits again."""
+        job.raise_if_cancelled()
+        try:
+            job.sequence = self._kv_memory.open(len(job.tokens), reserved=job.claim is not None)
+            return True
+        except KVMemoryFull as error:
+            if not job.claim:
+                job.outbox.fail(error)
+                raise
+            self._kv_memory.prefill_admission.requeue(job.claim)
+            return False
+
+    def _reuse_prefix(self, job: PrefillJob) -> Work[int]:
+        """Place the longest cached prefix. The last token is always computed, for its logits."""
+        match = self._kv_memory.prefixes.match(job.tokens, len(job.tokens) - 1) if job.ticket else None
+        if not match or not match.tokens:
+            return 0
+        assert job.sequence
+        for piece in match.slices(self.chunk_tokens):
+            job.raise_if_cancelled()
+            self.engine.place(job.sequence, piece)
+            job.outbox.put(self.engine.placed_view(job.sequence, piece))
+            if piece.layer == len(job.sequence.placed) - 1:
+                yield
+        self.engine.commit(job.sequence, match.tokens)
+        return match.tokens
+
+    def _compute_chunks(self, job: PrefillJob, cached: int) -> Work[None]:
+        assert job.sequence
+        count, new, spent = len(job.tokens), len(job.tokens) - cached, 0.0
+        while job.sequence.length < count:
+            job.raise_if_cancelled()
+            size = self._scheduler.chunk_tokens(self.rates.estimate(new), self.chunk_tokens)
+            chunk = job.tokens[job.sequence.length :][:size]
+            started = time.perf_counter()
+            logits = self.engine.prefill(job.sequence, chunk, job.outbox.put)
+            spent += time.perf_counter() - started
+            if not job.ticket:
+                self.canary_tokens += len(chunk)
+            if job.waiting_tokens:  # after the last chunk, the logits go out without a pause
+                yield
+        job.raise_if_cancelled()  # the rows of a cancelled job may belong to another one
+        started = time.perf_counter()
+        job.outbox.put_logits(np.ascontiguousarray(logits.numpy()[0]))
+        self.rates.record(new, new, spent + time.perf_counter() - started)
+
+    def _close(self, job: PrefillJob) -> None:
+        """On the scheduler's thread."""
+        if job.saving or job.outbox.readers:  # the prefix writer or the last reader calls again
+            return
+        if job.sequence:
+            self._kv_memory.close(job.sequence)
+        job.outbox.clear()
+        self._release(job)
+
+    def _release(self, job: PrefillJob) -> None:
+        if job.claim:
+            self._kv_memory.prefill_admission.release(job.claim)

@@ -1,0 +1,140 @@
+"""Serves the KV connections of a prefill node: checks the ticket, sends the outbox, ends the ticket after the fetch."""
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from disaggregated_inference.api import PrefillMetrics
+from disaggregated_inference.errors import Cancelled, DisaggError, NodeRestarted, TicketRefused
+from disaggregated_inference.kv import TicketBook
+from disaggregated_inference.kv_transfer import CODECS, Address, Connection, Hello, Outbox, Welcome, serve
+from disaggregated_inference.node.chunked_prefill import ChunkedPrefill
+from disaggregated_inference.node.context import prompt_hash
+from disaggregated_inference.node.kv_listener import KVListener
+from disaggregated_inference.node.peer_check import canary_prompt
+from disaggregated_inference.node.prefill_job import PrefillJob
+from disaggregated_inference.timeouts import NodeTimeouts
+
+log = logging.getLogger(__name__)
+
+_MAX_CONNECTIONS = 1024
+
+
+class KVServer:
+    """`find_job` returns the job of a ticket, or raises `TicketRefused`."""
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        epoch: str,
+        tickets: TicketBook,
+        prefill: ChunkedPrefill,
+        find_job: Callable[[str], PrefillJob],
+        timeouts: NodeTimeouts,
+    ) -> None:
+        self.epoch, self._tickets, self._prefill, self._find_job = epoch, tickets, prefill, find_job
+        self._timeouts = timeouts
+        self.canary: Outbox | None = None
+        self.listener = KVListener(addresses, self._serve, _MAX_CONNECTIONS)
+
+    def welcome(self, job: PrefillJob, codec: str) -> Welcome:
+        engine, count = self._prefill.engine, len(job.tokens)
+        windowed = any(plan.window for plan in engine.spec.layout.layers)  # a cached prefix comes in one piece there
+        return Welcome(
+            epoch=self.epoch,
+            prompt_tokens=count,
+            dtype=engine.dtype,
+            codec=codec,
+            chunk_tokens=count if windowed else min(self._prefill.chunk_tokens, count),
+            lease_s=self._tickets.lease_s,
+            rounding=engine.fingerprint.weights.rounding,
+        )
+
+    def compute_canary(self) -> PrefillJob:
+        """Compute the prompt of the peer check and keep its KV: later there may be no memory for it."""
+        job = self._canary_job()
+        self._start_canary(job).exception()
+        return job
+
+    def _serve(self, sock: socket.socket) -> None:
+        """One connection. A decode node that vanished may come back and resume; one that cancelled may not."""
+        sock.settimeout(self._timeouts.fetch_silence_s)
+        served: list[tuple[Hello, PrefillJob]] = []
+
+        def admit(hello: Hello) -> tuple[Welcome, Outbox]:
+            job = self._admit(hello)
+            served.append((hello, job))
+            codec = next((name for name in hello.codecs if name in CODECS), "raw")
+            return self.welcome(job, codec), job.outbox
+
+        try:
+            end = serve(
+                Connection(sock, self._timeouts.transfer), admit, lambda: self._tickets.renew(served[0][0].ticket)
+            )
+            if end:
+                self._finish_stream(*served[0])
+        except TicketRefused as error:  # info only: often a client that left
+            log.info("a fetch was refused: %s", error, extra=_log_fields(served) | {"code": error.code})
+        except Cancelled as error:
+            self._tickets.cancel(served[0][0].ticket)
+            log.info("a fetch was cancelled: %s", error, extra=_log_fields(served))
+        except DisaggError as error:
+            log.warning("a fetch failed: %s", error, extra=_log_fields(served) | {"code": error.code})
+        finally:
+            if served and served[0][0].canary:
+                self._prefill.cancel(served[0][1])
+
+    def _admit(self, hello: Hello) -> PrefillJob:
+        if hello.epoch not in ("", self.epoch):
+            raise NodeRestarted("this ticket is from another node, or from before this node was restarted")
+        if hello.canary:
+            return self._serve_canary(hello)
+        job = (self._renew if hello.renew_only else self._redeem)(hello)
+        if hello.prompt_hash not in ("", prompt_hash(job.tokens)):
+            raise TicketRefused("the request's tokens are not the prompt of this ticket")
+        return job
+
+    def _redeem(self, hello: Hello) -> PrefillJob:
+        self._tickets.redeem(hello.ticket, hello.secret, hello.fetch, hello.fingerprint)
+        return self._find_job(hello.ticket)
+
+    def _renew(self, hello: Hello) -> PrefillJob:
+        """The ticket stays unused: if this request gets no memory, another one may fetch the KV."""
+        self._tickets.check(hello.ticket, hello.secret, hello.fetch, hello.fingerprint)
+        self._tickets.renew(hello.ticket)
+        job = self._find_job(hello.ticket)
+        with job.outbox.reading():  # raises the error of a failed prefill
+            return job
+
+    def _serve_canary(self, hello: Hello) -> PrefillJob:
+        """A job for this connection alone."""
+        self._tickets.check(hello.ticket, hello.secret, hello.fetch, hello.fingerprint)
+        job = self._canary_job()
+        if self.canary:
+            job.outbox = self.canary.copy()
+        else:
+            self._start_canary(job)
+        return job
+
+    def _canary_job(self) -> PrefillJob:
+        return PrefillJob(canary_prompt(self._prefill.engine.spec.vocabulary))
+
+    def _start_canary(self, job: PrefillJob) -> "Future[PrefillMetrics | None]":
+        def keep(_: object) -> None:
+            """On the scheduler's thread, before the rows are freed."""
+            if job.outbox.complete:
+                self.canary = job.outbox.copy()
+
+        computing = self._prefill.compute_canary(job)
+        computing.add_done_callback(keep)
+        return computing
+
+    def _finish_stream(self, hello: Hello, job: PrefillJob) -> None:
+        job.streams_done.add(hello.stream)
+        if not hello.canary and len(job.streams_done) == hello.streams:
+            self._tickets.fetched(hello.ticket)
+
+
+def _log_fields(served: list[tuple[Hello, PrefillJob]]) -> dict[str, str]:
+    return {"ticket": served[0][0].ticket, "request_id": served[0][0].request_id[:100]} if served else {}
