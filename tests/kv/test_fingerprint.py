@@ -6,30 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from disaggregated_inference.errors import FingerprintMismatch
-from disaggregated_inference.kv import Fingerprint, KVLayout, LayerPlan, require_same_model
-from disaggregated_inference.kv.fingerprint import UNREAD, Sampled, Weights
-from disaggregated_inference.models import ModelFiles
-from tests.conftest import LoadTiny
-
-REFERENCE = Fingerprint(
-    architecture="gpt_oss",
-    layout=KVLayout(layers=(LayerPlan(kind="sliding", window=128), LayerPlan()), kv_heads=8, head_dim=64),
-    rope_frequencies=(1.0, 0.1, 0.01),
-    rope_scale=1.3466,
-    vocabulary=1000,
-    tokenizer="aaa",
-    chat_template="bbb",
-    weights=Weights(norms="nnn", format="BF16", sample="sss"),
+from disaggregated_inference.kv import (
+    UNKNOWN_ROUNDING,
+    Fingerprint,
+    LayerPlan,
+    Weights,
+    WeightSample,
+    require_same_model,
 )
+from disaggregated_inference.models import ModelFiles
+from tests.support.engines import LoadTiny
+from tests.support.fingerprints import REFERENCE, floats
+
 LAYOUT = REFERENCE.layout
-
-
-def floats(*values: float) -> bytes:
-    return np.array(values, "<f2").tobytes()
 
 
 MUTATIONS: dict[str, Any] = {
@@ -63,7 +55,7 @@ def test_every_field_is_mutated_above() -> None:
 
 
 def _weights(stored_as: str, values: bytes, rounding: float = 0.1) -> Weights:
-    return Weights("nnn", stored_as, stored_as, (Sampled(tensor="v", rounding=rounding, values=values),))
+    return Weights("nnn", stored_as, stored_as, (WeightSample(tensor="v", rounding=rounding, values=values),))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +93,7 @@ def test_values_that_one_side_does_not_tell() -> None:
 
 
 def _sampled(stored_as: str, rounding: float, *layers: bytes) -> Fingerprint:
-    values = tuple(Sampled(f"model.layers.{at}.v", rounding, each) for at, each in enumerate(layers))
+    values = tuple(WeightSample(f"model.layers.{at}.v", rounding, each) for at, each in enumerate(layers))
     return msgspec.structs.replace(REFERENCE, weights=Weights("nnn", stored_as, stored_as, values))
 
 
@@ -126,9 +118,9 @@ def test_what_rounding_explains_on_two_sides_adds_up() -> None:
 
 
 def test_what_cannot_be_read_is_not_compared() -> None:
-    unread = _sampled("mlx", UNREAD, b"", b"")
+    unread = _sampled("mlx", UNKNOWN_ROUNDING, b"", b"")
     assert _both_ways(_sampled("BF16", 0.01, floats(1, 2), floats(3, 4)), unread) == []
-    assert unread.weights.rounding == UNREAD
+    assert unread.weights.rounding == UNKNOWN_ROUNDING
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from disaggregated_inference.errors import SliceRefused
-from disaggregated_inference.kv import KVDType, KVLayout, KVSlice, LayerPlan, as_dtype
-from disaggregated_inference.kv.dtype import KV_DTYPES, bfloat16_to_float32, float32_to_bfloat16, require_dtype
-from tests.conftest import ENGINE_OPTIONS, LoadTiny
+from disaggregated_inference.kv import (
+    KVDType,
+    KVLayout,
+    KVSlice,
+    LayerPlan,
+    as_dtype,
+    float32_to_bfloat16,
+    require_dtype,
+)
+from disaggregated_inference.kv.dtype import KV_DTYPES, bfloat16_to_float32
+from tests.support.engines import ENGINE_OPTIONS, LoadTiny
 
 FULL, SLIDING = LayerPlan(), LayerPlan(kind="sliding", window=128)
 

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from disaggregated_inference.errors import Cancelled, FingerprintMismatch, NodeBusy, TicketRefused
-from disaggregated_inference.kv.tickets import Ticket, TicketBook
-from tests.kv.test_fingerprint import REFERENCE
+from disaggregated_inference.kv import TicketBook
+from disaggregated_inference.kv.tickets import Ticket
+from tests.support.fingerprints import REFERENCE
 
 
 class Clock:
@@ -43,7 +44,7 @@ def test_the_whole_life(book: TicketBook, released: list[str]) -> None:
     book.fetched("t")
     book.fetched("t")
     assert released == ["t"]
-    assert (book.endings.fetched, len(book)) == (1, 0)
+    assert (book.endings["fetched"], len(book)) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_expires_unless_renewed(book: TicketBook, clock: Clock, released: list[s
     clock.now += 10
     with pytest.raises(TicketRefused):
         book.redeem("t", ticket.secret, "fetch", REFERENCE)
-    assert (released, book.endings.expired) == (["t"], 1)
+    assert (released, book.endings["expired"]) == (["t"], 1)
     book.renew("t")
     assert len(book) == 0
 
@@ -100,7 +101,7 @@ def test_cancel_and_bounds(clock: Clock, released: list[str]) -> None:
         issue(book, released, "c")
     assert book.cancel("a")
     assert not book.cancel("a")
-    assert (released, book.endings.cancelled) == (["a"], 1)
+    assert (released, book.endings["cancelled"]) == (["a"], 1)
 
 
 def test_memory_is_given_back_once_under_a_race(book: TicketBook, clock: Clock) -> None:
@@ -115,7 +116,7 @@ def test_memory_is_given_back_once_under_a_race(book: TicketBook, clock: Clock) 
             list(pool.map(lambda end, id=str(number): end(id), ends))
         assert released == [str(number)]
     endings = book.endings
-    assert endings.fetched + endings.cancelled + endings.expired == 50
+    assert endings["fetched"] + endings["cancelled"] + endings["expired"] == 50
 
 
 def test_a_cancellation_may_overtake_what_it_cancels() -> None:

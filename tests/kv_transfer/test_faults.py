@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from disaggregated_inference.api import GenerationParams
 from disaggregated_inference.errors import (
     Cancelled,
     ContextTooLong,
@@ -25,16 +26,20 @@ from disaggregated_inference.errors import (
     PeerRefused,
 )
 from disaggregated_inference.kv import Fingerprint
-from disaggregated_inference.kv_transfer import Hello, sender
-from disaggregated_inference.kv_transfer import fetch as gather
-from disaggregated_inference.kv_transfer.frames import Connection, Kind
+from disaggregated_inference.kv_transfer import Connection, Hello
+from disaggregated_inference.kv_transfer.frames import Kind
 from disaggregated_inference.node.context import PrefillContext
 from disaggregated_inference.node.decode import DecodeNode
-from disaggregated_inference.node.generation import Generation, GenerationParams
+from disaggregated_inference.node.generation import Generation
 from disaggregated_inference.node.prefill import PrefillNode
-from tests.conftest import LoadTiny, Pair, until
+from disaggregated_inference.timeouts import NodeTimeouts
+from tests.support.engines import LoadTiny
 from tests.support.handoff import alone, prompt_of
-from tests.support.tcp_proxy import Line
+from tests.support.node_pair import ONE_PROCESS, Pair
+from tests.support.tcp_proxy import FaultyProxy
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.slow
 
 PROMPT = prompt_of(300)
 ANSWER = 16
@@ -46,15 +51,20 @@ def right(tiny_engine: LoadTiny) -> list[int]:
     return alone(tiny_engine("mlx", "llama"), PROMPT, ANSWER)
 
 
+QUIET = NodeTimeouts(transfer=msgspec.structs.replace(ONE_PROCESS.transfer, heartbeat_s=10.0))
+SHORT_HELLO = NodeTimeouts(transfer=msgspec.structs.replace(ONE_PROCESS.transfer, hello_s=1.0))
+
+
 @pytest.fixture
-def pair(nodes: Callable[..., Pair], right: list[int]) -> Iterator[Pair]:
-    """Proven beforehand, so that faults strike the transfer and not the canary; checked for leaks afterwards."""
-    prefill, decode = nodes()
+def pair(request: pytest.FixtureRequest, nodes: Callable[..., Pair], right: list[int]) -> Iterator[Pair]:
+    """Checked by a canary prompt beforehand, so that faults strike the transfer; checked for leaks afterwards. The
+    parameter, if any, is the nodes' timeouts."""
+    prefill, decode = nodes(timeouts=getattr(request, "param", ONE_PROCESS))
     assert ask(prefill, decode) == right
     yield prefill, decode
     assert ask(prefill, decode) == right, "the next request"
-    for ticket in list(prefill._attempts):
-        prefill.book.cancel(ticket)
+    for ticket in list(prefill.jobs):
+        prefill.tickets.cancel(ticket)
     assert until(lambda: nothing_held(prefill, decode)), "leaks"
 
 
@@ -63,8 +73,8 @@ def ask(prefill: PrefillNode, decode: DecodeNode, *addresses: tuple[str, int]) -
 
 
 def begin(prefill: PrefillNode, decode: DecodeNode, *addresses: tuple[str, int]) -> Generation:
-    context, _ = prefill.begin(PROMPT)
-    return decode.fetch_and_write(by_way_of(context, *addresses), ANSWER)
+    context, _ = prefill.submit(PROMPT)
+    return decode.generate_from_kv(by_way_of(context, *addresses), GenerationParams(max_tokens=ANSWER))
 
 
 def by_way_of(context: PrefillContext, *addresses: tuple[str, int]) -> PrefillContext:
@@ -74,7 +84,7 @@ def by_way_of(context: PrefillContext, *addresses: tuple[str, int]) -> PrefillCo
 def nothing_held(prefill: PrefillNode, decode: DecodeNode) -> bool:
     threads = {thread.name for thread in threading.enumerate()}
     rows: int = prefill.engine.arena.used_rows  # type: ignore[attr-defined]
-    return rows == 0 and not prefill._attempts and not {"decode", "kv-send", "kv-fetch-1", "kv-renew"} & threads
+    return rows == 0 and not prefill.jobs and not {"decode", "kv-send", "kv-fetch-1", "kv-renew"} & threads
 
 
 class Clock:
@@ -90,19 +100,19 @@ class Clock:
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
 def test_the_sender_dies(share: float, pair: Pair) -> None:
     prefill, decode = pair
-    with Line(prefill.kv_addresses[0], "cut", int(KV_BYTES * share)) as line, Clock():
+    with FaultyProxy(prefill.kv_addresses[0], "cut", int(KV_BYTES * share)) as proxy, Clock():
         with pytest.raises(PeerGone):
-            ask(prefill, decode, line.address)
-        assert line.struck.is_set()
+            ask(prefill, decode, proxy.address)
+        assert proxy.struck.is_set()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
 def test_a_cut_that_heals_is_resumed(share: float, pair: Pair, right: list[int]) -> None:
     prefill, decode = pair
-    with Line(prefill.kv_addresses[0], "cut", int(KV_BYTES * share), heals=True) as line, Clock():
-        answer = begin(prefill, decode, line.address)
+    with FaultyProxy(prefill.kv_addresses[0], "cut", int(KV_BYTES * share), heals=True) as proxy, Clock():
+        answer = begin(prefill, decode, proxy.address)
         assert list(answer) == right
-        assert line.struck.is_set()
+        assert proxy.struck.is_set()
     assert answer.metrics.prompt_tokens_recomputed == 0
     if share == 0.5:
         assert KV_BYTES <= answer.metrics.kv_bytes < 1.5 * KV_BYTES, "only what was missing came again"
@@ -113,28 +123,26 @@ def test_one_of_two_paths_dies(fault: str, pair: Pair, right: list[int]) -> None
     """The first path is cut, or simply carries nothing any more: the second takes over where the chunks stand."""
     prefill, decode = pair
     direct = prefill.kv_addresses[0]
-    with Line(direct, fault, KV_BYTES // 2) as line, Clock():  # type: ignore[arg-type]
-        answer = begin(prefill, decode, line.address, direct)
+    with FaultyProxy(direct, fault, KV_BYTES // 2) as proxy, Clock():  # type: ignore[arg-type]
+        answer = begin(prefill, decode, proxy.address, direct)
         assert list(answer) == right
-        assert line.struck.is_set()
-    assert answer.metrics.kv_paths == (f"127.0.0.1:{line.address[1]}", f"127.0.0.1:{direct[1]}")
+        assert proxy.struck.is_set()
+    assert answer.metrics.kv_paths == (f"127.0.0.1:{proxy.address[1]}", f"127.0.0.1:{direct[1]}")
     assert answer.metrics.kv_bytes < 1.5 * KV_BYTES
-    seen = {path.port: path for path in decode.paths.seen()}
-    assert seen[line.address[1]].failures > 0
+    seen = {path.port: path for path in decode.kv_source.paths.known()}
+    assert seen[proxy.address[1]].failures > 0
     assert seen[direct[1]].failures == 0
     assert (seen[direct[1]].goodput_bytes_s or 0) > 0
 
 
+@pytest.mark.parametrize("pair", [NodeTimeouts()], indirect=True, ids=["defaults"])
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_a_frozen_sender_is_known_in_a_second(
-    share: float, pair: Pair, record_property: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frozen_sender_is_known_in_a_second(share: float, pair: Pair, record_property: Any) -> None:
     """Its port is open, as a frozen process's is, and nobody answers there: also where a part had come already."""
     prefill, decode = pair
-    monkeypatch.undo()
-    with Line(prefill.kv_addresses[0], "silent", int(KV_BYTES * share), heals=True) as line:
-        answer = begin(prefill, decode, line.address)
-        assert line.struck.wait(5)
+    with FaultyProxy(prefill.kv_addresses[0], "silent", int(KV_BYTES * share), heals=True) as proxy:
+        answer = begin(prefill, decode, proxy.address)
+        assert proxy.struck.wait(5)
         since = time.monotonic()
         with pytest.raises(PeerGone):
             list(answer)
@@ -143,10 +151,10 @@ def test_a_frozen_sender_is_known_in_a_second(
     assert noticed_s < 8, "0.9 s; longer where a busy machine took long to greet"
 
 
+@pytest.mark.parametrize("pair", [QUIET], indirect=True, ids=["quiet"])
 def test_a_quiet_sender_that_answers_is_waited_for(pair: Pair, right: list[int], monkeypatch: Any) -> None:
     """It says nothing for longer than it may, and is there when it is asked: nothing is sent twice."""
     prefill, decode = pair
-    monkeypatch.setattr(sender, "_PULSE_S", 10.0)
     quick = prefill.engine.prefill
 
     def slow(*args: Any) -> Any:
@@ -154,19 +162,19 @@ def test_a_quiet_sender_that_answers_is_waited_for(pair: Pair, right: list[int],
         return quick(*args)
 
     monkeypatch.setattr(prefill.engine, "prefill", slow)
-    before = decode.paths.seen()[0].connections
+    before = decode.kv_source.paths.known()[0].connections
     answer = begin(prefill, decode)
     assert list(answer) == right
     monkeypatch.setattr(prefill.engine, "prefill", quick)
-    asked = decode.paths.seen()[0].connections - before - 1
+    asked = decode.kv_source.paths.known()[0].connections - before - 1
     assert asked > 0, "it was asked whether it is there"
-    assert (answer.metrics.kv_bytes, decode.paths.seen()[0].failures) == (KV_BYTES, 0)
+    assert (answer.metrics.kv_bytes, decode.kv_source.paths.known()[0].failures) == (KV_BYTES, 0)
 
 
+@pytest.mark.parametrize("pair", [QUIET], indirect=True, ids=["quiet"])
 def test_a_sender_too_busy_to_answer_is_heard(pair: Pair, right: list[int], monkeypatch: Any) -> None:
     """Nobody answers the question whether it is there, and meanwhile the next slices come."""
     prefill, decode = pair
-    monkeypatch.setattr(sender, "_PULSE_S", 10.0)
     quick, asked = prefill.engine.prefill, []
 
     def slow(*args: Any) -> Any:
@@ -180,11 +188,15 @@ def test_a_sender_too_busy_to_answer_is_heard(pair: Pair, right: list[int], monk
         raise PeerGone("nobody answers")
 
     monkeypatch.setattr(prefill.engine, "prefill", slow)
-    monkeypatch.setattr(gather, "renew", unanswered)
+    monkeypatch.setattr("disaggregated_inference.kv_transfer.fetch.renew", unanswered)
     answer = begin(prefill, decode)
     assert list(answer) == right
     assert asked, "it was asked whether it is there"
-    assert (answer.metrics.kv_bytes, answer.metrics.resumed, decode.paths.seen()[0].failures) == (KV_BYTES, 0, 0)
+    assert (answer.metrics.kv_bytes, answer.metrics.resumed, decode.kv_source.paths.known()[0].failures) == (
+        KV_BYTES,
+        0,
+        0,
+    )
 
 
 def test_a_line_that_is_cut_before_its_first_chunk(pair: Pair, right: list[int], monkeypatch: Any) -> None:
@@ -198,10 +210,10 @@ def test_a_line_that_is_cut_before_its_first_chunk(pair: Pair, right: list[int],
         return quick(*args)
 
     monkeypatch.setattr(prefill.engine, "prefill", slow)
-    with Line(prefill.kv_addresses[0]) as line:
-        answer = begin(prefill, decode, line.address)
+    with FaultyProxy(prefill.kv_addresses[0]) as proxy:
+        answer = begin(prefill, decode, proxy.address)
         time.sleep(1)
-        line._hang_up()
+        proxy.hang_up()
         go.set()
         assert list(answer) == right
 
@@ -211,7 +223,7 @@ def test_an_address_of_another_node_is_passed_over(pair: Pair, right: list[int],
     prefill, decode = pair
     stranger, _ = nodes()
     assert ask(prefill, decode, stranger.kv_addresses[0], prefill.kv_addresses[0]) == right
-    with pytest.raises(PeerFailed, match="not the node that gave out the ticket"):
+    with pytest.raises(PeerFailed, match="from another node, or from before"):
         ask(prefill, decode, stranger.kv_addresses[0])
 
 
@@ -229,17 +241,17 @@ def test_an_unreachable_path_is_passed_over(pair: Pair, right: list[int]) -> Non
 
 def test_one_flipped_bit(pair: Pair, right: list[int]) -> None:
     prefill, decode = pair
-    with Line(prefill.kv_addresses[0], "flip", KV_BYTES // 3) as line, Clock():
-        answer = begin(prefill, decode, line.address)
+    with FaultyProxy(prefill.kv_addresses[0], "flip", KV_BYTES // 3) as proxy, Clock():
+        answer = begin(prefill, decode, proxy.address)
         assert list(answer) == right
-        assert line.struck.is_set()
-    assert any("damaged" in (path.last_error or "") for path in decode.paths.seen())
+        assert proxy.struck.is_set()
+    assert any("damaged" in (path.last_error or "") for path in decode.kv_source.paths.known())
 
 
 def test_the_receiver_dies(nodes: Callable[..., Pair], right: list[int]) -> None:
     """A reset at half of it, as when a machine goes down: the cache is held for its lease, then given back."""
     prefill, decode = nodes(lease_s=4)
-    context, reading = prefill.begin(PROMPT)
+    context, reading = prefill.submit(PROMPT)
     reading.result(10)
     sock = socket.create_connection(prefill.kv_addresses[0])
     connection = Connection(sock)
@@ -253,24 +265,28 @@ def test_the_receiver_dies(nodes: Callable[..., Pair], right: list[int]) -> None
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     sock.close()
     assert prefill.engine.arena.used_rows == 300  # type: ignore[attr-defined]
-    assert until(lambda: prefill.book.endings.expired == 1)
+    assert until(lambda: prefill.tickets.endings["expired"] == 1)
     assert until(lambda: nothing_held(prefill, decode))
     assert ask(prefill, decode) == right
 
 
 def test_replayed_expired_and_guessed_tickets(nodes: Callable[..., Pair], right: list[int]) -> None:
     prefill, decode = nodes(lease_s=4)
-    context, reading = prefill.begin(PROMPT)
+    context, reading = prefill.submit(PROMPT)
     with pytest.raises(PeerFailed, match="no such ticket"):
-        list(decode.fetch_and_write(msgspec.structs.replace(context, secret="guess"), ANSWER))
-    assert list(decode.fetch_and_write(context, ANSWER)) == right
+        list(
+            decode.generate_from_kv(
+                msgspec.structs.replace(context, secret="guess"), GenerationParams(max_tokens=ANSWER)
+            )
+        )
+    assert list(decode.generate_from_kv(context, GenerationParams(max_tokens=ANSWER))) == right
     with pytest.raises(PeerFailed, match="no such ticket"):
-        list(decode.fetch_and_write(context, ANSWER))
-    late, reading = prefill.begin(PROMPT)
+        list(decode.generate_from_kv(context, GenerationParams(max_tokens=ANSWER)))
+    late, reading = prefill.submit(PROMPT)
     reading.result(10)
-    assert until(lambda: prefill.book.endings.expired == 1)
+    assert until(lambda: prefill.tickets.endings["expired"] == 1)
     with pytest.raises(PeerFailed, match="no such ticket"):
-        list(decode.fetch_and_write(late, ANSWER))
+        list(decode.generate_from_kv(late, GenerationParams(max_tokens=ANSWER)))
     assert ask(prefill, decode) == right
     assert until(lambda: nothing_held(prefill, decode))
 
@@ -302,28 +318,28 @@ def test_the_fingerprint_differs_in_one_field(field: str, pair: Pair) -> None:
 
 def test_the_client_leaves_between_prefill_and_decode(nodes: Callable[..., Pair], right: list[int]) -> None:
     prefill, decode = nodes(lease_s=1.0)
-    _, reading = prefill.begin(PROMPT)
+    _, reading = prefill.submit(PROMPT)
     reading.result(10)
     assert prefill.engine.arena.used_rows == 300  # type: ignore[attr-defined]
     assert until(lambda: nothing_held(prefill, decode))
-    assert prefill.book.endings.expired == 1
+    assert prefill.tickets.endings["expired"] == 1
     assert ask(prefill, decode) == right
 
 
 def test_the_prefill_node_restarts_on_the_same_address(pair: Pair, right: list[int]) -> None:
     prefill, decode = pair
-    context, reading = prefill.begin(PROMPT)
+    context, reading = prefill.submit(PROMPT)
     reading.result(10)
-    prefill.book.cancel(context.ticket)
+    prefill.tickets.cancel(context.ticket)
     prefill.close()
     again = PrefillNode(prefill.kv_memory, prefill.kv_addresses, 77)
     try:
         assert again.kv_addresses == prefill.kv_addresses
         with Clock(), pytest.raises(PeerFailed, match="restarted"):
-            list(decode.fetch_and_write(context, ANSWER))
-        before = decode.proofs.tokens_computed
+            list(decode.generate_from_kv(context, GenerationParams(max_tokens=ANSWER)))
+        before = decode.kv_source.peer_checks.tokens_computed
         assert ask(again, decode) == right
-        assert decode.proofs.tokens_computed == before + 48, "a restarted node is proven again"
+        assert decode.kv_source.peer_checks.tokens_computed == before + 48, "a restarted node is proven again"
     finally:
         again.close()
         prefill.__init__(prefill.kv_memory, (("127.0.0.1", 0),), 77)  # type: ignore[misc]
@@ -337,15 +353,15 @@ def test_abort_half_way_then_the_same_memory(writer: str, nodes: Callable[..., P
     right = alone(tiny_engine(writer, "llama"), PROMPT, ANSWER)
     assert ask(prefill, decode) == right
     other = prompt_of(290, seed=5)
-    with Line(prefill.kv_addresses[0], "silent", KV_BYTES // 2) as line:
-        context, _ = prefill.begin(other)
-        answer = decode.fetch_and_write(by_way_of(context, line.address), ANSWER)
-        assert line.struck.wait(5)
+    with FaultyProxy(prefill.kv_addresses[0], "silent", KV_BYTES // 2) as proxy:
+        context, _ = prefill.submit(other)
+        answer = decode.generate_from_kv(by_way_of(context, proxy.address), GenerationParams(max_tokens=ANSWER))
+        assert proxy.struck.wait(5)
         answer.cancel()
         with Clock(), pytest.raises(Cancelled):
             list(answer)
         assert ask(prefill, decode) == right
-    prefill.book.cancel(context.ticket)
+    prefill.tickets.cancel(context.ticket)
     assert until(lambda: nothing_held(prefill, decode))
 
 
@@ -356,11 +372,11 @@ def test_nobody_waits_to_leave_while_the_prompt_is_asked_for(error: type[DisaggE
     ended: list[BaseException | None] = []
     decode.on_end = lambda answer, error: ended.append(error)
     silent = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    context, _ = prefill.begin(PROMPT)
+    context, _ = prefill.submit(PROMPT)
     context = by_way_of(context, *(each.getsockname() for each in silent), *context.addresses)
     rules = GenerationParams(max_tokens=ANSWER, timeout_s=0.4 if error is DeadlineExceeded else 60)
     started = time.monotonic()
-    answer = decode.fetch_and_write(context, rules=rules)
+    answer = decode.generate_from_kv(context, rules)
     time.sleep(0.4)
     if error is Cancelled:
         answer.cancel()
@@ -369,7 +385,7 @@ def test_nobody_waits_to_leave_while_the_prompt_is_asked_for(error: type[DisaggE
     assert decode.kv_memory.held_slots == decode.open_requests == 0
     assert time.monotonic() - started < 5
     assert [type(each) for each in ended] == [error]
-    assert until(lambda: prefill.book.endings.cancelled == 1, 10), "over a path on which someone answers"
+    assert until(lambda: prefill.tickets.endings["cancelled"] == 1, 10), "over a path on which someone answers"
     for each in silent:
         each.close()
 
@@ -377,13 +393,13 @@ def test_nobody_waits_to_leave_while_the_prompt_is_asked_for(error: type[DisaggE
 def test_cancel_tells_the_sender(pair: Pair) -> None:
     """The ticket ends at once, not with its lease."""
     prefill, decode = pair
-    with Line(prefill.kv_addresses[0], "silent", KV_BYTES // 2) as line:
-        answer = begin(prefill, decode, line.address)
-        assert line.struck.wait(5)
+    with FaultyProxy(prefill.kv_addresses[0], "silent", KV_BYTES // 2) as proxy:
+        answer = begin(prefill, decode, proxy.address)
+        assert proxy.struck.wait(5)
         answer.cancel()
         with pytest.raises(Cancelled):
             list(answer)
-        assert until(lambda: prefill.book.endings.cancelled == 1)
+        assert until(lambda: prefill.tickets.endings["cancelled"] == 1)
 
 
 @pytest.mark.parametrize("length", [4095, 4096, 4097])
@@ -392,15 +408,17 @@ def test_prompts_around_the_window(length: int, nodes: Callable[..., Pair], tiny
     prompt = prompt_of(length)
     if length > 4096:
         with pytest.raises(ContextTooLong, match="4097 tokens do not fit the context window of 4096"):
-            prefill.begin(prompt)
+            prefill.submit(prompt)
         return
-    context, _ = prefill.begin(prompt)
+    context, _ = prefill.submit(prompt)
     if length == 4096:
         with pytest.raises(ContextTooLong, match="4097"):
-            decode.fetch_and_write(context, 1)
-        prefill.book.cancel(context.ticket)
+            decode.generate_from_kv(context, GenerationParams(max_tokens=1))
+        prefill.tickets.cancel(context.ticket)
     else:
-        assert list(decode.fetch_and_write(context, 1)) == alone(tiny_engine("torch", "llama"), prompt, 1)
+        assert list(decode.generate_from_kv(context, GenerationParams(max_tokens=1))) == alone(
+            tiny_engine("torch", "llama"), prompt, 1
+        )
     assert until(lambda: nothing_held(prefill, decode))
 
 
@@ -408,20 +426,22 @@ def test_a_ticket_that_ends_stops_its_sender(pair: Pair) -> None:
     """Everything is computed and half of it sent when the ticket is cancelled: the rest must not follow, because its
     rows may belong to someone else by then."""
     prefill, decode = pair
-    context, reading = prefill.begin(PROMPT)
+    context, reading = prefill.submit(PROMPT)
     reading.result(10)
-    with Line(prefill.kv_addresses[0], "silent", KV_BYTES // 2, heals=True) as line:
-        answer = decode.fetch_and_write(by_way_of(context, line.address, prefill.kv_addresses[0]), ANSWER)
-        assert line.struck.wait(5)
-        prefill.book.cancel(context.ticket)
+    with FaultyProxy(prefill.kv_addresses[0], "silent", KV_BYTES // 2, heals=True) as proxy:
+        answer = decode.generate_from_kv(
+            by_way_of(context, proxy.address, prefill.kv_addresses[0]), GenerationParams(max_tokens=ANSWER)
+        )
+        assert proxy.struck.wait(5)
+        prefill.tickets.cancel(context.ticket)
         with pytest.raises(PeerFailed, match="no such ticket"):
             list(answer)
 
 
-def test_a_stranger_who_drips(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte now and then must not hold a place: all of HELLO within a few seconds."""
+@pytest.mark.parametrize("pair", [SHORT_HELLO], indirect=True, ids=["short hello"])
+def test_a_hello_that_arrives_byte_by_byte(pair: Pair) -> None:
+    """It must not hold a connection: there is one deadline for all of HELLO."""
     prefill, _ = pair
-    monkeypatch.setattr("disaggregated_inference.kv_transfer.sender._HELLO_S", 0.5)
     with socket.create_connection(prefill.kv_addresses[0]) as sock:
         sock.settimeout(2)
         started = time.monotonic()
@@ -435,8 +455,8 @@ def test_a_stranger_who_drips(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> No
     assert until(lambda: "kv-send" not in {thread.name for thread in threading.enumerate()})
 
 
-def room_for_one(open_: Any, capacity: int, counted: bool = True) -> Any:
-    if not counted:
+def room_for_one(open_: Any, capacity: int, reserved: bool = True) -> Any:
+    if not reserved:
         raise KVMemoryFull("no room for a canary")
     return open_(capacity)
 
@@ -458,53 +478,58 @@ class TestCanary:
         for _ in range(2):
             with pytest.raises(PeerRefused, match="the keys of layer 2 differ by"):
                 ask(prefill, decode)
-        assert decode.proofs.tokens_computed == 48, "the verdict is kept"
-        assert decode.proofs.seen()[0].refused
+        assert decode.kv_source.peer_checks.tokens_computed == 48, "the verdict is kept"
+        assert decode.kv_source.peer_checks.stats()[0].refused
         prefill.engine._prefill = honest  # type: ignore[method-assign]
         with pytest.raises(PeerRefused):
             ask(prefill, decode)
-        prefill.epoch, prefill._canary_read = "after a restart", None
+        prefill.epoch = prefill.kv_server.epoch = "after a restart"
+        prefill.kv_server.canary = None
         assert ask(prefill, decode) == right
 
     def test_once_for_many_at_the_same_time(self, nodes: Callable[..., Pair], right: list[int]) -> None:
         prefill, decode = nodes()
         answers = [begin(prefill, decode) for _ in range(6)]
         assert [list(answer) for answer in answers] == [right] * 6
-        assert decode.proofs.tokens_computed == 48
+        assert decode.kv_source.peer_checks.tokens_computed == 48
         assert sum(answer.metrics.canary_time > 0 for answer in answers) == 1
 
     def test_a_broken_connection_is_no_verdict(self, nodes: Callable[..., Pair], right: list[int]) -> None:
         prefill, decode = nodes()
-        with Line(prefill.kv_addresses[0], "cut", 5000) as line:
+        with FaultyProxy(prefill.kv_addresses[0], "cut", 5000) as proxy:
             with pytest.raises(PeerGone):
-                ask(prefill, decode, line.address)
-            assert line.struck.is_set()
-        assert decode.proofs.tokens_computed == 0
+                ask(prefill, decode, proxy.address)
+            assert proxy.struck.is_set()
+        assert decode.kv_source.peer_checks.tokens_computed == 0
         assert ask(prefill, decode) == right
 
     def test_a_request_that_takes_all_memory(self, nodes: Callable[..., Pair], right: list[int]) -> None:
         """Neither node has room for a canary beside it: one reads it before, the other has read it at its start."""
         everything = KV_BYTES // 300 * (300 + ANSWER + 1)  # and a row of padding
         prefill, decode = nodes("torch", "torch", writer_options={"kv_bytes": everything})
-        prefill.read_canary()
-        assert (prefill.canary_tokens, prefill.kv_memory.sequences, prefill.engine.kv_held_bytes) == (48, 0, 0)
+        prefill.compute_canary()
+        assert (prefill.chunked_prefill.canary_tokens, prefill.kv_memory.sequences, prefill.engine.kv_held_bytes) == (
+            48,
+            0,
+            0,
+        )
         assert decode.engine.kv_limit_bytes == KV_BYTES // 300 * (300 + ANSWER)
         prefill.kv_memory.open = partial(room_for_one, prefill.kv_memory.open)  # type: ignore[method-assign]
         assert ask(prefill, decode) == right
-        assert prefill.canary_tokens == 48
+        assert prefill.chunked_prefill.canary_tokens == 48
 
     def test_a_canary_that_finds_no_room_waits(self, nodes: Callable[..., Pair]) -> None:
         """And takes none meanwhile: there is room for one of its two, and then for none."""
         prefill, decode = nodes("torch", "torch", writer_options={"kv_bytes": KV_BYTES})
-        context, _ = prefill.begin(PROMPT[:20])
+        context, _ = prefill.submit(PROMPT[:20])
         free = decode.engine.arena.full_rows - 1  # type: ignore[attr-defined]
-        taken = decode.scheduler.call(lambda: decode.kv_memory.open(free - 30, counted=False))
-        answer = decode.fetch_and_write(context, 4)
+        taken = decode.scheduler.call(lambda: decode.kv_memory.open(free - 30, reserved=False))
+        answer = decode.generate_from_kv(context, GenerationParams(max_tokens=4))
         time.sleep(0.3)
-        assert len(decode.kv_memory._others) == 1, "what the test took"
+        assert len(decode.kv_memory.unreserved) == 1, "what the test took"
         decode.scheduler.call(lambda: decode.kv_memory.close(taken))
         assert len(list(answer)) == 4
-        assert until(lambda: nothing_held(prefill, decode) and not decode.kv_memory._others)
+        assert until(lambda: nothing_held(prefill, decode) and not decode.kv_memory.unreserved)
 
     def test_one_request_s_trouble_is_not_another_s(self, nodes: Callable[..., Pair], right: list[int]) -> None:
         """The first has an address where nobody answers; the second waits for its canary, then makes its own."""
@@ -522,6 +547,6 @@ class TestCanary:
         self, engines: tuple[str, str], architecture: str, nodes: Callable[..., Pair]
     ) -> None:
         prefill, decode = nodes(*engines, architecture)
-        context, _ = prefill.begin(PROMPT)
-        list(decode.fetch_and_write(context, 2))
-        assert (decode.proofs.seen()[0].distance or 1) < 0.001
+        context, _ = prefill.submit(PROMPT)
+        list(decode.generate_from_kv(context, GenerationParams(max_tokens=2)))
+        assert (decode.kv_source.peer_checks.stats()[0].distance or 1) < 0.001

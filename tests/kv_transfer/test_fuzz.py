@@ -18,13 +18,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disaggregated_inference.errors import DisaggError, TicketRefused, WireError
-from disaggregated_inference.kv import Fingerprint, KVLayout, KVSlice, LayerPlan
-from disaggregated_inference.kv.fingerprint import Weights
-from disaggregated_inference.kv_transfer import End, Hello, Outbox, Sink, Welcome, fetch, serve
-from disaggregated_inference.kv_transfer.frames import CHECKSUM, HEADER, Connection, Frame, Kind, encode
-from disaggregated_inference.kv_transfer.inline import InlineReader, record
+from disaggregated_inference.kv import Fingerprint, KVLayout, KVSlice, LayerPlan, Weights
+from disaggregated_inference.kv_transfer import (
+    Connection,
+    End,
+    Hello,
+    InlineReader,
+    Outbox,
+    Sink,
+    Welcome,
+    encode_inline,
+    fetch_stream,
+    serve,
+)
+from disaggregated_inference.kv_transfer.frames import CHECKSUM, HEADER, Frame, Kind
 from disaggregated_inference.node.context import PrefillContext
-from tests.kv_transfer.test_transfer import message, tcp_pair
+from tests.support.kv_frames import encode, message, split_frames, tcp_pair
 
 EXAMPLES = int(os.environ.get("DISAGG_FUZZ_EXAMPLES", "150"))
 TOKENS, VOCABULARY = 20, 32
@@ -59,17 +68,7 @@ def _recording() -> bytes:
     outbox.put_logits(np.zeros(VOCABULARY, np.float32))
     outbox.finish(End(prompt_tokens=TOKENS))
     welcome = Welcome(epoch="e", prompt_tokens=TOKENS, dtype="float32", codec="raw", chunk_tokens=16)
-    return record(MODEL, welcome, outbox, 1 << 20)
-
-
-def split_frames(tape: bytes) -> list[bytes]:
-    frames, at = [], 0
-    while at < len(tape):
-        size = struct.unpack_from("<Q", tape, at + 24)[0]
-        stop = at + HEADER.size + size + CHECKSUM.size
-        frames.append(tape[at:stop])
-        at = stop
-    return frames
+    return encode_inline(MODEL, welcome, outbox, 1 << 20)
 
 
 TAPE = _recording()
@@ -161,7 +160,7 @@ def test_the_receiver(content: bytes) -> None:
         feeder = threading.Thread(target=_feed, args=(far, answer))
         feeder.start()
         with suppress(DisaggError):
-            fetch(Connection(near), hello, LAYOUT, VOCABULARY, TOKENS, taken.sink.place, taken.sink.logits)
+            fetch_stream(Connection(near), hello, LAYOUT, VOCABULARY, TOKENS, taken.sink.place, taken.sink.logits)
         feeder.join()
     assert taken.honest()
 
@@ -179,13 +178,13 @@ def _feed(sock: socket.socket, content: bytes) -> None:
 def test_the_tape(content: bytes) -> None:
     taken = _Taken()
     with bounded_memory(), suppress(DisaggError):
-        InlineReader(content, MODEL, LAYOUT, VOCABULARY, TOKENS).play(taken.sink)
+        InlineReader(content, MODEL, LAYOUT, VOCABULARY, TOKENS).read_into(taken.sink)
     assert taken.honest()
 
 
 def test_the_unharmed_tape_is_whole() -> None:
     taken = _Taken()
-    end = InlineReader(TAPE, MODEL, LAYOUT, VOCABULARY, TOKENS).play(taken.sink)
+    end = InlineReader(TAPE, MODEL, LAYOUT, VOCABULARY, TOKENS).read_into(taken.sink)
     assert end.prompt_tokens == TOKENS
     assert taken.logits == 1
     expected = {(p.layer, p.start): p.keys.tobytes() + p.values.tobytes() for p in _slices()}
@@ -244,6 +243,6 @@ def test_what_is_no_number_is_refused(where: str) -> None:
     outbox.put_logits(np.full(VOCABULARY, np.nan if where == "logits" else 0, np.float32))
     outbox.finish(End(prompt_tokens=TOKENS))
     welcome = Welcome(epoch="e", prompt_tokens=TOKENS, dtype="float32", codec="raw", chunk_tokens=16)
-    content = record(MODEL, welcome, outbox, 1 << 20)
-    with pytest.raises(WireError, match="no numbers"):
-        InlineReader(content, MODEL, LAYOUT, VOCABULARY, TOKENS).play(_Taken().sink)
+    content = encode_inline(MODEL, welcome, outbox, 1 << 20)
+    with pytest.raises(WireError, match="NaN or infinity"):
+        InlineReader(content, MODEL, LAYOUT, VOCABULARY, TOKENS).read_into(_Taken().sink)

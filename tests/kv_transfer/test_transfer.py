@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,51 +31,28 @@ from disaggregated_inference.errors import (
     VersionUnsupported,
     WireError,
 )
-from disaggregated_inference.kv import Fingerprint, KVLayout, KVSlice, LayerPlan, require_same_model
-from disaggregated_inference.kv.dtype import Array
-from disaggregated_inference.kv.fingerprint import Weights
+from disaggregated_inference.kv import Array, Fingerprint, KVLayout, KVSlice, LayerPlan, Weights, require_same_model
 from disaggregated_inference.kv_transfer import (
+    Connection,
     End,
-    ErrorMessage,
     Hello,
     Outbox,
-    Receipt,
     Welcome,
+    bytes_of,
     codecs,
-    fetch,
-    sender,
+    fetch_stream,
     serve,
 )
 from disaggregated_inference.kv_transfer.codecs import dequantize, quantize
-from disaggregated_inference.kv_transfer.frames import (
-    HEADER,
-    Connection,
-    Frame,
-    Kind,
-    bytes_of,
-    decode_header,
-    encode,
-    encode_header,
-)
-from tests.conftest import LoadTiny
+from disaggregated_inference.kv_transfer.frames import HEADER, Frame, Kind, decode_header, encode_header
+from disaggregated_inference.kv_transfer.messages import ErrorMessage
+from disaggregated_inference.kv_transfer.receiver import ConnectionResult
+from disaggregated_inference.timeouts import TransferTimeouts
+from tests.support.engines import LoadTiny
 from tests.support.handoff import alone, prompt_of, write_answer
+from tests.support.kv_frames import encode, message, tcp_pair
 
 ANSWER = 16
-
-
-@contextmanager
-def tcp_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Two ends of a real TCP connection on loopback, with a time limit on every call."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        near = socket.create_connection(listener.getsockname())
-        far, _ = listener.accept()
-    for end in (near, far):
-        end.settimeout(5)
-    try:
-        yield near, far
-    finally:
-        near.close()
-        far.close()
 
 
 class HostLogits:
@@ -131,10 +108,12 @@ class Transfer:
 
     def fetch(
         self, sock: socket.socket, on_slice: Callable[[KVSlice], None] | None = None, **changes: object
-    ) -> Receipt:
+    ) -> ConnectionResult:
         layout, vocabulary = self.writer.spec.layout, self.writer.spec.vocabulary
         keep = lambda logits: setattr(self, "logits", logits)  # noqa: E731
-        return fetch(Connection(sock), self.hello(**changes), layout, vocabulary, 4096, on_slice or self.take, keep)
+        return fetch_stream(
+            Connection(sock), self.hello(**changes), layout, vocabulary, 4096, on_slice or self.take, keep
+        )
 
     def answer(self) -> list[int]:
         assert self.logits is not None
@@ -264,15 +243,14 @@ def test_only_what_is_not_held_is_sent(transfer: Callable[..., Transfer], thread
     assert one.answer() == alone(one.writer, one.prompt, ANSWER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unwanted", [{"held_tokens": 231}, {"stream": 40, "streams": 64}])
 def test_slices_that_nobody_wants_are_no_silence(
     unwanted: dict[str, int],
     transfer: Callable[..., Transfer],
     threads: ThreadPoolExecutor,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The prefill node computes what the receiver holds, or layers of other streams, and has nothing to say."""
-    monkeypatch.setattr(sender, "_PULSE_S", 0.4)
+    """The prefill node computes what the receiver holds, or layers of other streams, and sends nothing."""
     one = transfer(length=308, chunk=77)
     one.writer.prefill(one.target, one.prompt[:231])
     outbox, one.outbox = one.outbox, Outbox()
@@ -287,7 +265,7 @@ def test_slices_that_nobody_wants_are_no_silence(
 
     with tcp_pair() as (near, far):
         near.settimeout(2.0)
-        start(one, threads, far)
+        threads.submit(serve, Connection(far, TransferTimeouts(heartbeat_s=0.4)), one.admit)
         putting = threads.submit(put_slowly)
         receipt = one.fetch(near, lambda piece: None, **unwanted)
         putting.result(10)
@@ -299,12 +277,13 @@ def test_a_connection_that_stays_mute_is_broken_whoever_answers_elsewhere() -> N
     with tcp_pair() as (near, _):
         near.settimeout(0.05)
         connection = Connection(near)
-        connection.still_there = lambda: asked.append(True) or True  # type: ignore[func-returns-value]
+        connection.keep_waiting = lambda: asked.append(True) or True  # type: ignore[func-returns-value]
         with pytest.raises(PeerGone, match="silent"):
             connection.receive_header()
     assert len(asked) == 2
 
 
+@pytest.mark.slow
 def test_a_device_that_is_behind_is_no_silence(transfer: Callable[..., Transfer], threads: ThreadPoolExecutor) -> None:
     """A GPU's slices are handed out before they are computed; with other prompts before them that takes a while."""
     one = transfer()
@@ -331,7 +310,7 @@ def test_logits_overtake_waiting_slices(transfer: Callable[..., Transfer], threa
     order: list[str] = []
     with tcp_pair() as (near, far):
         start(one, threads, far)
-        fetch(
+        fetch_stream(
             Connection(near),
             one.hello(),
             one.writer.spec.layout,
@@ -498,7 +477,7 @@ class TestFaults:
         raw[4] = 2
         with tcp_pair() as (near, far):
             near.sendall(raw)
-            with pytest.raises(VersionUnsupported, match="version 2, this one 1"):
+            with pytest.raises(VersionUnsupported, match="version 2, this node 1"):
                 serve(Connection(far), lambda hello: (_ for _ in ()).throw(AssertionError))
             assert b"version_unsupported" in near.recv(4096)
 
@@ -544,11 +523,6 @@ class TestFaults:
                 far.close()
                 with pytest.raises(PeerGone):
                     fetching.result(5)
-
-
-def message(kind: Kind, content: msgspec.Struct | None = None) -> bytes:
-    payload = msgspec.json.encode(content) if content is not None else b""
-    return encode(Frame(kind, len(payload)), payload)
 
 
 def relay(source: socket.socket, target: socket.socket, stop_after: int | None, flip_at: int | None) -> None:

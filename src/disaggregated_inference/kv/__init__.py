@@ -1,7 +1,43 @@
-"""The portable KV cache: one layout that every engine converts to and from."""
+"""The portable KV cache: one layout that every engine converts to and from, its fingerprint and its tickets."""
 
-from disaggregated_inference.kv.dtype import KVDType, as_dtype
-from disaggregated_inference.kv.fingerprint import Fingerprint, require_same_model
+from disaggregated_inference.kv.dtype import (
+    Array,
+    KVDType,
+    as_dtype,
+    float32_to_bfloat16,
+    require_dtype,
+    storage_dtype,
+)
+from disaggregated_inference.kv.fingerprint import (
+    UNKNOWN_ROUNDING,
+    Fingerprint,
+    Pair,
+    Weights,
+    WeightSample,
+    describe_difference,
+    require_same_model,
+    without_layer_number,
+)
 from disaggregated_inference.kv.layout import KVLayout, KVSlice, LayerPlan
+from disaggregated_inference.kv.tickets import TicketBook
 
-__all__ = ["Fingerprint", "KVDType", "KVLayout", "KVSlice", "LayerPlan", "as_dtype", "require_same_model"]
+__all__ = [
+    "UNKNOWN_ROUNDING",
+    "Array",
+    "Fingerprint",
+    "KVDType",
+    "KVLayout",
+    "KVSlice",
+    "LayerPlan",
+    "Pair",
+    "TicketBook",
+    "WeightSample",
+    "Weights",
+    "as_dtype",
+    "describe_difference",
+    "float32_to_bfloat16",
+    "require_dtype",
+    "require_same_model",
+    "storage_dtype",
+    "without_layer_number",
+]

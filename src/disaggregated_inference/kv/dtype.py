@@ -25,7 +25,7 @@ def storage_dtype(dtype: KVDType) -> np.dtype[Any]:
 
 
 def require_dtype(name: str) -> KVDType:
-    """Check a dtype name that came from outside."""
+    """Check a dtype name from outside this process."""
     for known in KV_DTYPES:
         if name == known:
             return known
@@ -44,7 +44,7 @@ def float32_to_bfloat16(values: Array) -> NDArray[np.uint16]:
 
 
 def as_dtype(values: Array, have: KVDType, want: KVDType) -> Array:
-    """The same numbers in another dtype; the array itself when nothing has to change."""
+    """The values in another dtype; the array itself if the dtypes are the same."""
     if have == want:
         return values
     wide = bfloat16_to_float32(values) if have == "bfloat16" else values

@@ -1,10 +1,10 @@
-"""Who a model is, as far as a KV cache cares. Two sides hand a cache over only when these agree.
+"""The identity of a model, as far as its KV matters. KV moves between two nodes only if their fingerprints agree.
 
 Weight quantization may differ (FP8 on one side, 8-bit on the other is the normal case), so identity rests on what no
-quantizer touches: `norms`, a hash over every normalization weight. Two fine-tunes can share their norms; where both
-sides store them in the same format, `sample` (a hash over a piece of every tensor) tells those apart too. Where they do
-not, `values` does, as far as rounding leaves a difference to see; nodes also compare computed values, with a canary
-prompt, and `disagg models verify` more of those in files.
+quantizer changes: `norms`, a hash of every normalization weight. Two fine-tunes can share their norms. If both sides
+store weights in the same format, `sample` (a hash of a piece of every tensor) detects that; else `values` does, as far
+as rounding permits. Nodes also compare computed values with a canary prompt, and `disagg models verify` compares more
+values of the files.
 """
 
 import math
@@ -21,14 +21,14 @@ from disaggregated_inference.kv.layout import KVLayout
 
 # Frequencies are computed in float32 by different libraries: this far apart is rounding, further is another model.
 _ROPE_TOLERANCE = 1e-5
-UNREAD = 1.0  # as a rounding: anything may be there
+UNKNOWN_ROUNDING = 1.0
 _LAYER = re.compile(r"\blayers\.\d+\.")
 _PLAIN = frozenset({"F32", "F16", "BF16"})
 
 
-class Sampled(msgspec.Struct, frozen=True):
-    """Some weights of one tensor, in little-endian float16, and how far the way it is stored may have moved them: the
-    difference's size over theirs. No values, and `UNREAD`, where it is stored in a way that cannot be read here."""
+class WeightSample(msgspec.Struct, frozen=True):
+    """Some weights of one tensor, in little-endian float16. `rounding` is the relative error that their storage format
+    explains. A format that cannot be read has no values and `UNKNOWN_ROUNDING`."""
 
     tensor: str
     rounding: float
@@ -36,11 +36,11 @@ class Sampled(msgspec.Struct, frozen=True):
 
     @property
     def read(self) -> bool:
-        return self.rounding != UNREAD
+        return self.rounding != UNKNOWN_ROUNDING
 
 
 class Pair(NamedTuple):
-    """The same weights on two sides, and how far rounding may have moved them apart."""
+    """The same weights on two sides, and the relative difference that rounding explains."""
 
     mine: NDArray[np.float32]
     theirs: NDArray[np.float32]
@@ -48,36 +48,36 @@ class Pair(NamedTuple):
 
 
 class Weights(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Identity of the weights: `format` names how they are stored, `sample` is comparable only within one format, and
-    `values` between any two that can be read as numbers."""
+    """Identity of the weights. `format` names their storage; `sample` is comparable within one format, `values` between
+    any two formats that can be read."""
 
     norms: str
     format: str
     sample: str
-    values: tuple[Sampled, ...] = ()
+    values: tuple[WeightSample, ...] = ()
 
     @property
     def rounding(self) -> float:
-        """How coarse they are; 1 where nobody knows."""
-        return max((each.rounding for each in self.values), default=UNREAD)
+        """The coarsest rounding of any sampled tensor; 1 if unknown."""
+        return max((each.rounding for each in self.values), default=UNKNOWN_ROUNDING)
 
     def far_values(self, other: "Weights") -> list[str]:
-        """One line for each kind of tensor that rounding does not explain. Those of all layers together: a row of one
-        may be nearly zero, or share its scale with an outlier, and then says nothing by itself."""
+        """One line for each kind of tensor whose difference rounding does not explain. Layers are judged together: one
+        row alone may be nearly zero, or share its scale with an outlier."""
         theirs = {each.tensor: each for each in other.values if each.read}
         kinds: dict[str, list[Pair]] = {}
         for mine in self.values:
             if mine.read and (there := theirs.get(mine.tensor)):
                 pair = Pair(_floats(mine.values), _floats(there.values), math.hypot(mine.rounding, there.rounding))
-                kinds.setdefault(kind_of(mine.tensor), []).append(pair)
-        return [line for kind, pairs in kinds.items() if (line := far_apart(kind, pairs))]
+                kinds.setdefault(without_layer_number(mine.tensor), []).append(pair)
+        return [line for kind, pairs in kinds.items() if (line := describe_difference(kind, pairs))]
 
     def rounded_again(self, other: "Weights") -> bool:
-        """Quantized to the same types, perhaps with other scales (an importance matrix chooses them), so that bytes say
-        nothing; and all that is sampled can be read."""
+        """Whether both are quantized to the same types, all of them readable. Scales may differ (an importance matrix
+        chooses them), so their bytes are not comparable."""
         kinds = set(self.format.removeprefix("gguf:").split("+"))
         quantized = self.format.startswith("gguf:") and not kinds <= _PLAIN
-        return quantized and self.format == other.format and max(self.rounding, other.rounding) < UNREAD
+        return quantized and self.format == other.format and max(self.rounding, other.rounding) < UNKNOWN_ROUNDING
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
@@ -102,18 +102,18 @@ class Fingerprint(msgspec.Struct, frozen=True):
         return [*found, *self._rope_differences(other), *self._weight_differences(other), *self._remedy(other)]
 
     def _remedy(self, other: "Fingerprint") -> list[str]:
-        """Whoever makes a GGUF likes to mend the template in it."""
+        """GGUF files often carry a repaired chat template."""
         same = (self.tokenizer, self.chat_template) == (other.tokenizer, other.chat_template)
         if same or not any(each.weights.format.startswith("gguf") for each in (self, other)):
             return []
-        return ["put the tokenizer.json and tokenizer_config.json of the one beside the GGUF of the other"]
+        return ["put the tokenizer.json and tokenizer_config.json of the one model beside the GGUF file of the other"]
 
     def _rope_differences(self, other: "Fingerprint") -> list[str]:
         if len(self.rope_frequencies) != len(other.rope_frequencies):
             return [f"rope: {len(self.rope_frequencies)} frequencies here, {len(other.rope_frequencies)} there"]
         pairs = enumerate(zip(self.rope_frequencies, other.rope_frequencies, strict=True))
-        wrong = [i for i, (a, b) in pairs if not math.isclose(a, b, rel_tol=_ROPE_TOLERANCE)]
-        found = [f"rope_frequencies: {len(wrong)} differ, the first at index {wrong[0]}"] if wrong else []
+        differing = [i for i, (a, b) in pairs if not math.isclose(a, b, rel_tol=_ROPE_TOLERANCE)]
+        found = [f"rope_frequencies: {len(differing)} differ, the first at index {differing[0]}"] if differing else []
         if not math.isclose(self.rope_scale, other.rope_scale, rel_tol=_ROPE_TOLERANCE):
             found.append(f"rope_scale: {self.rope_scale} here, {other.rope_scale} there")
         return found
@@ -129,13 +129,13 @@ class Fingerprint(msgspec.Struct, frozen=True):
         return []
 
 
-def kind_of(tensor: str) -> str:
-    """Its name without the number of its layer."""
+def without_layer_number(tensor: str) -> str:
+    """The tensor's name with `*` for its layer."""
     return _LAYER.sub("layers.*.", tensor)
 
 
-def far_apart(what: str, pairs: Sequence[Pair]) -> str:
-    """A line where rounding does not explain the difference of all of them together; else nothing."""
+def describe_difference(what: str, pairs: Sequence[Pair]) -> str:
+    """One line if rounding does not explain the difference of all pairs together; else an empty string."""
     far, limit = _apart(pairs)
     if far <= limit:
         return ""
@@ -143,8 +143,8 @@ def far_apart(what: str, pairs: Sequence[Pair]) -> str:
 
 
 def _apart(pairs: Sequence[Pair]) -> tuple[float, float]:
-    """How far, and how far rounding explains, both in sizes of the larger side. A pair weighs as much as it is large.
-    Infinite where they cannot be compared: a peer may send anything."""
+    """The difference and what rounding explains of it, relative to the larger side, weighted by each pair's norm.
+    Infinite if the values cannot be compared: a peer may send anything."""
     limits = np.array([pair.rounding for pair in pairs])
     if not all(_comparable(pair) for pair in pairs):
         return math.inf, float(limits.max())
@@ -172,6 +172,6 @@ def _short(value: object) -> str:
 
 
 def require_same_model(mine: Fingerprint, theirs: Fingerprint) -> None:
-    """Raise unless a cache made under `theirs` means the same thing under `mine`."""
+    """Raise unless KV of `theirs` is valid for `mine`."""
     if differences := mine.differences(theirs):
         raise FingerprintMismatch("the two sides do not hold the same model: " + "; ".join(differences))

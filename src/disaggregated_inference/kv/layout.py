@@ -1,11 +1,11 @@
-"""The contract of the cache that moves: per layer, K and V as [tokens, kv_heads, head_dim].
+"""The portable KV layout: per layer, K and V as [tokens, kv_heads, head_dim].
 
 Contiguous, after RoPE, in the Hugging Face basis, positions absolute from 0. A *slice* is one layer's K and V for a run
-of tokens. Token-major because a run of tokens is then one run of bytes, whatever the number of heads: a prefix is cut
-off by moving a pointer, and llama.cpp and vLLM keep their rows the same way.
+of tokens. Token-major, because a run of tokens is then one run of bytes for any number of heads: skipping a prefix
+moves a pointer, and llama.cpp and vLLM store their rows the same way.
 
-Sliding layers keep a window. Their slice for a chunk carries the chunk's last `window` rows, not the prompt's: so
-every committed chunk is a state another engine can go on from, and no side has to know how long the prompt will be.
+Sliding layers keep a window. Their slice for a chunk carries the chunk's last `window` rows, not the prompt's. So every
+committed chunk is a state from which another engine can continue, and neither side needs to know the prompt's length.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class LayerPlan(msgspec.Struct, frozen=True):
     window: int = 0
 
     def first_row(self, start: int, stop: int) -> int:
-        """The first position of tokens [start, stop) that this layer still keeps at `stop`."""
+        """The first position of [start, stop) that this layer still keeps at `stop`."""
         return start if self.kind == "full" else max(start, stop - self.window)
 
 
@@ -46,26 +46,25 @@ class KVLayout(msgspec.Struct, frozen=True):
         return 2 * self.kv_heads * self.head_dim * storage_dtype(dtype).itemsize
 
     def token_bytes(self, dtype: KVDType) -> int:
-        """What one more token adds for good: sliding layers do not grow."""
+        """What each further token adds; sliding layers do not grow."""
         return self.row_bytes(dtype) * sum(plan.kind == "full" for plan in self.layers)
 
     def total_bytes(self, tokens: int, dtype: KVDType) -> int:
-        """The whole cache of a sequence of `tokens` tokens."""
+        """The KV of a sequence of `tokens` tokens."""
         rows = sum(tokens - plan.first_row(0, tokens) for plan in self.layers)
         return rows * self.row_bytes(dtype)
 
 
-def _there() -> None:
-    """The bytes are there already."""
+def _no_wait() -> None:
+    """The bytes are in host memory already."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVSlice:
     """K and V of one layer for positions [start, stop).
 
-    `wait` returns once the bytes are in `keys` and `values`: an engine on a GPU hands a slice out while its copy to
-    host memory is still under way, and whoever needs the bytes waits for them, not the engine. `ready` says whether
-    they are there, for those who have something to say meanwhile.
+    `wait` returns when the bytes are in `keys` and `values`: an engine on a GPU emits a slice while its copy to host
+    memory is still running, and the reader waits for it, not the engine. `ready` tells without waiting.
     """
 
     layer: int
@@ -73,7 +72,7 @@ class KVSlice:
     dtype: KVDType
     keys: Array
     values: Array
-    wait: Callable[[], None] = _there
+    wait: Callable[[], None] = _no_wait
     ready: Callable[[], bool] = lambda: True
 
     @property
@@ -89,12 +88,12 @@ class KVSlice:
         return int(self.keys.nbytes + self.values.nbytes)
 
     def copy(self) -> "KVSlice":
-        """In memory of its own."""
+        """A copy with its own memory."""
         self.wait()
         return KVSlice(self.layer, self.start, self.dtype, self.keys.copy(), self.values.copy())
 
     def require_fits(self, layout: KVLayout) -> None:
-        """Refuse what does not belong in `layout`. The one check at the border; inside, shapes are trusted."""
+        """Refuse a slice that does not fit `layout`. Checked once, at the border; shapes are trusted after it."""
         if not 0 <= self.layer < len(layout.layers):
             raise SliceRefused(f"layer {self.layer} of a model with {len(layout.layers)} layers")
         if self.start < 0 or self.tokens == 0:

@@ -1,8 +1,8 @@
 """Tickets: the one-shot, expiring right to fetch the KV of one prefill attempt.
 
-A ticket is bound to a model and to the tokens that were read. The first fetch takes it: other connections of that fetch
-may join or resume, anyone else is refused. It lives on a lease that the waiting side renews; fetched, cancelled or
-expired, its memory is given back exactly once, and a counter says which it was.
+A ticket is bound to a model. The first fetch takes it: other connections of that fetch may join or resume, other
+fetches are refused. A ticket has a lease that the receiver renews. When it is fetched, cancelled or expired, its memory
+is released exactly once, and a counter records which of the three happened.
 """
 
 import hmac
@@ -19,9 +19,10 @@ from disaggregated_inference.errors import Cancelled, NodeBusy, TicketRefused
 from disaggregated_inference.kv.fingerprint import Fingerprint, require_same_model
 
 Release = Callable[[], None]
+Ending = Literal["fetched", "cancelled", "expired"]
 
 _EARLY_S = 10.0
-_MOST_EARLY = 4096
+_MAX_EARLY = 4096
 
 
 @dataclass(slots=True)
@@ -34,13 +35,8 @@ class Ticket:
     fetch: str | None = None
 
 
-@dataclass(slots=True)
-class Endings:
-    """How tickets ended, since the start."""
-
-    fetched: int = 0
-    cancelled: int = 0
-    expired: int = 0
+def _no_endings() -> dict[Ending, int]:
+    return {"fetched": 0, "cancelled": 0, "expired": 0}
 
 
 @dataclass(slots=True)
@@ -50,9 +46,10 @@ class TicketBook:
     lease_s: float = 30.0
     most: int = 1024
     clock: Callable[[], float] = time.monotonic
-    endings: Endings = field(default_factory=Endings)
+    endings: dict[Ending, int] = field(default_factory=_no_endings)  # how many tickets ended how
     _live: dict[str, Ticket] = field(default_factory=dict)
-    _early: OrderedDict[str, float] = field(default_factory=OrderedDict)  # cancelled before they were known, and when
+    # Cancelled before they were issued, with the time.
+    _early: OrderedDict[str, float] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def issue(self, fingerprint: Fingerprint, release: Release, id: str | None = None) -> Ticket:
@@ -63,20 +60,20 @@ class TicketBook:
             secret=secrets.token_urlsafe(32),
             fingerprint=fingerprint,
             release=release,
-            expires_at=math.inf,  # what is still being computed cannot be fetched late
+            expires_at=math.inf,  # the lease starts when the KV is complete
         )
         with self._lock:
             if self._early.pop(ticket.id, -math.inf) > self.clock() - _EARLY_S:
-                raise Cancelled("this ticket was cancelled before it came")
+                raise Cancelled("this ticket was cancelled before it was issued")
             if ticket.id in self._live:
-                raise TicketRefused(f"ticket {ticket.id} exists already; every attempt needs a new one")
+                raise TicketRefused(f"ticket {ticket.id} exists already; every attempt needs a new ticket")
             if len(self._live) >= self.most:
                 raise NodeBusy(f"{self.most} tickets are waiting to be fetched already")
             self._live[ticket.id] = ticket
         return ticket
 
     def redeem(self, id: str, secret: str, fetch: str, fingerprint: Fingerprint) -> Ticket:
-        """Let a connection of fetch `fetch` have the ticket. The same words for unknown, spent and wrong: no oracle."""
+        """Give the ticket to a connection of `fetch`. One message for all refusals: an attacker learns nothing."""
         self.sweep()
         with self._lock:
             ticket = self._checked(id, secret, fetch, fingerprint)
@@ -85,7 +82,7 @@ class TicketBook:
             return ticket
 
     def check(self, id: str, secret: str, fetch: str, fingerprint: Fingerprint) -> None:
-        """What `redeem` checks, and the ticket stays unspent."""
+        """The checks of `redeem`; the ticket stays unspent."""
         self.sweep()
         with self._lock:
             self._checked(id, secret, fetch, fingerprint)
@@ -94,18 +91,18 @@ class TicketBook:
         ticket = self._live.get(id)
         known = ticket is not None and hmac.compare_digest(ticket.secret.encode(), secret.encode())
         if ticket is None or not known or ticket.fetch not in (None, fetch):
-            raise TicketRefused("no such ticket: unknown, expired, fetched by another, or a wrong secret")
+            raise TicketRefused("no such ticket: unknown, expired, fetched already, or a wrong secret")
         require_same_model(ticket.fingerprint, fingerprint)
         return ticket
 
     def renew(self, id: str) -> None:
-        """The waiting side is alive. Renewing what is gone is no error: its connection will hear soon enough."""
+        """The receiver is alive. Renewing an ended ticket is no error: its connection gets the reason anyway."""
         with self._lock:
             if ticket := self._live.get(id):
                 self._prolong(ticket)
 
     def hold(self, id: str) -> None:
-        """The cache is complete, or never will be: from now on the lease runs."""
+        """Start the lease: the KV is complete, or will never be."""
         with self._lock:
             if ticket := self._live.get(id):
                 ticket.expires_at = self.clock() + self.lease_s
@@ -118,18 +115,18 @@ class TicketBook:
         return self._end(id, "fetched")
 
     def cancel(self, id: str) -> bool:
-        """Whether there was something to cancel. What comes later under this name is refused: a cancellation may
-        overtake what it cancels."""
+        """Whether the ticket existed. If not, it is refused when it is issued later: a cancellation may overtake the
+        request that it cancels."""
         if self._end(id, "cancelled"):
             return True
         with self._lock:
             self._early[id] = self.clock()
-            while len(self._early) > _MOST_EARLY:
+            while len(self._early) > _MAX_EARLY:
                 self._early.popitem(last=False)
         return False
 
     def sweep(self) -> int:
-        """End what nobody renewed; returns how many."""
+        """End expired tickets; returns how many."""
         now = self.clock()
         with self._lock:
             late = [ticket.id for ticket in self._live.values() if ticket.expires_at <= now]
@@ -138,11 +135,11 @@ class TicketBook:
     def __len__(self) -> int:
         return len(self._live)
 
-    def _end(self, id: str, how: Literal["fetched", "cancelled", "expired"]) -> bool:
+    def _end(self, id: str, how: Ending) -> bool:
         with self._lock:
             ticket = self._live.pop(id, None)
             if ticket is None:
                 return False
-            setattr(self.endings, how, getattr(self.endings, how) + 1)
+            self.endings[how] += 1
         ticket.release()
         return True

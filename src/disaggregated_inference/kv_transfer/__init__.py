@@ -1,26 +1,39 @@
-"""KV on the move: our own framing over plain TCP. docs/PROTOCOL.md specifies it, the tests hold golden bytes."""
+"""KV transfer between nodes: frames over plain TCP. docs/PROTOCOL.md specifies them, the tests hold golden bytes."""
 
-from disaggregated_inference.kv_transfer.fetch import FetchResult, KVFetch, Sink, gather_tokens, keep_waiting, withdraw
-from disaggregated_inference.kv_transfer.messages import End, ErrorMessage, Hello, Welcome
-from disaggregated_inference.kv_transfer.paths import NetworkPath, Paths
-from disaggregated_inference.kv_transfer.receiver import Receipt, fetch
+from disaggregated_inference.kv_transfer.codecs import CODECS
+from disaggregated_inference.kv_transfer.fetch import (
+    KVFetch,
+    Sink,
+    cancel_ticket,
+    fetch_prompt,
+    renew_lease,
+)
+from disaggregated_inference.kv_transfer.frames import Connection, bytes_of
+from disaggregated_inference.kv_transfer.inline import InlineReader, encode_inline
+from disaggregated_inference.kv_transfer.messages import End, Hello, Welcome
+from disaggregated_inference.kv_transfer.paths import Address, NetworkPath, Paths, format_address
+from disaggregated_inference.kv_transfer.receiver import fetch_stream
 from disaggregated_inference.kv_transfer.sender import Outbox, serve
 
 __all__ = [
+    "CODECS",
+    "Address",
+    "Connection",
     "End",
-    "ErrorMessage",
-    "FetchResult",
     "Hello",
+    "InlineReader",
     "KVFetch",
     "NetworkPath",
     "Outbox",
     "Paths",
-    "Receipt",
     "Sink",
     "Welcome",
-    "fetch",
-    "gather_tokens",
-    "keep_waiting",
+    "bytes_of",
+    "cancel_ticket",
+    "encode_inline",
+    "fetch_prompt",
+    "fetch_stream",
+    "format_address",
+    "renew_lease",
     "serve",
-    "withdraw",
 ]

@@ -1,4 +1,4 @@
-"""How a slice's rows become payload. `raw` sends the arrays' own memory; `int8` halves bfloat16 for slow links."""
+"""Codecs turn a slice's rows into payload: `raw` sends the arrays' memory, `int8` halves bfloat16 for slow links."""
 
 from typing import Any
 
@@ -6,8 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disaggregated_inference.errors import ProtocolError
-from disaggregated_inference.kv import KVDType, KVLayout, KVSlice, as_dtype
-from disaggregated_inference.kv.dtype import Array, storage_dtype
+from disaggregated_inference.kv import Array, KVDType, KVLayout, KVSlice, as_dtype, storage_dtype
 
 CODECS = {"raw": 0, "int8": 1}
 NAMES = {number: name for name, number in CODECS.items()}
@@ -33,7 +32,7 @@ def encode(codec: str, piece: KVSlice) -> list[Array]:
 
 
 def decode(codec: str, dtype: KVDType, arrays: list[Array], layer: int, start: int) -> KVSlice:
-    """A slice over the arrays themselves for `raw`; in float32 for `int8`, which the engine rounds to its own dtype."""
+    """For `raw` a slice over the arrays themselves; for `int8` a float32 copy, which the engine rounds to its dtype."""
     if codec == "raw":
         return KVSlice(layer, start, dtype, arrays[0], arrays[1])
     keys, values = (dequantize(arrays[at], arrays[at + 1]) for at in (0, 2))

@@ -1,9 +1,9 @@
-"""One ticket's cache over several connections and several paths, resumed when one of them breaks.
+"""Fetch one ticket's KV over several connections and several network paths, and resume when one of them breaks.
 
-Stream n of m carries the layers with layer mod m = n, on a connection of its own. When a connection breaks, its stream
-dials again, the next path first, and goes on at the chunk where its layers stand; what comes twice is dropped. Chunks
-are placed one after the other, and each is committed when all its layers are there: so whatever happens, the receiving
-sequence is a whole number of chunks, plus a part of one that can be rolled back.
+Stream n of m carries the layers with layer mod m = n, on its own connection. When a connection breaks, its stream dials
+again, the next path first, and continues at the chunk that its layers have reached; slices that arrive twice are
+dropped. Chunks are placed one after the other. A chunk is committed when all its layers are placed, so the receiving
+sequence always holds a number of complete chunks, plus a part of one that can be rolled back.
 """
 
 import socket
@@ -17,7 +17,6 @@ from itertools import cycle
 import msgspec
 
 from disaggregated_inference.errors import (
-    Cancelled,
     ChecksumMismatch,
     DisaggError,
     NodeRestarted,
@@ -25,20 +24,16 @@ from disaggregated_inference.errors import (
     PeerGone,
     ProtocolError,
 )
-from disaggregated_inference.kv import KVLayout, KVSlice
-from disaggregated_inference.kv.dtype import Array
-from disaggregated_inference.kv_transfer import paths as ways
+from disaggregated_inference.kv import Array, KVLayout, KVSlice
 from disaggregated_inference.kv_transfer.frames import Connection, Kind
-from disaggregated_inference.kv_transfer.messages import End, Hello, failure_of
-from disaggregated_inference.kv_transfer.paths import NetworkPath, spoken
-from disaggregated_inference.kv_transfer.receiver import Receipt, fetch, fetch_tokens, renew
-
-_PATIENCE_S = 0.3
+from disaggregated_inference.kv_transfer.messages import End, Hello
+from disaggregated_inference.kv_transfer.paths import NetworkPath, format_address
+from disaggregated_inference.kv_transfer.receiver import ConnectionResult, fetch_stream, fetch_tokens, renew
 
 
 @dataclass(frozen=True, slots=True)
 class Sink:
-    """Where a cache goes. `place` is called by several threads at once and is done with the arrays when it returns."""
+    """Where received KV goes. Several threads call `place` at once; it may not keep the arrays after it returns."""
 
     place: Callable[[KVSlice], None]
     commit: Callable[[int], None]
@@ -47,121 +42,123 @@ class Sink:
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """What it took."""
-
     end: End
-    epoch: str
     codec: str
     rounding: float  # of the sender's weights
     payload_bytes: int
-    seconds: float
-    resumed: int  # connections that took over from broken ones
+    resumed: int  # connections that continued a broken one
     paths: tuple[str, ...]  # used, in order of first use
 
 
 @dataclass(slots=True)
-class _FetchConnection:
+class _Stream:
+    """The layers that one connection at a time carries."""
+
     number: int
     layers: range
-    receipt: Receipt | None = None
+    result: ConnectionResult | None = None
     received_bytes: int = 0
     resumed: int = 0
-    mute: bool = False  # its connection said nothing, and its node no more when it was asked
+    unresponsive: bool = False  # the connection was silent, and its node did not answer a probe
     used: list[str] = field(default_factory=list)
 
 
-class _PendingQuestion:
-    """Asked on one connection after the other. `stop` ends it from another thread, whatever it waits for."""
+class _Stoppable:
+    """Work over connections, one at a time for each stream. Another thread may `stop` it at any time."""
 
     def __init__(self) -> None:
-        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._connection: Connection | None = None
+        self._connections: dict[int, Connection] = {}  # by stream number
 
     def stop(self, error: BaseException) -> None:
-        with self._lock:
-            self._error, connection = self._error or error, self._connection
-        self._stopped.set()
-        if connection:
-            connection.cancel(b"" if isinstance(error, Cancelled) else failure_of(error))
+        """End now with this error, unless the work has failed already. The sender is told."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+            connections = list(self._connections.values())
+        for connection in connections:
+            connection.cancel(error)
 
-    def on(self, connection: Connection) -> Connection:
-        with self._lock:
-            self._connection = connection
-        if self._error:
-            connection.sock.close()
-        self.require_wanted()
+    def use(self, connection: Connection, stream: int = 0) -> Connection:
+        with self._changed:
+            if self._error:
+                connection.sock.close()
+                raise self._error
+            self._connections[stream] = connection
         return connection
 
     def pause(self, seconds: float) -> None:
-        self._stopped.wait(seconds)
-        self.require_wanted()
+        with self._changed:
+            self._changed.wait_for(lambda: self._error, seconds)
+        self.raise_if_stopped()
 
-    def require_wanted(self) -> None:
+    def raise_if_stopped(self) -> None:
         if self._error:
             raise self._error
 
 
-def gather_tokens(
+def fetch_prompt(
     hello: Hello,
     count: int,
     vocabulary: int,
     paths: Sequence[NetworkPath],
     on_cancel: Callable[[Callable[[DisaggError], None]], None] = lambda stop: None,
 ) -> list[int]:
-    """The prompt's ids over the first path that works; given up when every path has failed, and a moment has passed.
-    `on_cancel` is given what ends it early, with an error, from another thread."""
-    question, since = _PendingQuestion(), time.monotonic()
-    on_cancel(question.stop)
+    """The prompt's token ids, over the first path that works. Fails when every path has failed for `redial_s`.
+    `on_cancel` receives a function that ends the fetch with an error, from another thread."""
+    attempts, started = _Stoppable(), time.monotonic()
+    on_cancel(attempts.stop)
     for path in cycle(paths):
-        question.require_wanted()
+        attempts.raise_if_stopped()
         try:
-            return fetch_tokens(question.on(path.dial()), hello, count, vocabulary)
+            return fetch_tokens(attempts.use(path.dial()), hello, count, vocabulary)
         except (PeerGone, ChecksumMismatch, PeerFailed) as error:
-            question.require_wanted()  # it broke because nobody wants it: the path is as good as before
-            _require_of_path(error)
-            path.failed(error)
-            if path is paths[-1] and time.monotonic() - since > _PATIENCE_S:
+            attempts.raise_if_stopped()  # cancelled, so the path is not to blame
+            _require_path_error(error)
+            path.record_failure(error)
+            redial_s, last = path.timeouts.redial_s, path is paths[-1]
+            if last and time.monotonic() - started > redial_s:
                 raise
-            question.pause(_PATIENCE_S / 5 if path is paths[-1] else 0)
-    raise AssertionError("there is always a path")
+            attempts.pause(redial_s / 5 if last else 0)
+    raise AssertionError("a fetch has at least one path")
 
 
-def keep_waiting(hello: Hello, paths: Sequence[NetworkPath]) -> float:
-    """Renew the lease of a cache that someone will come for later, over the first path that works. Returns the lease in
-    seconds; raises why there is none any more, or that nobody answers."""
+def renew_lease(hello: Hello, paths: Sequence[NetworkPath]) -> float:
+    """Renew the lease of KV that will be fetched later, over the first path that works. Returns the lease in seconds;
+    raises why the ticket has none any more, or that the prefill node does not answer."""
     for path in paths:
         try:
             return renew(path.dial(), hello)
         except (PeerGone, PeerFailed) as error:
-            _require_of_path(error)
-            path.failed(error)
+            _require_path_error(error)
+            path.record_failure(error)
     raise PeerGone("the prefill node does not answer")
 
 
-def withdraw(hello: Hello, paths: Sequence[NetworkPath]) -> None:
-    """Tell the sender that nobody will come for this cache, before anyone did. Over a path on which someone answers:
-    what a silent one takes is heard by nobody."""
+def cancel_ticket(hello: Hello, paths: Sequence[NetworkPath]) -> None:
+    """Tell the sender that this KV will not be fetched. Uses the first path on which the sender answers."""
     for path in paths:
         with suppress(DisaggError):
             connection = path.dial()
             try:
-                asked = msgspec.structs.replace(hello, tokens_only=True)
-                connection.send_message(Kind.HELLO, msgspec.json.encode(asked))
+                tokens_only = msgspec.structs.replace(hello, tokens_only=True)
+                connection.send_message(Kind.HELLO, msgspec.json.encode(tokens_only))
                 connection.send_message(Kind.CANCEL)
                 connection.receive_header()
             finally:
-                connection.part()
+                connection.close()
             return
 
 
-def _require_of_path(error: DisaggError) -> None:
-    """Raise what another path would not mend. At the end of this one there may be another node."""
+def _require_path_error(error: DisaggError) -> None:
+    """Raise errors that another path would not cure. A restarted node is one that it may: another path may lead to
+    another node."""
     if isinstance(error, PeerFailed) and error.peer_code != NodeRestarted("").code:
         raise error
 
 
-class KVFetch:
+class KVFetch(_Stoppable):
     """One fetch. `run` blocks until everything is committed; `stop` ends it from another thread."""
 
     def __init__(
@@ -174,179 +171,161 @@ class KVFetch:
         sink: Sink,
         streams: int = 1,
     ) -> None:
+        super().__init__()
         self._hello, self._layout, self._vocabulary, self._paths, self._sink = hello, layout, vocabulary, paths, sink
         self._tokens = tokens
         count = min(streams, len(layout.layers))
-        self._streams = [_FetchConnection(n, range(n, len(layout.layers), count)) for n in range(count)]
-        self._changed = threading.Condition()
+        self._streams = [_Stream(n, range(n, len(layout.layers), count)) for n in range(count)]
         self._placed = [hello.held_tokens] * len(layout.layers)
-        self._chunk_stop: int | None = None  # of the chunk that is being placed
-        self._got_logits = False
-        self._error: BaseException | None = None
-        self._connections: dict[int, Connection] = {}
-        self._via: dict[int, NetworkPath] = {}
+        self._chunk_stop: int | None = None  # end of the chunk that is being placed
+        self._has_logits = False
+        self._current_path: dict[int, NetworkPath] = {}
         self.committed = hello.held_tokens
 
     def run(self) -> FetchResult:
-        started = time.perf_counter()
         threads = [
-            threading.Thread(target=self._guarded, args=(stream,), name=f"kv-fetch-{stream.number}", daemon=True)
+            threading.Thread(target=self._run_stream, args=(stream,), name=f"kv-fetch-{stream.number}", daemon=True)
             for stream in self._streams[1:]
         ]
         for thread in threads:
             thread.start()
-        self._guarded(self._streams[0])
+        self._run_stream(self._streams[0])
         for thread in threads:
             thread.join()
-        if self._error:
-            raise self._error
-        return self._gathered(time.perf_counter() - started)
+        self.raise_if_stopped()
+        return self._result()
 
-    def stop(self, error: BaseException) -> None:
-        """End now, with this error, unless another came first. The sender is told."""
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
-            connections = list(self._connections.values())
-        reason = b"" if isinstance(error, Cancelled) else failure_of(error)
-        for connection in connections:
-            connection.cancel(reason)
-
-    def _gathered(self, seconds: float) -> FetchResult:
-        receipts = [stream.receipt for stream in self._streams if stream.receipt]
-        welcome, end = receipts[0].welcome, receipts[0].end
-        if self.committed != self._tokens or not self._got_logits:
-            raise ProtocolError(f"the transfer ended with {self.committed} of {self._tokens} tokens whole")
+    def _result(self) -> FetchResult:
+        results = [stream.result for stream in self._streams if stream.result]
+        welcome, end = results[0].welcome, results[0].end
+        if self.committed != self._tokens or not self._has_logits:
+            raise ProtocolError(f"the transfer ended with {self.committed} of {self._tokens} tokens complete")
         return FetchResult(
             end=end,
-            epoch=welcome.epoch,
             codec=welcome.codec,
             rounding=welcome.rounding,
             payload_bytes=sum(stream.received_bytes for stream in self._streams),
-            seconds=seconds,
             resumed=sum(stream.resumed for stream in self._streams),
             paths=tuple(dict.fromkeys(name for stream in self._streams for name in stream.used)),
         )
 
-    def _guarded(self, stream: _FetchConnection) -> None:
+    def _run_stream(self, stream: _Stream) -> None:
         try:
-            self._persist(stream)
+            self._fetch_with_retries(stream)
         except BaseException as error:
             self.stop(error)
 
-    def _persist(self, stream: _FetchConnection) -> None:
-        """Connection after connection, until the stream's END. Given up when every path has failed since something last
-        came, and a moment has passed since the first did, or nobody listens any more."""
+    def _fetch_with_retries(self, stream: _Stream) -> None:
+        """Connection after connection, until the stream's END. Fails when every path has failed since the last slice,
+        and either `redial_s` has passed since the first failure or the sender refuses connections."""
         failures, since = 0, time.monotonic()
         for path in cycle(self._paths):
-            before = self._held(stream)
+            before = self._held_tokens(stream)
             try:
-                return self._connect(stream, path)
+                return self._fetch_over(path, stream)
             except (PeerGone, ChecksumMismatch, PeerFailed) as error:
                 if self._error:
                     raise
-                _require_of_path(error)
-                path.failed(error)
-                self._leave_path(path)
-                stream.resumed += self._held(stream) > before
-                if self._held(stream) > before and not stream.mute:
+                _require_path_error(error)
+                path.record_failure(error)
+                self._abandon_path(path)
+                advanced = self._held_tokens(stream) > before
+                stream.resumed += advanced
+                if advanced and not stream.unresponsive:
                     failures = 0
-                if not failures and not stream.mute:
+                if not failures and not stream.unresponsive:
                     since = time.monotonic()
                 failures += 1
                 if failures >= len(self._paths):
-                    nobody = isinstance(error.__cause__, ConnectionRefusedError)
-                    if nobody or time.monotonic() - since > _PATIENCE_S:
+                    refused = isinstance(error.__cause__, ConnectionRefusedError)
+                    if refused or time.monotonic() - since > path.timeouts.redial_s:
                         raise
-                    time.sleep(_PATIENCE_S / 5)
+                    time.sleep(path.timeouts.redial_s / 5)
 
-    def _leave_path(self, path: NetworkPath) -> None:
-        """Where there is another way, a path that failed one stream is left by all: each would wait for it in turn."""
+    def _abandon_path(self, path: NetworkPath) -> None:
+        """All streams leave a path that failed one of them, if there is another: else each would wait for it."""
         if len(self._paths) == 1:
             return
         with self._changed:
-            others = [self._connections[number] for number, via in self._via.items() if via is path]
+            others = [self._connections[number] for number, used in self._current_path.items() if used is path]
         for connection in others:
             with suppress(OSError):
                 connection.sock.shutdown(socket.SHUT_RD)
 
-    def _connect(self, stream: _FetchConnection, path: NetworkPath) -> None:
-        connection = path.dial(ways.answer_s() if stream.mute else None)
-        connection.sock.settimeout(ways.SILENCE_S)
-        if not stream.mute:
-            connection.still_there = lambda: self._answers(stream, path, ways.answer_s(connection.greeted_s))
-        stream.mute = False
+    def _fetch_over(self, path: NetworkPath, stream: _Stream) -> None:
+        connection = path.dial(path.probe_timeout_s() if stream.unresponsive else None)
+        connection.sock.settimeout(path.timeouts.silence_s)
+        if not stream.unresponsive:
+            connection.keep_waiting = lambda: self._probe(stream, path, path.probe_timeout_s(connection.handshake_s))
+        stream.unresponsive = False
         with self._changed:
-            if self._error:
-                connection.sock.close()
-                raise self._error
-            self._connections[stream.number], self._via[stream.number] = connection, path
-        stream.used.append(spoken(path.address))
+            self.use(connection, stream.number)
+            self._current_path[stream.number] = path
+        stream.used.append(format_address(path.address))
         hello = msgspec.structs.replace(
-            self._hello, held_tokens=self._held(stream), stream=stream.number, streams=len(self._streams)
+            self._hello, held_tokens=self._held_tokens(stream), stream=stream.number, streams=len(self._streams)
         )
 
         @contextmanager
-        def receiving(size: int) -> Iterator[None]:
-            with path.receiving(size):
+        def measure(size: int) -> Iterator[None]:
+            with path.measure(size):
                 yield
             stream.received_bytes += size
 
-        stream.receipt = fetch(
+        stream.result = fetch_stream(
             connection,
             hello,
             self._layout,
             self._vocabulary,
             self._tokens,
-            self._take,
-            self._choose,
-            receiving=receiving,
+            self._take_slice,
+            self._take_logits,
+            measure=measure,
         )
 
-    def _answers(self, stream: _FetchConnection, path: NetworkPath, patience_s: float) -> bool:
-        """The node behind a silent connection, asked on another. One that is too busy to answer in time may say
-        something else meanwhile; one that is frozen does not."""
-        asked_at = time.monotonic()
+    def _probe(self, stream: _Stream, path: NetworkPath, timeout_s: float) -> bool:
+        """Whether the node behind a silent connection is alive. A node that is too busy to answer the probe in time
+        may send something else meanwhile; a frozen one does not."""
+        started = time.monotonic()
         try:
-            renew(path.dial(patience_s), self._hello)
+            renew(path.dial(timeout_s), self._hello)
         except PeerGone:
-            stream.mute = not self._heard(stream, path, asked_at)
+            stream.unresponsive = not self._received_since(started, stream, path)
         except DisaggError:
-            pass  # it says no; on the connection that waits it will say so too
-        return not stream.mute
+            pass  # the node refuses, so it is alive; the silent connection will get the reason too
+        return not stream.unresponsive
 
-    def _heard(self, stream: _FetchConnection, path: NetworkPath, since: float) -> bool:
-        """On this connection, or on one of the others to the same place. What waits there unread may be old."""
+    def _received_since(self, started: float, stream: _Stream, path: NetworkPath) -> bool:
+        """On this connection, or on another one over the same path. Unread bytes of the others may be old."""
         with self._changed:
-            there = {number: self._connections[number] for number, via in self._via.items() if via is path}
-        return there.pop(stream.number).has_bytes() or any(each.heard_at > since for each in there.values())
+            same = {number: self._connections[number] for number, used in self._current_path.items() if used is path}
+        return same.pop(stream.number).has_bytes() or any(each.received_at > started for each in same.values())
 
-    def _held(self, stream: _FetchConnection) -> int:
+    def _held_tokens(self, stream: _Stream) -> int:
         with self._changed:
             return min(self._placed[layer] for layer in stream.layers)
 
-    def _choose(self, logits: Array) -> None:
-        if not self._got_logits:  # a resumed connection brings them again
-            self._got_logits = True
+    def _take_logits(self, logits: Array) -> None:
+        if not self._has_logits:  # a resumed connection brings them again
+            self._has_logits = True
             self._sink.logits(logits)
 
-    def _take(self, piece: KVSlice) -> None:
-        if self._await_turn(piece):
+    def _take_slice(self, piece: KVSlice) -> None:
+        if self._wait_for_chunk(piece):
             self._sink.place(piece)
-            self._note_placed(piece)
+            self._commit_if_complete(piece)
 
-    def _await_turn(self, piece: KVSlice) -> bool:
-        """Wait for the chunk before this slice's. False for a slice that is here already."""
+    def _wait_for_chunk(self, piece: KVSlice) -> bool:
+        """Wait until earlier chunks are committed. False for a slice that was placed before."""
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._chunk_stop in (None, piece.stop))
-            if self._error:
-                raise self._error
+            self.raise_if_stopped()
             if piece.stop <= self._placed[piece.layer]:
                 return False
             self._chunk_stop = piece.stop
             return True
 
-    def _note_placed(self, piece: KVSlice) -> None:
+    def _commit_if_complete(self, piece: KVSlice) -> None:
         with self._changed:
             self._placed[piece.layer] = piece.stop
             if any(stop != piece.stop for stop in self._placed):

@@ -1,5 +1,4 @@
-"""Frames: a fixed header of 36 bytes, then raw bytes, then a checksum. Nothing here allocates by what the other side
-claims.
+"""Frames: a fixed header of 36 bytes, then raw bytes, then a checksum. No size that the peer claims is allocated.
 
     offset  size  field
          0     4  magic    b"DKVC"
@@ -14,9 +13,9 @@ claims.
         36  size  payload
  36 + size     8  checksum XXH3-64 of everything above
 
-All little endian. Whoever reads decides from the header alone whether it wants the payload, and into which memory: so
-the header has a check of its own, or a flipped bit would look like a peer that breaks the rules. The checksum comes
-last so that both sides compute it piece by piece, while a piece is in the processor's cache anyway.
+All little endian. A reader decides from the header alone whether it takes the payload, and into which memory. So the
+header has its own check: otherwise a flipped bit would look like a peer that violates the protocol. The checksum comes
+last so that both sides compute it block by block, while a block is in the processor's cache.
 """
 
 import select
@@ -25,15 +24,17 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
-from disaggregated_inference.errors import ChecksumMismatch, PeerGone, ProtocolError, VersionUnsupported
-from disaggregated_inference.kv.dtype import Array
+from disaggregated_inference.errors import Cancelled, ChecksumMismatch, PeerGone, ProtocolError, VersionUnsupported
+from disaggregated_inference.kv import Array
+from disaggregated_inference.kv_transfer.messages import encode_error
+from disaggregated_inference.timeouts import TransferTimeouts
 
 MAGIC = b"DKVC"
 VERSION = 1
@@ -41,7 +42,7 @@ HEADER = struct.Struct("<4sBBHIIQQI")
 _CHECKED = HEADER.size - 4
 CHECKSUM = struct.Struct("<Q")
 CONTROL_LIMIT_BYTES = 64 << 10
-_MOST_SILENCES = 3  # in a row: a connection that brings nothing for longer is broken, whoever may be there
+_MAX_SILENCES = 3  # in a row; a connection that is silent for longer is broken, even if its node answers probes
 _BLOCK_BYTES = 512 << 10
 
 Buffer = memoryview | bytes | bytearray
@@ -83,32 +84,26 @@ def encode_header(frame: Frame) -> bytes:
     return head + xxhash.xxh32_intdigest(head).to_bytes(4, "little")
 
 
-def encode(frame: Frame, content: Buffer = b"") -> bytes:
-    """A whole frame in one piece."""
-    head = encode_header(frame)
-    return head + content + CHECKSUM.pack(xxhash.xxh3_64_intdigest(head + content))
-
-
 def decode_header(raw: Buffer, known: bool = False) -> Frame:
-    """`known`: this side has spoken the protocol before, so that whatever is wrong happened on the way."""
+    """`known`: the peer has sent valid frames before, so an invalid one was damaged in transit."""
     magic, version, kind, codec, layer, tokens, start, size, check = HEADER.unpack(raw)
     damaged = check != xxhash.xxh32_intdigest(bytes(raw[:_CHECKED]))
     if damaged and (known or (magic, version) == (MAGIC, VERSION)):
         raise ChecksumMismatch("a frame's header arrived damaged")
     if magic != MAGIC:
-        raise ProtocolError("the other side does not speak this protocol: wrong magic")
+        raise ProtocolError("the peer does not speak this protocol: wrong magic")
     if version != VERSION:
-        raise VersionUnsupported(f"the other side speaks version {version}, this one {VERSION}: update the older node")
+        raise VersionUnsupported(f"the peer speaks version {version}, this node {VERSION}: update the older node")
     if kind not in Kind.__members__.values():
         raise ProtocolError(f"frame kind {kind} is unknown")
     return Frame(Kind(kind), size, codec, layer, tokens, start)
 
 
 class Connection:
-    """A socket that speaks frames. Any thread may send, one receives."""
+    """A socket that carries frames. Any thread may send, one receives."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
+    def __init__(self, sock: socket.socket, timeouts: TransferTimeouts = TransferTimeouts()) -> None:
+        self.sock, self.timeouts = sock, timeouts
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._raw = bytearray(HEADER.size)
@@ -116,19 +111,19 @@ class Connection:
         self._checksum = bytearray(CHECKSUM.size)
         self._sending = threading.Lock()  # frames of two threads must not mix
         self.cancelled = False
-        self.deadline: float | None = None  # on the monotonic clock, for all that is received until then
-        self.still_there: Callable[[], bool] = lambda: False  # asked where nothing comes: whether to go on waiting
-        self.greeted_s = 0.0  # how long the other side took to answer the greeting
-        self.heard_at = 0.0  # when something last came
+        self.deadline: float | None = None  # on the monotonic clock; receiving after it fails
+        self.keep_waiting: Callable[[], bool] = lambda: False  # called when the peer is silent
+        self.handshake_s = 0.0  # time from HELLO to WELCOME
+        self.received_at = 0.0  # when the last bytes arrived
 
     def has_bytes(self) -> bool:
-        """Whether something came that was not looked at yet, if only the connection's end."""
+        """Whether bytes wait to be received, or the connection has ended."""
         waiting = select.poll()
         waiting.register(self.sock, select.POLLIN)
         return bool(waiting.poll(0))
 
     def send(self, frame: Frame, *payload: Buffer) -> None:
-        """The header goes out with the first block and the checksum with the last: nothing small travels alone."""
+        """The header goes out with the first block and the checksum with the last: no small packet travels alone."""
         head = encode_header(frame)
         digest = xxhash.xxh3_64(head)
         waiting = [memoryview(head)]
@@ -161,7 +156,7 @@ class Connection:
         return frame
 
     def receive_payload(self, frame: Frame, *targets: memoryview) -> None:
-        """Into memory the caller chose; the sizes must add up, and so must the checksum."""
+        """Into the caller's memory. Sizes and checksum must match."""
         if sum(map(len, targets)) != frame.size:
             raise ProtocolError(f"a {frame.kind.name} frame of {frame.size} bytes, {sum(map(len, targets))} expected")
         digest = xxhash.xxh3_64(bytes(self._raw))
@@ -179,39 +174,53 @@ class Connection:
         self.receive_payload(frame, memoryview(content))
         return bytes(content)
 
-    def part(self, patience_s: float = 1.0) -> None:
-        """Close so that the last frame arrives: closing over unread bytes would take it back."""
+    def close(self) -> None:
+        """Close so that the last frame arrives: closing a socket with unread bytes would discard it."""
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)
-            self.sock.settimeout(patience_s)
-            deadline = time.monotonic() + patience_s
+            self.sock.settimeout(self.timeouts.close_s)
+            deadline = time.monotonic() + self.timeouts.close_s
             while self.sock.recv(1 << 20) and time.monotonic() < deadline:
                 pass
         self.sock.close()
 
-    def cancel(self, reason: bytes = b"") -> None:
-        """From any thread of the receiver: tell the sender (with a reason: in an ERROR), and wake whoever waits for it
-        here."""
+    def cancel(self, error: BaseException) -> None:
+        """From any thread of the receiver: send CANCEL, or ERROR with the reason, and wake the thread that receives."""
         with suppress(PeerGone, OSError):
             self.cancelled = True
-            self.send_message(Kind.ERROR if reason else Kind.CANCEL, reason)
+            if isinstance(error, Cancelled):
+                self.send_message(Kind.CANCEL)
+            else:
+                self.send_message(Kind.ERROR, encode_error(error))
             self.sock.shutdown(socket.SHUT_RD)
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Around all use of a receiver's connection. If it breaks, the sender is not told: another may resume."""
+        try:
+            yield
+        except (PeerGone, ChecksumMismatch):
+            if not self.cancelled:
+                self.sock.close()
+            raise
+        finally:
+            self.close()
 
     def _fill(self, target: memoryview) -> None:
         silences = 0
         while target:
             if self.deadline and time.monotonic() > self.deadline:
-                raise PeerGone("the other side took too long to say what it wants")
+                raise PeerGone("the peer took too long to send its HELLO")
             try:
                 count, silences = self.sock.recv_into(target), 0
-                self.heard_at = time.monotonic()
+                self.received_at = time.monotonic()
             except OSError as error:
                 silences += 1
-                if isinstance(error, TimeoutError) and silences < _MOST_SILENCES and self.still_there():
+                if isinstance(error, TimeoutError) and silences < _MAX_SILENCES and self.keep_waiting():
                     continue
                 raise _gone("receiving", error) from error
             if not count:
-                raise PeerGone("the other side closed the connection in the middle of a frame")
+                raise PeerGone("the peer closed the connection in the middle of a frame")
             target = target[count:]
 
 
@@ -224,4 +233,4 @@ def _blocks(parts: Sequence[Buffer]) -> Iterator[memoryview]:
 
 def _gone(doing: str, error: OSError) -> PeerGone:
     what = "it was silent for too long" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
-    return PeerGone(f"lost the other side while {doing}: {what}")
+    return PeerGone(f"lost the peer while {doing}: {what}")

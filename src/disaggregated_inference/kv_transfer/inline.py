@@ -1,7 +1,7 @@
-"""A cache as one piece of memory: the frames that would have gone over the wire, one after the other.
+"""A KV cache as one byte string: the frames of a transfer, one after the other.
 
-For the inline form of the API: small experiments with nothing but HTTP. A tape begins with a HELLO that says whose
-cache it is; then WELCOME, TOKENS, slices, logits and END, checked as strictly as if they came from a socket.
+For the inline form of the API: small experiments with HTTP alone. It starts with a HELLO that carries the sender's
+fingerprint; WELCOME, TOKENS, slices, logits and END follow, checked as strictly as on a socket.
 """
 
 import socket
@@ -10,18 +10,17 @@ import msgspec
 import numpy as np
 
 from disaggregated_inference.errors import BadRequest, ProtocolError
-from disaggregated_inference.kv import Fingerprint, KVLayout, KVSlice, as_dtype
-from disaggregated_inference.kv.fingerprint import require_same_model
+from disaggregated_inference.kv import Fingerprint, KVLayout, KVSlice, as_dtype, require_same_model
 from disaggregated_inference.kv_transfer import codecs
 from disaggregated_inference.kv_transfer.fetch import Sink
 from disaggregated_inference.kv_transfer.frames import Connection, Frame, Kind, bytes_of
-from disaggregated_inference.kv_transfer.messages import End, Hello, Welcome, parse
+from disaggregated_inference.kv_transfer.messages import End, Hello, Welcome, decode_message
 from disaggregated_inference.kv_transfer.receiver import ConnectionFetch, receive_tokens
 from disaggregated_inference.kv_transfer.sender import Outbox, send_slice, send_tokens
 
 
 class _InlineBuffer:
-    """Memory that Connection takes for a socket."""
+    """Memory in the place of a Connection's socket."""
 
     family = socket.AF_UNIX
 
@@ -32,7 +31,9 @@ class _InlineBuffer:
     def sendmsg(self, parts: list[memoryview]) -> int:
         size = sum(map(len, parts))
         if len(self.content) + size > self._limit:
-            raise BadRequest(f"this cache is larger than the inline form allows ({self._limit} bytes): use the ticket")
+            raise BadRequest(
+                f"this KV cache is larger than the inline form allows ({self._limit} bytes): fetch it by its ticket"
+            )
         for part in parts:
             self.content += part
         return size
@@ -43,23 +44,23 @@ class _InlineBuffer:
 
     def recv_into(self, target: memoryview) -> int:
         if not self.left:
-            raise ProtocolError("it is cut short")
+            raise ProtocolError("the inline KV cache is truncated")
         piece = memoryview(self.content)[self._at : self._at + len(target)]
         target[: len(piece)] = piece
         self._at += len(piece)
         return len(piece)
 
 
-def record(fingerprint: Fingerprint, welcome: Welcome, outbox: Outbox, limit_bytes: int) -> bytes:
-    """A cache that is complete in its outbox."""
-    tape = _InlineBuffer(limit_bytes=limit_bytes)
-    connection = Connection(tape)  # type: ignore[arg-type]
+def encode_inline(fingerprint: Fingerprint, welcome: Welcome, outbox: Outbox, limit_bytes: int) -> bytes:
+    """The outbox must be complete."""
+    buffer = _InlineBuffer(limit_bytes=limit_bytes)
+    connection = Connection(buffer)  # type: ignore[arg-type]
     hello = Hello(ticket="", secret="", fetch="", fingerprint=fingerprint)
     connection.send_message(Kind.HELLO, msgspec.json.encode(hello))
     connection.send_message(Kind.WELCOME, msgspec.json.encode(welcome))
     send_tokens(connection, outbox.tokens)
     at, want_logits = 0, True
-    while not isinstance(item := outbox.next(at, want_logits, lambda: False), End):
+    while not isinstance(item := outbox.next(at, want_logits), End):
         if isinstance(item, KVSlice):
             send_slice(connection, item, welcome.codec)
             at += 1
@@ -68,38 +69,38 @@ def record(fingerprint: Fingerprint, welcome: Welcome, outbox: Outbox, limit_byt
             connection.send(Frame(Kind.LOGITS, len(data)), data)
             want_logits = False
     connection.send_message(Kind.END, msgspec.json.encode(item))
-    return bytes(tape.content)
+    return bytes(buffer.content)
 
 
 class InlineReader:
-    """A tape's beginning, checked; `play` does the rest."""
+    """Checks the handshake and the prompt at once; `read_into` reads the KV."""
 
     def __init__(
-        self, content: bytes, fingerprint: Fingerprint, layout: KVLayout, vocabulary: int, most_tokens: int
+        self, content: bytes, fingerprint: Fingerprint, layout: KVLayout, vocabulary: int, max_tokens: int
     ) -> None:
-        self._tape = _InlineBuffer(content)
-        connection = Connection(self._tape)  # type: ignore[arg-type]
-        said = parse(_expect(connection, Kind.HELLO), Hello)
-        require_same_model(fingerprint, said.fingerprint)
-        self.welcome = parse(_expect(connection, Kind.WELCOME), Welcome)
+        self._buffer = _InlineBuffer(content)
+        connection = Connection(self._buffer)  # type: ignore[arg-type]
+        hello = decode_message(_expect(connection, Kind.HELLO), Hello)
+        require_same_model(fingerprint, hello.fingerprint)
+        self.welcome = decode_message(_expect(connection, Kind.WELCOME), Welcome)
         plain = Hello(ticket="", secret="", fetch="", fingerprint=fingerprint, codecs=tuple(codecs.CODECS))
-        self._fetch = ConnectionFetch(connection, plain, self.welcome, layout, vocabulary, most_tokens)
+        self._fetch = ConnectionFetch(connection, plain, self.welcome, layout, vocabulary, max_tokens)
         self.tokens = receive_tokens(connection, self.welcome.prompt_tokens, vocabulary)
         self._placed = [0] * len(layout.layers)
 
-    def play(self, sink: Sink) -> End:
+    def read_into(self, sink: Sink) -> End:
         while not isinstance(item := self._fetch.next(), End):
             if isinstance(item, KVSlice):
                 self._place(item, sink)
             else:
                 sink.logits(item)
-        if self._tape.left:
-            raise ProtocolError("something follows its end")
+        if self._buffer.left:
+            raise ProtocolError("the inline KV cache has bytes after its END")
         return item
 
     def _place(self, piece: KVSlice, sink: Sink) -> None:
         if not all(np.isfinite(as_dtype(rows, piece.dtype, "float32")).all() for rows in (piece.keys, piece.values)):
-            raise ProtocolError("rows that are no numbers")
+            raise ProtocolError("the KV rows contain NaN or infinity")
         sink.place(piece)
         self._placed[piece.layer] = piece.stop
         if all(stop == piece.stop for stop in self._placed):
@@ -109,5 +110,5 @@ class InlineReader:
 def _expect(connection: Connection, kind: Kind) -> bytes:
     frame = connection.receive_header()
     if frame.kind is not kind:
-        raise ProtocolError(f"a tape with {frame.kind.name} where {kind.name} belongs")
+        raise ProtocolError(f"the inline KV cache has {frame.kind.name} where {kind.name} is expected")
     return connection.receive_message(frame)

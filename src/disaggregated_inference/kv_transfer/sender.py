@@ -1,4 +1,4 @@
-"""The sending half: an outbox that an engine fills while it computes, and the loop that empties it onto a socket."""
+"""The sending side: an outbox that the engine fills while it computes, and the loop that sends it on a connection."""
 
 import threading
 import time
@@ -10,23 +10,18 @@ import msgspec
 import numpy as np
 
 from disaggregated_inference.errors import Cancelled, DisaggError, PeerGone, ProtocolError
-from disaggregated_inference.kv import KVSlice
-from disaggregated_inference.kv.dtype import Array
+from disaggregated_inference.kv import Array, KVSlice
 from disaggregated_inference.kv_transfer import codecs
 from disaggregated_inference.kv_transfer.frames import Connection, Frame, Kind, bytes_of
-from disaggregated_inference.kv_transfer.messages import End, ErrorMessage, Hello, Welcome, failure_of, parse
+from disaggregated_inference.kv_transfer.messages import End, ErrorMessage, Hello, Welcome, decode_message, encode_error
 
-_MOST_STREAMS = 64
-_HELLO_S = 3.0
-_PULSE_S = 0.2  # how often a sender that waits for its engine says that it is there
-_LAST_WORDS_S = 0.2
-_LOOK_S = 0.0002  # how often it looks whether a slice's bytes have come from a device
+_MAX_STREAMS = 64
 
 
 class Outbox:
-    """What one prefill has produced so far. Kept, not consumed: a connection that resumes reads it again.
+    """What one prefill has produced so far. Readers do not consume it: a connection that resumes reads it again.
 
-    The engine's thread puts, any number of sender threads read. Logits overtake: every reader gets them next.
+    The engine's thread writes, any number of sender threads read. Logits overtake waiting slices.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
@@ -36,12 +31,12 @@ class Outbox:
         self._logits: Array | None = None
         self._end: End | None = None
         self._error: DisaggError | None = None
-        self.readers = 0  # senders in the middle of a slice
-        self.unread: Callable[[], None] = lambda: None  # called when the last of them is done with a failed outbox
+        self.readers = 0  # senders that use a slice's memory now
+        self.on_released: Callable[[], None] = lambda: None  # called when the last reader of a failed outbox is done
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Around the use of a slice's memory: it must not be given to anyone else meanwhile."""
+        """Around the use of a slice's memory, which must not be reused meanwhile."""
         with self._changed:
             if self._error:
                 raise self._error
@@ -53,7 +48,7 @@ class Outbox:
                 self.readers -= 1
                 last = self._error is not None and not self.readers
             if last:
-                self.unread()
+                self.on_released()
 
     def put(self, piece: KVSlice) -> None:
         with self._changed:
@@ -71,46 +66,46 @@ class Outbox:
             self._changed.notify_all()
 
     def fail(self, error: DisaggError) -> None:
-        """Readers stop here, even when everything was computed: the memory behind the slices is going away."""
+        """Readers stop, even if everything was computed: the memory behind the slices will be freed."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def slices(self) -> list[KVSlice]:
-        """All so far."""
         with self._changed:
             return list(self._slices)
 
     def copy(self) -> "Outbox":
-        """In memory of its own."""
+        """A copy with its own memory."""
         with self._changed:
             other, other._slices = Outbox(self.tokens), [piece.copy() for piece in self._slices]
             other._logits, other._end, other._error = self._logits, self._end, self._error
         return other
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         return self._end is not None and not self._error
 
-    def forget(self) -> None:
-        """Let go of everything now: pinned memory that waits for the garbage collector is missed by the next prompt."""
+    def clear(self) -> None:
+        """Free everything now: pinned memory that waits for the garbage collector is missing for the next prompt."""
         with self._changed:
-            self._slices, self._logits, self.unread = [], None, lambda: None
+            self._slices, self._logits, self.on_released = [], None, lambda: None
 
     @property
     def failed(self) -> bool:
         return self._error is not None
 
-    def poke(self) -> None:
-        """Make readers look up: something outside has changed."""
+    def wake_readers(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    def next(self, at: int, want_logits: bool, stopped: Callable[[], object]) -> "KVSlice | Array | End | None":
-        """Logits when wanted and there, else the slice at `at`, else the end. None when nothing came for a moment, or
-        once `stopped`, which is asked again whenever something is put or the outbox is poked."""
+    def next(
+        self, at: int, want_logits: bool, stopped: Callable[[], object] = lambda: False, wait_s: float | None = None
+    ) -> "KVSlice | Array | End | None":
+        """Logits if wanted and present, else slice number `at`, else the end. None after `wait_s` without any of them,
+        or when `stopped`, which is checked after every change and by `wake_readers`."""
         with self._changed:
-            if not self._changed.wait_for(lambda: stopped() or self._ready(at, want_logits), _PULSE_S) or stopped():
+            if not self._changed.wait_for(lambda: stopped() or self._ready(at, want_logits), wait_s) or stopped():
                 return None
             if self._error:
                 raise self._error
@@ -129,19 +124,19 @@ Admit = Callable[[Hello], tuple[Welcome, Outbox]]
 
 
 def serve(connection: Connection, admit: Admit, renew: Callable[[], None] = lambda: None) -> End | None:
-    """One connection, from HELLO to the receiver's DONE. Returns what END said; None where the cache was not asked for.
+    """Serve one connection, from HELLO to the receiver's DONE. Returns the END that was sent; None if no KV was wanted.
 
-    `admit` checks ticket, secret and fingerprint, and raises what it refuses; `renew` is called for every RENEW. Raises
-    `Cancelled` when the receiver no longer wants the cache, `PeerGone` when it vanished (it may come back and resume).
+    `admit` checks ticket, secret and fingerprint, and raises to refuse; `renew` is called for every RENEW. Raises
+    `Cancelled` if the receiver no longer wants the KV, `PeerGone` if it vanished (it may come back and resume).
     """
-    peer: _Peer | None = None
+    peer: _ReceiverListener | None = None
     try:
         hello = _receive_hello(connection)
-        if not 0 <= hello.stream < hello.streams <= _MOST_STREAMS:
-            raise ProtocolError(f"stream {hello.stream} of {hello.streams}; at most {_MOST_STREAMS}")
+        if not 0 <= hello.stream < hello.streams <= _MAX_STREAMS:
+            raise ProtocolError(f"stream {hello.stream} of {hello.streams}; at most {_MAX_STREAMS}")
         welcome, outbox = admit(hello)
         connection.send_message(Kind.WELCOME, msgspec.json.encode(welcome))
-        peer = _Peer(connection, outbox, renew)
+        peer = _ReceiverListener(connection, outbox, renew)
         end = None
         if hello.tokens_only:
             send_tokens(connection, outbox.tokens)
@@ -150,33 +145,34 @@ def serve(connection: Connection, admit: Admit, renew: Callable[[], None] = lamb
         peer.wait_until_done()
         return end
     except DisaggError as error:
-        reason = (peer and peer.why_it_left(wait=isinstance(error, PeerGone))) or error
-        _tell(connection, reason)
+        reason = (peer and peer.stop_reason(wait=isinstance(error, PeerGone))) or error
+        _send_error(connection, reason)
         raise reason from None
     finally:
-        connection.part()
+        connection.close()
 
 
 def _receive_hello(connection: Connection) -> Hello:
-    """Whoever drips it byte by byte is a stranger who wants to hold the place."""
-    patience = connection.sock.gettimeout()
-    connection.sock.settimeout(min(_HELLO_S, patience or _HELLO_S))
-    connection.deadline = time.monotonic() + _HELLO_S
+    """One deadline for the whole HELLO: a peer that sends it byte by byte must not hold a connection."""
+    timeout_s, hello_s = connection.sock.gettimeout(), connection.timeouts.hello_s
+    connection.sock.settimeout(min(hello_s, timeout_s or hello_s))
+    connection.deadline = time.monotonic() + hello_s
     frame = connection.receive_header()
     if frame.kind is not Kind.HELLO:
-        raise ProtocolError(f"a connection begins with HELLO, not {frame.kind.name}")
-    hello = parse(connection.receive_message(frame), Hello)
-    connection.sock.settimeout(patience)
+        raise ProtocolError(f"a connection starts with HELLO, not {frame.kind.name}")
+    hello = decode_message(connection.receive_message(frame), Hello)
+    connection.sock.settimeout(timeout_s)
     connection.deadline = None
     return hello
 
 
-def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Outbox, peer: "_Peer") -> End:
-    """Slices of this stream's layers from the receiver's held tokens on; the logits go with stream 0. Slices that it
-    does not want are no sign of life: it hears nothing of them."""
-    at, want_logits, said_at = 0, hello.stream == 0, time.monotonic()
+def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Outbox, peer: "_ReceiverListener") -> End:
+    """Send this stream's layers from the receiver's held tokens on; the logits go with stream 0. Slices that are
+    skipped send no bytes, so they do not replace an ALIVE."""
+    at, want_logits, sent_at = 0, hello.stream == 0, time.monotonic()
+    heartbeat_s = connection.timeouts.heartbeat_s
     while True:
-        item = outbox.next(at, want_logits, lambda: peer.error)
+        item = outbox.next(at, want_logits, lambda: peer.error, heartbeat_s)
         if peer.error:
             raise peer.error
         if isinstance(item, End):
@@ -186,9 +182,9 @@ def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Ou
             at += 1
             if item.layer % hello.streams == hello.stream and item.stop > hello.held_tokens:
                 with outbox.reading():
-                    _await(connection, item, peer, said_at)
-                    send_slice(connection, _beyond(item, hello.held_tokens), welcome.codec)
-            elif time.monotonic() - said_at < _PULSE_S:
+                    _wait_for_copy(connection, item, peer, sent_at)
+                    send_slice(connection, _missing_rows(item, hello.held_tokens), welcome.codec)
+            elif time.monotonic() - sent_at < heartbeat_s:
                 continue
             else:
                 connection.send_message(Kind.ALIVE)
@@ -198,18 +194,18 @@ def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Ou
             want_logits = False
             data = bytes_of(item)
             connection.send(Frame(Kind.LOGITS, len(data)), data)
-        said_at = time.monotonic()
+        sent_at = time.monotonic()
 
 
-def _await(connection: Connection, piece: KVSlice, peer: "_Peer", said_at: float) -> None:
-    """A device that is busy with other prompts may take seconds to come to this one's rows."""
+def _wait_for_copy(connection: Connection, piece: KVSlice, peer: "_ReceiverListener", sent_at: float) -> None:
+    """A device that is busy with other prompts may take seconds to copy this one's rows."""
     while not piece.ready():
         if peer.error:
             raise peer.error
-        if time.monotonic() - said_at >= _PULSE_S:
+        if time.monotonic() - sent_at >= connection.timeouts.heartbeat_s:
             connection.send_message(Kind.ALIVE)
-            said_at = time.monotonic()
-        time.sleep(_LOOK_S)
+            sent_at = time.monotonic()
+        time.sleep(connection.timeouts.poll_copy_s)
 
 
 def send_tokens(connection: Connection, tokens: Sequence[int]) -> None:
@@ -217,13 +213,13 @@ def send_tokens(connection: Connection, tokens: Sequence[int]) -> None:
     connection.send(Frame(Kind.TOKENS, len(data)), data)
 
 
-def _beyond(piece: KVSlice, held: int) -> KVSlice:
-    """What a receiver lacks of a slice: it may hold a part of the chunk, from an answer that began the same way."""
-    lacking = piece.stop - held
-    if piece.tokens <= lacking:
+def _missing_rows(piece: KVSlice, held: int) -> KVSlice:
+    """The rows that the receiver lacks: its prefix cache may hold a part of the chunk."""
+    missing = piece.stop - held
+    if piece.tokens <= missing:
         return piece
     piece.wait()
-    return replace(piece, start=held, keys=piece.keys[-lacking:], values=piece.values[-lacking:])
+    return replace(piece, start=held, keys=piece.keys[-missing:], values=piece.values[-missing:])
 
 
 def send_slice(connection: Connection, piece: KVSlice, codec: str) -> None:
@@ -234,14 +230,13 @@ def send_slice(connection: Connection, piece: KVSlice, codec: str) -> None:
     connection.send(frame, *arrays)
 
 
-def _tell(connection: Connection, error: DisaggError) -> None:
-    """The reason, if the other side still listens."""
+def _send_error(connection: Connection, error: DisaggError) -> None:
     with suppress(DisaggError):
-        connection.send_message(Kind.ERROR, failure_of(error))
+        connection.send_message(Kind.ERROR, encode_error(error))
 
 
-class _Peer:
-    """Listens to the receiver on a thread of its own while we send: it may renew, cancel, finish, or be gone."""
+class _ReceiverListener:
+    """Reads the receiver's frames on its own thread while slices are sent: RENEW, CANCEL, ERROR, DONE."""
 
     def __init__(self, connection: Connection, outbox: Outbox, renew: Callable[[], None]) -> None:
         self._connection, self._outbox, self._renew = connection, outbox, renew
@@ -249,9 +244,9 @@ class _Peer:
         self._done = threading.Event()
         threading.Thread(target=self._listen, name="kv-peer", daemon=True).start()
 
-    def why_it_left(self, wait: bool) -> DisaggError | None:
-        """Where sending broke because it left, its last words came before that, and may not have been read yet."""
-        self._done.wait(_LAST_WORDS_S if wait else 0)
+    def stop_reason(self, wait: bool) -> DisaggError | None:
+        """If sending failed because the receiver left, its error may not have been read yet."""
+        self._done.wait(self._connection.timeouts.last_words_s if wait else 0)
         return self.error
 
     def wait_until_done(self) -> None:
@@ -266,18 +261,18 @@ class _Peer:
         except DisaggError as error:
             self.error = error
         self._done.set()
-        self._outbox.poke()
+        self._outbox.wake_readers()
 
     def _next(self) -> Kind:
         frame = self._connection.receive_header()
         if frame.kind is Kind.ERROR:
-            failure = parse(self._connection.receive_message(frame), ErrorMessage)
+            failure = decode_message(self._connection.receive_message(frame), ErrorMessage)
             raise Cancelled(f"the receiver gave up: {failure.message} ({failure.code})")
         self._connection.receive_message(frame, limit=0)
         if frame.kind is Kind.CANCEL:
-            raise Cancelled("the receiver no longer wants this cache")
+            raise Cancelled("the receiver no longer wants this KV")
         if frame.kind is Kind.RENEW:
             self._renew()
         elif frame.kind is not Kind.DONE:
-            raise ProtocolError(f"{frame.kind.name} from a receiver")
+            raise ProtocolError(f"a receiver may not send {frame.kind.name}")
         return frame.kind

@@ -1,4 +1,4 @@
-"""The KV of finished requests, kept for the next request that begins with the same tokens."""
+"""The prefix cache: KV of finished requests, for requests that start with the same tokens."""
 
 from disaggregated_inference.kv.prefix_cache.cache import PrefixCache, PrefixCacheStats
 from disaggregated_inference.kv.prefix_cache.disk import DiskTier

@@ -17,16 +17,16 @@ from disaggregated_inference.kv.prefix_cache.blocks import Address, Block, Block
 
 _FIXED = struct.Struct("<4sHxxI")
 _MAGIC, _VERSION = b"DKVP", 1
-_MOST_META_BYTES = 1 << 20
+_MAX_META_BYTES = 1 << 20
 _CHECKSUM_BYTES = 8
 
 
 class Damaged(Exception):
-    """Not a file of ours, or not all of it."""
+    """Not a block file, or an incomplete one."""
 
 
 class Meta(msgspec.Struct, frozen=True):
-    """What a file says about itself."""
+    """The file's header."""
 
     parent: str
     start: int
@@ -36,12 +36,12 @@ class Meta(msgspec.Struct, frozen=True):
 
 
 class Label(NamedTuple):
-    """A block on disk: enough to know whether it is worth reading."""
+    """A block on disk: enough to decide whether to read it."""
 
     root: bytes
     address: Address
     positions: tuple[int, ...]
-    size_bytes: int  # of its rows, once in memory
+    size_bytes: int  # of its rows in memory
     file_bytes: int
 
 
@@ -64,12 +64,12 @@ def write_block(file: BinaryIO, head: bytes, block: Block) -> None:
 
 
 def read_label(path: Path, root: bytes, file_bytes: int) -> Label:
-    """From the head alone: the rows are checked when they are wanted."""
+    """From the header alone; the rows are checked when they are read."""
     with path.open("rb") as file:
         meta, head_bytes = _read_meta(file, xxhash.xxh3_64())
     named = _named(meta)
     if named.hash.hex() != path.stem:
-        raise Damaged("its tokens are not those of its name")
+        raise Damaged("its tokens do not match its name")
     size_bytes = meta.shape.size_bytes(named.length, meta.snapshots)
     if file_bytes != head_bytes + size_bytes + _CHECKSUM_BYTES:
         raise Damaged("its size is wrong")
@@ -77,32 +77,32 @@ def read_label(path: Path, root: bytes, file_bytes: int) -> Label:
 
 
 def read_block(path: Path, label: Label, shape: BlockShape) -> Block:
-    """Straight into the arrays it will live in."""
+    """Straight into the block's arrays."""
     checksum = xxhash.xxh3_64()
     with path.open("rb") as file:
         meta, _ = _read_meta(file, checksum)
         if meta.shape != shape or _named(meta) != label.address:
-            raise Damaged("another block")
+            raise Damaged("it holds another block")
         snapshots = {at: shape.snapshot(at) for at in meta.snapshots}
         block = Block(label.address, *shape.block_pair(label.address.length), snapshots)
         for array in block.arrays():
             view = _bytes(array)
             if file.readinto(view) != len(view):
-                raise Damaged("cut short")
+                raise Damaged("truncated")
             checksum.update(view)
             frozen(array)
         if file.read() != checksum.digest():
-            raise Damaged("the checksum disagrees")
+            raise Damaged("its checksum does not match")
     return block
 
 
 def _read_meta(file: io.BufferedReader, checksum: xxhash.xxh3_64) -> tuple[Meta, int]:
-    """What the file says, and how many bytes that took."""
+    """The header, and its size in bytes."""
     fixed = file.read(_FIXED.size)
     if len(fixed) < _FIXED.size:
-        raise Damaged("cut short")
+        raise Damaged("truncated")
     magic, version, length = _FIXED.unpack(fixed)
-    if (magic, version) != (_MAGIC, _VERSION) or length > _MOST_META_BYTES:
+    if (magic, version) != (_MAGIC, _VERSION) or length > _MAX_META_BYTES:
         raise Damaged("not a block of this version")
     data = file.read(length)
     checksum.update(fixed)
@@ -110,17 +110,17 @@ def _read_meta(file: io.BufferedReader, checksum: xxhash.xxh3_64) -> tuple[Meta,
     try:
         return msgspec.json.decode(data, type=Meta), _FIXED.size + length
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Damaged(f"its head makes no sense: {error}") from error
+        raise Damaged(f"invalid header: {error}") from error
 
 
 def _named(meta: Meta) -> Address:
-    """The address that a head stands for, once its numbers make sense."""
+    """The address of a header, after checking its values."""
     try:
         named = address(bytes.fromhex(meta.parent), meta.start, words(meta.tokens))
     except (ValueError, OverflowError) as error:
-        raise Damaged(f"its head makes no sense: {error}") from error
+        raise Damaged(f"invalid header: {error}") from error
     if not meta.tokens or not all(named.start < at <= named.stop for at in meta.snapshots):
-        raise Damaged("its head makes no sense")
+        raise Damaged("invalid header")
     return named
 
 

@@ -1,11 +1,10 @@
-"""What a prefix store is made of: addresses of token runs, blocks of rows, and what a match takes out.
+"""Parts of the prefix cache: addresses of token runs, blocks of rows, and matches.
 
-A block's address is H(parent's address, its tokens), so one address stands for everything before it too, and two
-prompts share exactly what they begin with. Tokens come from strangers: the hash is a cryptographic one, and a hit
-compares the tokens all the same.
+A block's address is H(parent's address, its tokens), so an address identifies everything before it too, and two prompts
+share exactly their common beginning. Prompts are untrusted: the hash is cryptographic, and a hit still compares tokens.
 
-Sliding layers keep no row per token but a window, so their rows are kept as *snapshots*: the windows of all sliding
-layers at one position, held by the block that holds the token before it.
+Sliding layers keep a window instead of a row per token, so their rows are stored as *snapshots*: the windows of all
+sliding layers at one position, in the block that holds the token before it.
 """
 
 import hashlib
@@ -22,7 +21,7 @@ from disaggregated_inference.kv.fingerprint import Fingerprint
 from disaggregated_inference.kv.layout import KVLayout, KVSlice
 
 HASH_BYTES = 16
-MOST_SNAPSHOTS = 4  # of one insertion, and of one block: each may be larger than the block itself
+MAX_SNAPSHOTS = 4  # of one insertion, and of one block: each may be larger than the block itself
 _WORD = np.dtype("<i8")
 
 Pair = tuple[Array, Array]  # keys, values
@@ -30,7 +29,7 @@ Snapshot = tuple[Pair, ...]  # one pair per sliding layer
 
 
 class Address(NamedTuple):
-    """A run of tokens after everything that leads to it. `tokens` are little-endian words: they hash and compare."""
+    """A run of tokens and everything before it. `tokens` are little-endian words, for hashing and comparing."""
 
     hash: bytes
     parent: bytes
@@ -76,7 +75,7 @@ def cut(addresses: list[Address], stop: int) -> list[Address]:
 
 
 def shared_tokens(mine: bytes, theirs: bytes) -> int:
-    """How many tokens two runs have in common from their start."""
+    """The length of the common beginning of two runs."""
     size = min(len(mine), len(theirs))
     if mine[:size] == theirs[:size]:
         return size // _WORD.itemsize
@@ -84,7 +83,7 @@ def shared_tokens(mine: bytes, theirs: bytes) -> int:
 
 
 class BlockShape(msgspec.Struct, frozen=True):
-    """How rows lie in a block, as one model's layout and dtype give it."""
+    """The arrays of a block, derived from a model's layout and dtype."""
 
     dtype: KVDType
     full_layers: int
@@ -125,15 +124,15 @@ class BlockShape(msgspec.Struct, frozen=True):
 
 
 def root_of(fingerprint: Fingerprint, dtype: KVDType, block_tokens: int) -> bytes:
-    """Where a model's addresses begin: rows made under anything else have other addresses, and are never found."""
-    said = msgspec.json.encode(("prefix-1", fingerprint, dtype, block_tokens))
-    return hashlib.blake2b(said, digest_size=HASH_BYTES).digest()
+    """The first parent of a model's addresses: rows of another model or dtype have other addresses."""
+    key = msgspec.json.encode(("prefix-1", fingerprint, dtype, block_tokens))
+    return hashlib.blake2b(key, digest_size=HASH_BYTES).digest()
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Block:
-    """K and V of a run of tokens, each [full_layers, tokens, kv_heads, head_dim]. The arrays never change; the links
-    belong to the store, and `snapshots` is replaced, not written to: other threads read it."""
+    """K and V of a run of tokens, each [full_layers, tokens, kv_heads, head_dim]. The arrays never change; the tree
+    owns the links. `snapshots` is replaced, never modified: other threads read it."""
 
     address: Address
     keys: Array
@@ -152,13 +151,13 @@ class Block:
         return sum(array.nbytes for array in self.arrays())
 
     def arrays(self) -> list[Array]:
-        """All of it, in the order in which it lies on disk."""
+        """All arrays, in their order on disk."""
         pairs = [(self.keys, self.values), *itertools.chain.from_iterable(self.snapshots.values())]
         return list(itertools.chain.from_iterable(pairs))
 
 
 def spans(start: int, stop: int, block_tokens: int) -> Iterator[tuple[int, int, int]]:
-    """Positions [start, stop) as (number of the block, first row in it, row after the last)."""
+    """Positions [start, stop) as (block number, first row in it, row after the last)."""
     for number in range(start // block_tokens, -(-stop // block_tokens)):
         first = number * block_tokens
         yield number, max(start - first, 0), min(stop - first, block_tokens)
@@ -166,7 +165,7 @@ def spans(start: int, stop: int, block_tokens: int) -> Iterator[tuple[int, int, 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest prefix that the store had. Holds the arrays themselves: eviction takes nothing from it."""
+    """The longest cached prefix. It holds the arrays themselves, so eviction does not affect it."""
 
     tokens: int
     layout: KVLayout
@@ -176,9 +175,9 @@ class Match:
     snapshot: Snapshot = ()
 
     def slices(self, chunk_tokens: int) -> Iterator[KVSlice]:
-        """The rows of [0, tokens), all layers of a group of tokens before the next group.
+        """The rows of [0, tokens), group of tokens by group, all layers of each.
 
-        One group for a model with sliding layers: what their windows held at the earlier positions is not known.
+        A model with sliding layers has one group: their windows at earlier positions are not known.
         """
         step = self.tokens if self.snapshot else chunk_tokens
         for start in range(0, self.tokens, max(step, 1)):
@@ -200,6 +199,6 @@ class Match:
 
 
 def frozen(array: Array) -> Array:
-    """Nobody writes to it any more, by accident neither."""
+    """The array, made read-only."""
     array.flags.writeable = False
     return array

@@ -1,7 +1,7 @@
-"""The KV of finished requests, kept in host memory for the next request that begins the same way.
+"""The prefix cache: KV of finished requests in host memory, for requests that start with the same tokens.
 
-`match` gives the longest prefix that needs no computing; `insert` takes the rows that are still lacking. Memory is
-bounded by bytes and by age; a disk may stand behind it. One lock, for looking and linking; rows are copied outside it.
+`match` returns the longest cached prefix; `insert` takes the rows that are missing. Memory is limited by bytes and by
+age; a disk tier is optional. One lock guards lookups and links; rows are copied outside it.
 """
 
 import threading
@@ -15,7 +15,7 @@ from disaggregated_inference.kv.dtype import KVDType
 from disaggregated_inference.kv.fingerprint import Fingerprint
 from disaggregated_inference.kv.prefix_cache.block_file import Label
 from disaggregated_inference.kv.prefix_cache.blocks import (
-    MOST_SNAPSHOTS,
+    MAX_SNAPSHOTS,
     Address,
     Block,
     BlockShape,
@@ -30,11 +30,9 @@ from disaggregated_inference.kv.prefix_cache.disk import DiskTier
 from disaggregated_inference.kv.prefix_cache.insertion import Insertion, Tail
 from disaggregated_inference.kv.prefix_cache.tree import BlockTree, Hold, TreePath, rows_reached, snapshot_reached
 
-__all__ = ["DiskTier", "Insertion", "Match", "PrefixCache", "PrefixCacheStats"]
-
 
 class PrefixCacheStats(msgspec.Struct, frozen=True):
-    """What a store holds, and what it did since the start."""
+    """The cache's content now, and its counters since the start."""
 
     size_bytes: int
     limit_bytes: int
@@ -47,13 +45,13 @@ class PrefixCacheStats(msgspec.Struct, frozen=True):
     disk_limit_bytes: int = 0
     disk_blocks: int = 0
     disk_hits: int = 0  # blocks read back
-    disk_damaged: int = 0  # files that were not what they should be
-    disk_dropped: int = 0  # blocks that were not written in time, or found no room
+    disk_damaged: int = 0  # damaged files that were removed
+    disk_dropped: int = 0  # blocks that were evicted before they were written, or found no space
 
 
 class PrefixCache:
-    """Any thread may call. `limit_bytes` 0 turns it off, and so does a model whose layers all slide: such a cache has
-    nothing that two positions could share."""
+    """Any thread may call. `limit_bytes` 0 turns it off. A model with only sliding layers turns it off too: no rows
+    could be shared between positions."""
 
     def __init__(
         self,
@@ -79,7 +77,7 @@ class PrefixCache:
         return self._tree.limit_bytes
 
     def match(self, tokens: Sequence[int], most: int | None = None) -> Match:
-        """The longest prefix of `tokens`, of at most `most` tokens, that an engine can go on from."""
+        """The longest cached prefix of `tokens`, at most `most` tokens, from which an engine can continue."""
         addresses = self._addresses(tokens if most is None else tokens[: max(most, 0)])
         if not addresses:
             return self._match(TreePath([], 0))
@@ -94,12 +92,12 @@ class PrefixCache:
         return found
 
     def recall(self, tokens: Sequence[int]) -> None:
-        """What is on disk into memory, ahead of `match`: reading files is not for a thread that others wait for."""
+        """Load blocks from disk ahead of `match`, whose thread must not wait for files."""
         if self._disk and (addresses := self._addresses(tokens)):
             self._bring_back(addresses, self._disk)
 
     def insert(self, tokens: Sequence[int]) -> Insertion | None:
-        """A place for what the store lacks of `tokens`; None when that is nothing, or there is no room for it."""
+        """An insertion for the rows of `tokens` that are missing; None if there are none, or no memory for them."""
         addresses = self._addresses(tokens)
         if not addresses:
             return None
@@ -114,7 +112,7 @@ class PrefixCache:
             tails = [Tail(reached.tokens, *pair) for pair in _snapshot(reached)]
         return self._insertion(cut(addresses, stop), rows, tails, hold) if hold else None
 
-    def seen(self) -> PrefixCacheStats:
+    def stats(self) -> PrefixCacheStats:
         with self._lock:
             memory = PrefixCacheStats(
                 size_bytes=self._tree.size_bytes,
@@ -137,15 +135,8 @@ class PrefixCache:
             disk_dropped=disk.dropped,
         )
 
-    def clear(self) -> None:
-        """Forget everything, on disk too. An insertion that goes on from what is forgotten will keep nothing."""
-        with self._lock:
-            self._tree.clear()
-        if self._disk:
-            self._disk.clear(self._root)
-
     def close(self) -> None:
-        """Let the disk's writer come to its end."""
+        """Stop the disk tier's writer."""
         if self._disk:
             self._disk.close()
 
@@ -168,22 +159,22 @@ class PrefixCache:
         pairs = tuple((block.keys, block.values) for block in path.blocks)
         return Match(path.tokens, self.layout, self.dtype, self.block_tokens, pairs, _snapshot(path))
 
-    # The way in. What is new begins at a whole block, so the rows of a block that shares a part are copied from there.
+    # Insertion. New rows start at a block boundary, so shared rows of a partly shared block are copied.
 
     def _first(self, rows: TreePath, stop: int) -> int:
         return stop if rows.tokens >= stop else rows.tokens // self.block_tokens * self.block_tokens
 
     def _size_bytes(self, rows: TreePath, stop: int) -> int:
-        snapshots = MOST_SNAPSHOTS * self._shape.snapshot_bytes(stop)
+        snapshots = MAX_SNAPSHOTS * self._shape.snapshot_bytes(stop)
         return (stop - self._first(rows, stop)) * self._shape.token_bytes + snapshots
 
     def _kept(self, rows: TreePath, stop: int) -> Block:
-        """The last block that the new ones go on from."""
+        """The last existing block before the new ones."""
         blocks = rows.blocks if rows.tokens >= stop else rows.blocks[: rows.tokens // self.block_tokens]
         return blocks[-1] if blocks else self._tree.root
 
     def _stop_that_fits(self, rows: TreePath, stop: int) -> int:
-        """All of it, or as many leading tokens as memory takes; without its end a sliding model has no use for it."""
+        """All tokens, or as many leading ones as fit. A model with sliding layers needs the end, so all or none."""
         wanted = self._size_bytes(rows, stop)
         if wanted <= self._tree.free_bytes or wanted <= (room := self._tree.room(self._kept(rows, stop))):
             return stop
@@ -192,7 +183,7 @@ class PrefixCache:
     def _insertion(self, addresses: list[Address], rows: TreePath, tails: list[Tail], hold: Hold) -> Insertion | None:
         try:
             pairs = self._pairs(addresses, rows)
-        except MemoryError:  # the limit was set beyond what the machine has: no reason to fail a request
+        except MemoryError:  # the limit exceeds the machine's memory: no reason to fail a request
             self._release(hold)
             return None
         return Insertion(
@@ -208,7 +199,7 @@ class PrefixCache:
         )
 
     def _pairs(self, addresses: list[Address], rows: TreePath) -> dict[int, Pair]:
-        """Memory for the new blocks; it is touched only when rows come."""
+        """Memory for the new blocks; pages are touched when rows arrive."""
         first = self._first(rows, addresses[-1].stop)
         new = [each for each in addresses if each.start >= first]
         pairs = {each.start // self.block_tokens: self._shape.block_pair(each.length) for each in new}
@@ -236,10 +227,10 @@ class PrefixCache:
                 self._disk.write(self._root, self._shape, block)
         return addresses[len(path) - 1].stop if path else 0
 
-    # The way back from disk.
+    # Loading from disk.
 
     def _bring_back(self, addresses: list[Address], disk: DiskTier) -> None:
-        """What the best path has on disk, into memory, as far as there is room and nothing is damaged."""
+        """Load the best path's blocks into memory, up to the first that is damaged or does not fit."""
         with self._lock:
             path = self._tree.path(addresses, self._reach, disk)
         parent = self._tree.root
@@ -259,7 +250,7 @@ class PrefixCache:
             block = disk.read(label, self._shape)
         finally:
             with self._lock:
-                if block and block.size_bytes <= hold.size_bytes:  # more if it was written again meanwhile
+                if block and block.size_bytes <= hold.size_bytes:  # it is larger if it was rewritten meanwhile
                     added = self._tree.add(parent, block)
                     self._tree.touch([added] if added else [], self._clock())
                 self._tree.release(hold)
@@ -267,5 +258,5 @@ class PrefixCache:
 
 
 def _snapshot(path: TreePath) -> Snapshot:
-    """The windows of sliding layers where the path ends; empty for a model without, or a path of no use."""
+    """The windows of sliding layers at the end of the path; empty without sliding layers or without a path."""
     return path.blocks[-1].snapshots.get(path.tokens, ()) if path.items else ()

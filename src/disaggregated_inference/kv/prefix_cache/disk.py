@@ -1,8 +1,8 @@
-"""The second tier of a prefix store: one file per block, so that a restart does not forget.
+"""The disk tier of the prefix cache: one file per block, so that prefixes survive a restart.
 
 Files are <folder>/<root of the model>/<hash of the block>.kv, written by one thread under a temporary name and then
-renamed. Nothing is synced: a file that is not whole is known by its size and its checksum, and is never served. A disk
-that is full, read-only or gone costs hits, never a request; the log says so once.
+renamed. Nothing is synced: size and checksum reveal an incomplete file, which is never used. A disk that is full,
+read-only or gone costs cache hits, never a request; it is logged once.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ from disaggregated_inference.kv.prefix_cache.blocks import HASH_BYTES, Address, 
 log = logging.getLogger(__name__)
 
 _LAST_WRITES_S = 10.0
-_STALE_S = 3600.0  # a temporary file this old has lost its writer
+_STALE_S = 3600.0  # a temporary file this old was left by a process that ended
 _NAME = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
 
 
 class DiskTier:
-    """All blocks under one folder, of any model, in order of use. Any thread may call; writing is done by one."""
+    """All blocks in one folder, of any model, in order of use. Any thread may call; one thread writes."""
 
     def __init__(self, folder: Path, limit_bytes: int, queue_blocks: int = 1024) -> None:
         self.folder, self.limit_bytes = folder, limit_bytes
@@ -46,8 +46,8 @@ class DiskTier:
         self._lock = threading.Lock()
         self._warned = self._closed = False
         self._scan()
-        # Weak: a block that leaves memory before its turn is not kept alive by the queue, whose length is no limit in
-        # bytes. It is lost for the disk, and counted.
+        # Weak references: the queue has no limit in bytes, so it must not keep evicted blocks alive. A block that is
+        # evicted before it is written is dropped and counted.
         self._queue: queue.Queue[tuple[bytes, BlockShape, weakref.ref[Block]] | None] = queue.Queue(queue_blocks)
         self._writer = threading.Thread(target=self._write_queued, name="prefix-disk", daemon=True)
         self._writer.start()
@@ -66,7 +66,7 @@ class DiskTier:
             return list(self._children.get(parent, {}).values())
 
     def used(self, hashes: Iterable[bytes]) -> None:
-        """These were hit, here or in memory: they are the last to go. The order reaches the files at `close`."""
+        """Mark blocks as recently used, after a hit here or in memory. `close` writes the order to the files."""
         with self._lock:
             for hash in hashes:
                 if hash in self._labels:
@@ -74,18 +74,18 @@ class DiskTier:
                     self._used.add(hash)
 
     def read(self, label: Label, shape: BlockShape) -> Block | None:
-        """The block, checked; None when it is gone or damaged, and then it will not be found again."""
+        """The block, checked; None if it is gone or damaged, and then its entry is removed."""
         path = self._path(label)
         try:
             block = read_block(path, label, shape)
         except Damaged as error:
-            log.warning("a kept prefix is damaged and was removed: %s: %s", path.name, error)
+            log.warning("removed a damaged prefix file: %s: %s", path.name, error)
             self._remove(label)
             with self._lock:
                 self.damaged += 1
             return None
         except OSError as error:
-            if not isinstance(error, FileNotFoundError):  # another process may have made room
+            if not isinstance(error, FileNotFoundError):  # another process may have removed it
                 self._warn(error)
             self._forget(label)
             return None
@@ -95,7 +95,7 @@ class DiskTier:
         return block
 
     def write(self, root: bytes, shape: BlockShape, block: Block) -> None:
-        """Queue a block, unless it is there already. A full queue drops it."""
+        """Queue a block for writing, unless it is on disk. A full queue drops it."""
         if self._closed or self._has(block):
             return
         try:
@@ -103,21 +103,8 @@ class DiskTier:
         except queue.Full:
             self.dropped += 1
 
-    def flush(self) -> None:
-        """Wait until everything queued so far is written."""
-        if not self._closed:
-            self._queue.join()
-
-    def clear(self, root: bytes) -> None:
-        """Forget one model's blocks."""
-        self.flush()
-        with self._lock:
-            labels = [label for label in self._labels.values() if label.root == root]
-        for label in labels:
-            self._remove(label)
-
     def close(self) -> None:
-        """Write what is queued, for so long as a node that stops can wait, and the order of use, for the next start."""
+        """Write queued blocks within `_LAST_WRITES_S`, and the order of use for the next start."""
         if self._closed:
             return
         self._closed = True
@@ -135,14 +122,14 @@ class DiskTier:
         return label is not None and set(block.positions) <= set(label.positions)
 
     def _touch(self, label: Label) -> None:
-        now = time.time_ns()  # the kernel's own clock is too coarse to keep the order
+        now = time.time_ns()  # the kernel's clock is too coarse to keep the order
         with contextlib.suppress(OSError):
             os.utime(self._path(label), ns=(now, now))
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            log.warning("prefixes are not kept on disk as they should be, and this is said once: %s", error)
+            log.warning("the disk tier of the prefix cache has a problem (logged once): %s", error)
 
     def _write_queued(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -151,7 +138,7 @@ class DiskTier:
             except OSError as error:
                 self._warn(error)
             except Exception:
-                log.exception("a prefix could not be written")
+                log.exception("could not write a prefix block")
             finally:
                 self._queue.task_done()
         self._queue.task_done()
@@ -161,7 +148,7 @@ class DiskTier:
         if block is None:
             self.dropped += 1
         elif not self._has(block):
-            # A copy: the store may add a snapshot meanwhile.
+            # A copy: the cache may add a snapshot meanwhile.
             self._write_block(root, shape, Block(block.address, block.keys, block.values, block.snapshots))
 
     def _write_block(self, root: bytes, shape: BlockShape, block: Block) -> None:
@@ -184,13 +171,13 @@ class DiskTier:
         self._supersede(label)
 
     def _supersede(self, label: Label) -> None:
-        """A block's shorter beginnings, from when its sequence was shorter, are in it."""
+        """Remove blocks that are shorter beginnings of this one."""
         for other in self.children(label.address.parent):
             if other.address.hash != label.address.hash and label.address.tokens.startswith(other.address.tokens):
                 self._remove(other)
 
     def _make_room(self, size: int, parent: bytes) -> bool:
-        """Remove what was not used for longest, children before parents, never the `parent` of what is to come."""
+        """Remove the least recently used blocks, children before parents, but never `parent`."""
         while size <= self.limit_bytes:
             with self._lock:
                 if self.size_bytes + size <= self.limit_bytes:
@@ -233,10 +220,10 @@ class DiskTier:
             self._warn(error)
 
     def _scan(self) -> None:
-        """Learn from the files' heads what is here. Only folders named like ours are looked into."""
+        """Read all files' headers. Folders with other names are ignored."""
         found: list[tuple[int, Label]] = []
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds what people said
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds users' prompts
             for folder in self.folder.iterdir():
                 if _NAME.fullmatch(folder.name) and folder.is_dir():
                     found += self._scan_root(folder)
@@ -250,10 +237,10 @@ class DiskTier:
         found = []
         for path in folder.iterdir():
             try:
-                seen = path.stat()
+                status = path.stat()
                 if path.suffix == ".kv":
-                    found.append((seen.st_mtime_ns, read_label(path, bytes.fromhex(folder.name), seen.st_size)))
-                elif path.suffix == ".tmp" and seen.st_mtime < time.time() - _STALE_S:
+                    found.append((status.st_mtime_ns, read_label(path, bytes.fromhex(folder.name), status.st_size)))
+                elif path.suffix == ".tmp" and status.st_mtime < time.time() - _STALE_S:
                     self._unlink(path)
             except Damaged:
                 self.damaged += 1

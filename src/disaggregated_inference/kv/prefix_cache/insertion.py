@@ -1,4 +1,4 @@
-"""The way into a prefix store: slices come as the engine or the wire has them, blocks and snapshots come out."""
+"""Insertion into the prefix cache: turns slices into blocks and snapshots."""
 
 import threading
 from collections import deque
@@ -10,7 +10,7 @@ import numpy as np
 from disaggregated_inference.kv.dtype import Array, KVDType, as_dtype
 from disaggregated_inference.kv.layout import KVLayout, KVSlice
 from disaggregated_inference.kv.prefix_cache.blocks import (
-    MOST_SNAPSHOTS,
+    MAX_SNAPSHOTS,
     Address,
     Block,
     BlockShape,
@@ -25,7 +25,7 @@ Adopt = Callable[[list[Address], dict[int, Block], dict[int, Snapshot]], int]
 
 
 class Tail(NamedTuple):
-    """The last rows of a sliding layer at `stop`; fewer than its window when what came before was not seen."""
+    """The last rows of a sliding layer at `stop`; fewer than its window if earlier rows are unknown."""
 
     stop: int
     keys: Array
@@ -33,8 +33,8 @@ class Tail(NamedTuple):
 
 
 class Insertion:
-    """A sequence's rows on their way in. Invisible before `finish`; ends with `finish` or `abandon`, which give the
-    reserved memory back. Several threads may `put`, each layer's slices in order."""
+    """A sequence's new rows. They become visible with `finish`; `finish` and `abandon` release the reserved memory.
+    Several threads may `put`, each layer's slices in order."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class Insertion:
         self._filled = [held] * (len(layout.layers) - len(self._windows))
         self._tails = [deque([tail]) for tail in tails] or [deque[Tail]() for _ in self._windows]
         self._ended, self._ending = False, threading.Lock()
-        #: The first position whose rows are needed. Sliding layers need their window once more, for a snapshot.
+        # The first position whose rows are needed. Sliding layers need their whole window again, for a snapshot.
         self.start = min(held, max(0, self._stop - max(self._windows))) if self._windows else held
 
     def put(self, piece: KVSlice) -> None:
-        """Copy what is needed of a slice. A slice that does not join on is no error: less is kept in the end."""
+        """Copy the needed rows of a slice. A gap before it is no error: less is kept in the end."""
         piece.require_fits(self._layout)
         piece.wait()
         kind = self._layout.layers[piece.layer].kind
@@ -72,18 +72,18 @@ class Insertion:
             self._put_window(row, piece)
 
     def finish(self) -> int:
-        """Make visible what is whole in all full layers. Returns how many leading tokens the store holds now."""
+        """Publish the tokens that are complete in all full layers. Returns how many leading tokens the cache holds."""
         if not self._end():
             return 0
-        whole = min(self._filled)
-        addresses = cut(self._addresses, whole)
+        complete = min(self._filled)
+        addresses = cut(self._addresses, complete)
         blocks = {number: self._block(addresses[number]) for number in self._pairs if number < len(addresses)}
-        snapshots = self._snapshots(whole)
+        snapshots = self._snapshots(complete)
         self._forget()
         return self._adopt(addresses, blocks, snapshots)
 
     def abandon(self) -> None:
-        """Keep nothing. Harmless after `finish`, and from another thread while one is in `put`."""
+        """Keep nothing. Harmless after `finish`, and while another thread is in `put`."""
         if self._end():
             self._forget()
             self._release()
@@ -94,7 +94,7 @@ class Insertion:
         return first
 
     def _forget(self) -> None:
-        """A caller may keep an insertion that has ended; its memory counts no more, so it must not stay."""
+        """The caller may keep a finished insertion; its memory is no longer counted, so it must be freed."""
         self._pairs, self._tails = {}, [deque() for _ in self._windows]
 
     def _put_rows(self, row: int, piece: KVSlice) -> None:
@@ -113,7 +113,7 @@ class Insertion:
         begin = max(piece.start, last.stop) if last else piece.start
         if stop <= begin:
             return
-        while len(tails) >= MOST_SNAPSHOTS:  # before the new one is made: no more is reserved
+        while len(tails) >= MAX_SNAPSHOTS:  # before the new one is made: only this much is reserved
             tails.popleft()
         before = (last.keys, last.values) if last and last.stop == begin else (piece.keys[:0], piece.values[:0])
         joined = []
@@ -124,17 +124,17 @@ class Insertion:
         tails.append(Tail(stop, *joined))
 
     def _block(self, address: Address) -> Block:
-        """What arrived of a block; a copy where that is not all, so that no unused memory stays behind it."""
+        """The rows of a block; a copy if it is incomplete, so that no unused memory stays allocated."""
         number = address.start // self._block_tokens
         pair = self._pairs[number]
         if address.length < pair[0].shape[1]:
             pair = (pair[0][:, : address.length].copy(), pair[1][:, : address.length].copy())
         return Block(address, frozen(pair[0]), frozen(pair[1]))
 
-    def _snapshots(self, whole: int) -> dict[int, Snapshot]:
+    def _snapshots(self, complete: int) -> dict[int, Snapshot]:
         """The positions at which every sliding layer's window is known."""
         known = [
-            {tail.stop: tail for tail in tails if tail.stop <= whole and len(tail.keys) == min(window, tail.stop)}
+            {tail.stop: tail for tail in tails if tail.stop <= complete and len(tail.keys) == min(window, tail.stop)}
             for tails, window in zip(self._tails, self._windows, strict=True)
         ]
         stops = sorted(set.intersection(*map(set, known))) if known else []

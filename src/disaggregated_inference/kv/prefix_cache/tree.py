@@ -1,8 +1,8 @@
-"""The blocks in memory, as a tree: a child goes on where its parent ends. Only the last block of a sequence is shorter
-than the others, and it has no children.
+"""The cache's blocks in memory, as a tree: a child continues where its parent ends. Only the last block of a sequence
+is shorter than the others, and it has no children.
 
-Whoever uses a block has used its parents too, and `touch` says so child first. So the block that was not used for
-longest is a leaf, and evicting it cuts no sequence in the middle. Nothing here locks or reads rows: the store does.
+Using a block uses its parents too, and `touch` marks children first. So the least recently used block is always a leaf,
+and evicting it cuts no sequence in the middle. This class neither locks nor reads rows: the cache does.
 """
 
 from collections import Counter, OrderedDict
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from disaggregated_inference.kv.prefix_cache.block_file import Label
-from disaggregated_inference.kv.prefix_cache.blocks import MOST_SNAPSHOTS, Address, Block, Snapshot, shared_tokens
+from disaggregated_inference.kv.prefix_cache.blocks import MAX_SNAPSHOTS, Address, Block, Snapshot, shared_tokens
 from disaggregated_inference.kv.prefix_cache.disk import DiskTier
 
 Item = Block | Label
@@ -20,20 +20,20 @@ Reach = Callable[[Address, Item], int]
 
 
 def rows_reached(wanted: Address, item: Item) -> int:
-    """Up to which position an item has the rows of what is wanted; 0 when they have nothing in common."""
+    """The position up to which an item has the wanted rows; 0 if they share no token."""
     shared = shared_tokens(wanted.tokens, item.address.tokens)
     return wanted.start + shared if shared else 0
 
 
 def snapshot_reached(wanted: Address, item: Item) -> int:
-    """The last position up to there at which the windows of sliding layers are known, too."""
+    """The last such position at which the windows of sliding layers are known too."""
     reached = rows_reached(wanted, item) if item.positions else 0
     return max((position for position in item.positions if position <= reached), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class TreePath:
-    """Blocks from the start of a sequence, and how many of its tokens they are good for."""
+    """Blocks from the start of a sequence, and how many of its tokens they cover."""
 
     items: list[Item]
     tokens: int
@@ -45,7 +45,7 @@ class TreePath:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Room for rows on their way in, and the block they go on from, which stays until they are there."""
+    """Memory reserved for an insertion, and the block it continues, which is not evicted meanwhile."""
 
     size_bytes: int
     pin: Block
@@ -56,14 +56,14 @@ class BlockTree:
         self.root = Block(Address(root, b"", 0, b""), np.empty(0), np.empty(0))
         self.limit_bytes = limit_bytes
         self.blocks: OrderedDict[bytes, Block] = OrderedDict()  # the least recently used first
-        self.size_bytes = 0  # of the blocks and of what is held for others
+        self.size_bytes = 0  # of the blocks and of reserved memory
         self.evicted = 0
         self._held_bytes = 0
         self._pins: Counter[Block] = Counter()
 
     def path(self, addresses: Sequence[Address], reach: Reach, disk: DiskTier | None = None) -> TreePath:
-        """Whole blocks as far as they go, then the child of the last that reaches furthest. A level back while no child
-        is good for anything: there may be no snapshot this far."""
+        """Complete blocks as far as possible, then the child that reaches furthest. Goes back a level while no child
+        reaches any position: there may be no snapshot there."""
         items: list[Item] = []
         for wanted in addresses:
             item = self._find(wanted) or (disk.find(wanted) if disk else None)
@@ -90,7 +90,7 @@ class BlockTree:
         return self.limit_bytes - self.size_bytes
 
     def room(self, pin: Block) -> int:
-        """What an insertion after `pin` could have if everything went that may go."""
+        """Bytes available for an insertion after `pin` if all other blocks were evicted."""
         staying: dict[bytes, int] = {}
         for pinned in (pin, *self._pins):
             block: Block | None = pinned
@@ -100,7 +100,7 @@ class BlockTree:
         return self.limit_bytes - self._held_bytes - sum(staying.values())
 
     def hold(self, size_bytes: int, pin: Block) -> Hold | None:
-        """Make room by evicting others; None when that is not enough, and then nothing went."""
+        """Reserve memory, evicting other blocks; None if that is not enough, and then nothing is evicted."""
         if size_bytes > self.free_bytes and size_bytes > self.room(pin):
             return None
         self._pins[pin] += 1
@@ -122,7 +122,7 @@ class BlockTree:
             self._evict(victim)
 
     def add(self, parent: Block, block: Block) -> Block | None:
-        """Link a block, or find the one that has all its tokens already; None when the parent went meanwhile."""
+        """Link a block, or return the one that covers its tokens; None if the parent was evicted meanwhile."""
         if parent is not self.root and self.blocks.get(parent.address.hash) is not parent:
             return None
         found = self._covering(parent, block.address) or self._link(parent, block)
@@ -131,7 +131,7 @@ class BlockTree:
         return found
 
     def grow(self, addresses: Sequence[Address], fresh: dict[int, Block]) -> list[Block]:
-        """The path of a sequence, made of what is here and of `fresh` blocks by their number; ends where both lack."""
+        """The path of a sequence, from existing and `fresh` blocks (by number), up to the first missing block."""
         path: list[Block] = []
         for number, wanted in enumerate(addresses):
             parent = path[-1] if path else self.root
@@ -142,24 +142,18 @@ class BlockTree:
         return path
 
     def give(self, block: Block, snapshots: dict[int, Snapshot]) -> None:
-        """Snapshots for a block that may have some; the newest stay."""
+        """Add snapshots to a block; the newest stay."""
         before = block.size_bytes
         fresh = {position: snapshot for position, snapshot in snapshots.items() if position not in block.snapshots}
-        block.snapshots = dict([*block.snapshots.items(), *fresh.items()][-MOST_SNAPSHOTS:])
+        block.snapshots = dict([*block.snapshots.items(), *fresh.items()][-MAX_SNAPSHOTS:])
         self.size_bytes += block.size_bytes - before
-
-    def clear(self) -> None:
-        for block in (self.root, *self.blocks.values()):
-            block.children, block.parent = {}, None  # no circles left: the memory goes at once
-        self.blocks.clear()
-        self.size_bytes = self._held_bytes
 
     def _find(self, wanted: Address) -> Block | None:
         block = self.blocks.get(wanted.hash)
         return block if block and block.address == wanted else None
 
     def _children(self, parent: bytes, disk: DiskTier | None) -> list[Item]:
-        """Those in memory first: of two that reach as far, the first is taken."""
+        """Those in memory first: of two that reach equally far, the first is taken."""
         block = self.root if parent == self.root.address.hash else self.blocks.get(parent)
         return [*(block.children.values() if block else ()), *(disk.children(parent) if disk else ())]
 
@@ -168,7 +162,7 @@ class BlockTree:
         return self._find(wanted) or next(longer, None)
 
     def _link(self, parent: Block, block: Block) -> Block:
-        """Hang a block in, in the place of its own shorter beginnings."""
+        """Add a block in place of shorter blocks with the same beginning."""
         for child in list(parent.children.values()):
             if block.address.tokens.startswith(child.address.tokens):
                 block.snapshots = {**child.snapshots, **block.snapshots}
