@@ -10,10 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from disaggregated_inference.models import ModelStore
-from tests.conftest import ENGINE_OPTIONS, LLAMACPP
-from tests.node.test_serve_command import Node
+from tests.support.engines import ENGINE_OPTIONS, LLAMACPP
+from tests.support.node_process import Node
 
-pytestmark = pytest.mark.skipif(not LLAMACPP or "mlx" not in ENGINE_OPTIONS, reason="needs llama.cpp and MLX")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not LLAMACPP or "mlx" not in ENGINE_OPTIONS, reason="needs llama.cpp and MLX"),
+]
 
 WEEK = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, "
 QUESTION = f"Continue the list: {WEEK}Monday, Tuesday,"

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from disaggregated_inference.models import ModelStore
-from tests.node.test_serve_command import Node
 from tests.support.handoff import prompt_of
+from tests.support.node_process import Node
+
+pytestmark = pytest.mark.slow
 
 ENGINES = ("torch", "mlx")
 Nodes = dict[tuple[str, str], Node]

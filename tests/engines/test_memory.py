@@ -15,7 +15,7 @@ from disaggregated_inference.engines.torch import engine as torch_engine
 from disaggregated_inference.errors import KVMemoryFull, SequenceBroken
 from disaggregated_inference.kv import KVSlice
 from disaggregated_inference.models import ModelFiles
-from tests.conftest import ENGINE_OPTIONS, LoadTiny
+from tests.support.engines import ENGINE_OPTIONS, LoadTiny
 from tests.support.handoff import alone, forced_logits, prompt_of, read_prompt, receive
 
 
@@ -47,13 +47,14 @@ def test_torch_rows_return(tiny_engine: LoadTiny) -> None:
     for sequence in sequences[::2] + sequences[1::2]:
         engine.close(sequence)
     assert arena.used_rows == 0
-    assert len(arena._rows[0]._gaps) == 1
+    rows = arena._rows[0]
+    rows.give_back(rows.take(rows.count - rows.used))  # the free rows are one run again
 
 
 def test_torch_says_when_there_is_no_room(tiny_engine: LoadTiny) -> None:
     engine = tiny_engine("torch", "gpt_oss")
     sequences = [engine.open(8) for _ in range(64)]
-    with pytest.raises(KVMemoryFull, match="no room for 128 tokens"):  # rings run out first
+    with pytest.raises(KVMemoryFull, match="no memory for 128 tokens"):  # rings run out first
         engine.open(8)
     for sequence in sequences:
         engine.close(sequence)
@@ -86,6 +87,7 @@ def filled(tiny_engine: LoadTiny) -> Fill:
 MIXED = ((5, 20), (100, 40), (300, 33), (1000, 60), (2000, 25), (100, 700), (250, 30), (2000, 90))  # prompt, answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ENGINE_OPTIONS)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gpt_oss"])
 def test_batches_of_all_sizes_equal_one_by_one(architecture: str, target: str, tiny_engine: LoadTiny) -> None:

@@ -29,9 +29,8 @@ from disaggregated_inference.errors import (
     ModelNotFound,
     ModelUnsupported,
 )
-from disaggregated_inference.models import ModelFiles, ModelStore, embedded, spec_from_config
+from disaggregated_inference.models import ModelFiles, ModelStore, embedded, rope_from_config, spec_from_config
 from disaggregated_inference.models.gguf import GGUFFile
-from disaggregated_inference.models.rope import rope_from_config
 
 Folder = Callable[[str], Path]
 
@@ -195,7 +194,7 @@ def test_what_is_too_long_says_what_to_do(smollm2: ModelFiles) -> None:
     words = "100031 tokens do not fit the context window of 8192 tokens"
     assert str(ContextTooLong(100031, 8192)) == f"{words}: shorten the prompt, or lower max_tokens"
     apart = str(ContextTooLong(100031, 8192, prompt_tokens=31))
-    assert apart == f"{words} (31 of the prompt, 100000 for the answer): shorten the prompt, or lower max_tokens"
+    assert apart == f"{words} (31 for the prompt, 100000 for the completion): shorten the prompt, or lower max_tokens"
     assert str(ContextTooLong(100031, 8192, advice="wait")) == f"{words}: wait"
     with pytest.raises(ContextTooLong, match=r"^at least [0-9]+ tokens do not .* tokens: shorten the prompt$"):
         smollm2.tokenizer.encode_within("x" * 10_000_000, 8192)
@@ -342,7 +341,7 @@ class TestDamage:
             store.add("x", copy)
         second.unlink()
         for _ in ("with and", "without an index"):
-            with pytest.raises(ModelDamaged, match=r"model-00002-of-00002\.safetensors missing; fetch"):
+            with pytest.raises(ModelDamaged, match=r"model-00002-of-00002\.safetensors missing; download"):
                 store.add("x", copy)
             (copy / "model.safetensors.index.json").unlink(missing_ok=True)
         (copy / "model-00001-of-00002.safetensors").rename(copy / "model.safetensors")
@@ -378,7 +377,7 @@ class TestDamage:
     def test_an_engine_refuses_a_gguf(self, smollm2_gguf: Path) -> None:
         for engine in ("torch", "mlx"):
             with pytest.raises(
-                ModelUnsupported, match=f"a GGUF file and {engine} reads a folder.*load this with llamacpp"
+                ModelUnsupported, match=f"a GGUF file, and {engine} loads a folder.*use --engine llamacpp"
             ):
                 load_engine(engine, ModelFiles("x", smollm2_gguf))
 
@@ -442,6 +441,7 @@ class TestTokenizer:
             ModelFiles("x", copy).tokenizer.render_chat([])
 
 
+@pytest.mark.slow
 class TestEmbedded:
     """In a store of its own that already has the GGUF: the download itself runs once, for everyone."""
 
@@ -475,8 +475,8 @@ class TestEmbedded:
             (folder / "tokenizer.json").unlink()
         if damage != "no manifest":
             manifest.write_text(content.replace('"conversion": ', '"conversion": 1') if "older" in damage else content)
-        assert not embedded.is_whole(folder)
-        assert embedded.is_whole(embedded.ensure_folder(root))
+        assert not embedded.is_complete(folder)
+        assert embedded.is_complete(embedded.ensure_folder(root))
         assert weights.stat().st_size == (smollm2.path / "model.safetensors").stat().st_size
 
     def test_killed_half_way_then_run_again(self, root: Path) -> None:
@@ -487,14 +487,14 @@ class TestEmbedded:
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert list(root.glob("making-*")), "the fault did not happen: nothing was left half-made"
-        assert not embedded.is_whole(root / "smollm2-135m")
-        assert embedded.is_whole(embedded.ensure_folder(root))
+        assert not embedded.is_complete(root / "smollm2-135m")
+        assert embedded.is_complete(embedded.ensure_folder(root))
         assert not list(root.glob("making-*"))
 
     def test_two_processes_at_once(self, root: Path) -> None:
         both = [self.make(root) for _ in range(2)]
         assert [process.wait(timeout=120) for process in both] == [0, 0]
-        assert embedded.is_whole(root / "smollm2-135m")
+        assert embedded.is_complete(root / "smollm2-135m")
 
     def test_a_wrong_file_is_fetched_again(
         self, root: Path, smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch

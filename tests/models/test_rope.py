@@ -8,7 +8,7 @@ from transformers import GptOssConfig, LlamaConfig, Qwen3MoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from disaggregated_inference.errors import ModelUnsupported
-from disaggregated_inference.models.rope import rope_from_config
+from disaggregated_inference.models import rope_from_config
 
 LLAMA3 = {
     "rope_type": "llama3",

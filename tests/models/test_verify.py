@@ -14,11 +14,11 @@ from safetensors.numpy import load_file, save_file
 
 from disaggregated_inference.engines import load_engine
 from disaggregated_inference.errors import ModelNotFound, ModelUnsupported
-from disaggregated_inference.models import ModelFiles, ModelStore
-from disaggregated_inference.models.description import Verdict, about, told_of, verdict
+from disaggregated_inference.models import ModelFiles, ModelStore, compare_models, describe_model, describe_models
 from disaggregated_inference.models.gguf import GGUFFile
 from disaggregated_inference.models.identity import FIRST_ROW
-from tests.conftest import LLAMACPP, LLAMACPP_OPTIONS, twin_of
+from disaggregated_inference.models.verify import ModelComparison
+from tests.support.engines import LLAMACPP, LLAMACPP_OPTIONS, twin_of
 from tests.support.gguf_twins import write_twin
 
 Folder = Callable[[str], Path]
@@ -37,9 +37,9 @@ def copy(tiny_folder: Folder, tmp_path: Path) -> Path:
     return shutil.copytree(tiny_folder("twin_llama"), tmp_path / "copy")
 
 
-def _verified(store: ModelStore, mine: Path | str, theirs: Path | str, full: bool = False) -> Verdict:
-    here, there = told_of((str(mine), str(theirs)), store)
-    return verdict(here, there, full)
+def _verified(store: ModelStore, mine: Path | str, theirs: Path | str, full: bool = False) -> ModelComparison:
+    here, there = describe_models((str(mine), str(theirs)), store)
+    return compare_models(here, there, full)
 
 
 def _changed(folder: Path, by: float, part: str = "") -> None:
@@ -67,13 +67,13 @@ class TestFull:
         theirs.write_bytes(content)
         said = _verified(store, mine, theirs)
         assert said == (
-            "the same model: its norms and a sample of every tensor are equal; --full compares every byte",
+            "the same model: the norms and a sample of every tensor are equal; --full compares every byte",
             [],
         )
         assert _verified(store, mine, theirs, full=True).differences == [
             "weights: model.layers.1.mlp.up_proj.weight differs"
         ]
-        assert _verified(store, mine, mine, full=True) == ("the same model: every byte of its tensors is equal", [])
+        assert _verified(store, mine, mine, full=True) == ("the same model: every byte of the tensors is equal", [])
 
     def test_of_a_folder(self, store: ModelStore, copy: Path, tiny_folder: Folder) -> None:
         file = copy / "model.safetensors"
@@ -86,7 +86,7 @@ class TestFull:
     def test_where_there_are_no_bytes_to_compare(self, store: ModelStore, copy: Path, tmp_path: Path) -> None:
         with pytest.raises(ModelUnsupported, match="these are stored differently"):
             _verified(store, copy, twin_of(copy), full=True)
-        (tmp_path / "there.json").write_text(json.dumps(about(ModelFiles("x", copy))))
+        (tmp_path / "there.json").write_text(json.dumps(describe_model(ModelFiles("x", copy))))
         with pytest.raises(ModelUnsupported, match=r"those of .*there\.json are not here"):
             _verified(store, copy, tmp_path / "there.json", full=True)
 
@@ -96,11 +96,11 @@ class TestStoredDifferently:
     def test_norms_are_not_all(self, by: float, store: ModelStore, copy: Path) -> None:
         said = _verified(store, twin_of(copy), copy)
         assert said.differences == []
-        assert "stored differently (gguf:F32 and F32): a cache may move between them" in said.words
-        assert "samples of 30 other tensors" in said.words
+        assert "stored differently (gguf:F32 and F32): KV may move between them" in said.summary
+        assert "samples of 30 other tensors" in said.summary
         _changed(copy, by)
         said = _verified(store, twin_of(copy), copy)
-        assert said.words == "not the same model"
+        assert said.summary == "not the same model"
         assert "weights: lm_head.weight differs by 0." in said.differences[0]
 
     def test_a_value_that_no_fingerprint_carries(self, store: ModelStore, copy: Path) -> None:
@@ -152,7 +152,7 @@ class TestStoredDifferently:
         """GPT-OSS keeps them in an order of its own."""
         folder = shutil.copytree(tiny_folder(f"twin_{architecture}"), tmp_path / "folder")
         file, known = twin_of(tiny_folder(f"twin_{architecture}")), architecture == "qwen3_moe"
-        assert _verified(store, file, folder).words.endswith("experts were not compared") is not known
+        assert _verified(store, file, folder).summary.endswith("experts were not compared") is not known
         _changed(folder, 0.1, "experts")
         assert bool(ModelFiles("x", file).fingerprint.differences(ModelFiles("x", folder).fingerprint)) is known
         _changed(folder, 0.1, "mlp.gate.weight" if known else "mlp.router.weight")
@@ -161,22 +161,22 @@ class TestStoredDifferently:
     def test_of_a_node_there_is_a_sample(self, store: ModelStore, copy: Path, tmp_path: Path) -> None:
         """What a fingerprint carries is enough to refuse: nodes compare no files."""
 
-        def there() -> Verdict:
+        def there() -> ModelComparison:
             told = {"fingerprint": msgspec.to_builtins(ModelFiles("x", copy).fingerprint)}
             (tmp_path / "there.json").write_text(json.dumps(told))
             return _verified(store, twin_of(copy), tmp_path / "there.json")
 
-        assert there().words.endswith("their norms are equal, and samples of 23 other tensors but for rounding")
+        assert there().summary.endswith("the norms are equal, and samples of 23 other tensors except for rounding")
         _changed(copy, 0.1)
         assert "differs by 0.1" in there().differences[0]
         assert len(there().differences) == 4
 
-    @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16"])
+    @pytest.mark.parametrize("kind", ["MXFP4", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16"])
     def test_rounding_is_no_difference(self, kind: str, store: ModelStore, copy: Path, tmp_path: Path) -> None:
         quantized = _quantized(twin_of(copy), tmp_path / "q", gguf.GGMLQuantizationType[kind])
         said = _verified(store, quantized, copy)
         assert len(ModelFiles("x", quantized).fingerprint.weights.values) == 23
-        assert (said.differences, "samples of 30 other tensors" in said.words) == ([], True)
+        assert (said.differences, "samples of 30 other tensors" in said.summary) == ([], True)
         _changed(copy, 0.5)
         assert _verified(store, quantized, copy).differences
 
@@ -189,7 +189,7 @@ class TestStoredDifferently:
             theirs = _quantized(write_twin(copy, twin), tmp_path / f"theirs{by}", four_bits)
             said = _verified(store, mine, theirs)
             assert (said.differences == []) is same
-            assert same is ("stored differently (both gguf:F32+Q4_0): a cache may move" in said.words)
+            assert same is ("stored differently (both gguf:F32+Q4_0): KV may move" in said.summary)
 
     def test_a_padded_vocabulary(self, store: ModelStore, copy: Path) -> None:
         weights = load_file(copy / "model.safetensors")
@@ -204,7 +204,7 @@ class TestStoredDifferently:
         weights = load_file(copy / "model.safetensors")
         packed = {name: each if "norm" in name else each.view(np.uint32) for name, each in weights.items()}
         save_file(packed, copy / "model.safetensors", {"format": "pt"})
-        assert _verified(store, twin_of(copy), copy).words.endswith("only their norms could be compared")
+        assert _verified(store, twin_of(copy), copy).summary.endswith("only the norms could be compared")
 
 
 def _quantized(source: Path, folder: Path, kind: gguf.GGMLQuantizationType) -> Path:
@@ -249,13 +249,13 @@ def test_a_llamacpp_node_that_rotates_its_own_way_has_the_same_model(
     print_of = load_engine("llamacpp", file, **LLAMACPP_OPTIONS).fingerprint
     assert print_of.rope_frequencies != file.fingerprint.rope_frequencies
     (tmp_path / "node.json").write_text(json.dumps({"fingerprint": msgspec.to_builtins(print_of)}))
-    (tmp_path / "there.json").write_text(json.dumps(about(file)))
+    (tmp_path / "there.json").write_text(json.dumps(describe_model(file)))
     for mine in (file.path, folder, tmp_path / "there.json"):
         said = _verified(store, mine, tmp_path / "node.json")
         assert said.differences == []
-        assert "goes to other llama.cpp nodes only" in said.words
-    assert "llama.cpp nodes only" in _verified(store, file.path, folder).words
-    assert "llama.cpp" not in _verified(store, file.path, file.path).words
+        assert "with other llama.cpp nodes only" in said.summary
+    assert "llama.cpp nodes only" in _verified(store, file.path, folder).summary
+    assert "llama.cpp" not in _verified(store, file.path, file.path).summary
 
 
 def test_an_address_needs_no_scheme_and_comes_before_a_model(store: ModelStore, tiny_folder: Folder) -> None:

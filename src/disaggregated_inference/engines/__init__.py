@@ -1,16 +1,15 @@
-"""Engines by name. Their libraries are imported when an engine is loaded, never before."""
+"""Engines by name. An engine's libraries are imported when it is loaded, never before."""
 
 import importlib
 import importlib.util
 from typing import Any
 
 from disaggregated_inference.engines.base import Engine, Logits, Sequence, Tokens, chunks
+from disaggregated_inference.engines.memory import available_bytes
 from disaggregated_inference.errors import DisaggError, EngineUnavailable, ModelDamaged, ModelUnsupported
-from disaggregated_inference.models import ModelFiles
-from disaggregated_inference.models.simulated import NAMES as SIMULATED_MODELS
-from disaggregated_inference.models.store import READS, FileKind
+from disaggregated_inference.models import ENGINE_FILES, SIMULATED_MODELS, FileKind, ModelFiles
 
-# And the packages that each needs.
+# Engine names, and the packages that each needs.
 ENGINES: dict[str, tuple[str, ...]] = {
     "torch": ("torch", "transformers"),
     "mlx": ("mlx", "mlx_lm"),
@@ -20,7 +19,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
 
 
 def load_engine(name: str, model: ModelFiles, **options: Any) -> Engine:
-    """Load `model` into the engine called `name`; `options` are the engine's own (device, dtype, ...)."""
+    """Load `model` into the engine `name`; `options` are engine-specific (device, dtype, ...)."""
     require_engine(name)
     _require_right_kind(name, model)
     module = importlib.import_module(f"disaggregated_inference.engines.{name}")
@@ -28,17 +27,15 @@ def load_engine(name: str, model: ModelFiles, **options: Any) -> Engine:
         engine: Engine = module.load(model, **options)
     except (DisaggError, MemoryError):
         raise
-    except Exception as error:  # the libraries' own words for a bad file are many
+    except Exception as error:  # the libraries raise many different errors for a damaged file
         raise ModelDamaged(f"{name} cannot load {model.path}: {type(error).__name__}: {error}") from error
     return engine
 
 
 def require_engine(name: str) -> None:
-    """Say what is wrong with an engine's name before anything is loaded."""
+    """Check an engine's name and its packages before anything is loaded."""
     if name not in ENGINES:
-        raise EngineUnavailable(
-            f"no engine {name!r}; there are {', '.join(ENGINES)}, and ollama for a node in front of one"
-        )
+        raise EngineUnavailable(f"unknown engine {name!r}: choose {', '.join(ENGINES)}, or ollama")
     if missing := [package for package in ENGINES[name] if not any(map(_installed, package.split(" or ")))]:
         raise EngineUnavailable(
             f"engine {name!r} needs {', '.join(missing)}: pip install 'disaggregated-inference[{name}]'"
@@ -46,8 +43,8 @@ def require_engine(name: str) -> None:
 
 
 def file_kind(name: str) -> FileKind:
-    """The files that an engine reads, for whoever looks for a model that exists in both kinds."""
-    return READS.get(name, "safetensors")
+    """The kind of model files that an engine loads."""
+    return ENGINE_FILES.get(name, "safetensors")
 
 
 def _installed(package: str) -> bool:
@@ -55,19 +52,18 @@ def _installed(package: str) -> bool:
 
 
 def _require_right_kind(name: str, model: ModelFiles) -> None:
-    """What is simulated and what is not must never be taken for each other."""
+    """Simulated and real models must never be confused."""
     if name == "simulated" and not model.simulated:
         raise ModelUnsupported(
-            f"the simulated engine computes nothing and has models of its own ({', '.join(SIMULATED_MODELS)});"
-            f" {model.name} needs a real engine"
+            f"{model.name} needs a real engine: the simulated engine serves only {', '.join(SIMULATED_MODELS)}"
         )
     if name != "simulated" and model.simulated:
-        raise ModelUnsupported(f"{model.name} has no weights: it is for the simulated engine alone, not for {name}")
-    if READS.get(name, model.kind) != model.kind:
+        raise ModelUnsupported(f"{model.name} has no weights: only the simulated engine can serve it, not {name}")
+    if ENGINE_FILES.get(name, model.kind) != model.kind:
         kinds = {"gguf": "a GGUF file", "safetensors": "a folder of safetensors"}
         raise ModelUnsupported(
-            f"{model.path} is {kinds[model.kind]} and {name} reads {kinds[READS[name]]}:"
-            f" give it one, or load this with {' or '.join(model.engines)}"
+            f"{model.path} is {kinds[model.kind]}, and {name} loads {kinds[ENGINE_FILES[name]]}:"
+            f" use --engine {' or '.join(model.engines)}"
         )
     if name not in model.engines:
         others = f"; {' or '.join(model.engines)} can" if model.engines else ""
@@ -77,4 +73,15 @@ def _require_right_kind(name: str, model: ModelFiles) -> None:
         )
 
 
-__all__ = ["ENGINES", "Engine", "Logits", "Sequence", "Tokens", "chunks", "file_kind", "load_engine", "require_engine"]
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "Logits",
+    "Sequence",
+    "Tokens",
+    "available_bytes",
+    "chunks",
+    "file_kind",
+    "load_engine",
+    "require_engine",
+]

@@ -1,15 +1,15 @@
-"""The contract every engine keeps: eight methods over sequences.
+"""The contract of every engine: eight methods on sequences.
 
-A *sequence* is one request's cache inside an engine. It is opened with room for prompt and answer, filled by `prefill`
-(computed here) or by `place` and `commit` (computed elsewhere; `rollback` forgets a chunk that never became whole),
-advanced by `step`, read by `export`, and closed.
+A *sequence* is one request's KV inside an engine. It is opened with capacity for prompt and completion, filled by
+`prefill` (computed here) or by `place` and `commit` (computed by another engine; `rollback` discards an incomplete
+chunk), advanced by `step`, read by `export`, and closed.
 
 Threads: one thread makes all calls to an engine. `emit` is called on that thread.
-Counting: engines count every token that goes through the model, where it goes through. Tests and nodes read these
+Counters: engines count every token that goes through the model, at the place where it does. Tests and nodes read these
 counters to show that a hand-off recomputed nothing.
-Memory: `kv_cost` says what a sequence will take at most, before it is opened; sequences whose costs stay within
-`kv_limit_bytes` together have room together (torch may find it in pieces only, and says so: `KVMemoryFull`).
-`kv_held_bytes` is what they take now. Keeping to the limit is the caller's business: it knows who can wait.
+Memory: `kv_cost` is the most that a sequence will take, known before it is opened. Sequences whose costs together stay
+within `kv_limit_bytes` fit together (torch may have only fragments left, and raises `KVMemoryFull`). `kv_held_bytes` is
+what they take now. The caller keeps to the limit: it knows which requests can wait.
 """
 
 from abc import ABC, abstractmethod
@@ -35,12 +35,10 @@ from disaggregated_inference.models import ModelSpec
 
 Emit = Callable[[KVSlice], None]
 
-# What an engine is, whether or not its weights are in memory.
-_KEPT = {"spec", "fingerprint", "dtype", "counters", "live", "kv_limit_bytes", "max_batch", "chunk_tokens"}
-
 
 class Tokens(Protocol):
-    """Chosen tokens that may still be on the device: feed them to the next step before reading them."""
+    """Sampled tokens that may still be on the device; the next step can take them before they are read. Arrays of
+    numpy, torch and MLX are such tokens."""
 
     def __len__(self) -> int: ...
 
@@ -48,7 +46,7 @@ class Tokens(Protocol):
 
 
 class Logits(Protocol):
-    """Scores of the next token, one row per sequence, on the device until someone asks."""
+    """Logits of the next token, one row per sequence, on the device until they are read."""
 
     def greedy(self) -> Tokens: ...
 
@@ -58,7 +56,7 @@ class Logits(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One request's cache. `length` counts tokens that are whole in every layer; `placed` runs ahead, per layer."""
+    """One request's KV. `length` counts tokens that are complete in every layer; `placed` runs ahead, per layer."""
 
     capacity: int
     placed: list[int]
@@ -71,25 +69,25 @@ class Sequence:
 
 @dataclass(slots=True)
 class Counters:
-    """Tokens that went through the model, counted at the model's own door."""
+    """Tokens that went through the model."""
 
     prompt_tokens: int = 0
     step_tokens: int = 0
 
 
 class Engine(ABC):
-    """One loaded model. Subclasses fill in the underscored hooks; checks and counting live here, once.
+    """One loaded model. Subclasses implement the abstract methods; checks are here, once.
 
-    A call that is refused changes nothing. One that fails half-way breaks its sequences: the model may have written a
-    part of a chunk, and going on from there would give a wrong answer in silence. They can only be closed.
+    A refused call changes nothing. A call that fails half-way breaks its sequences: the model may have written a part
+    of a chunk, and continuing would silently give a wrong answer. Broken sequences can only be closed.
     """
 
     name: str
-    kv_limit_bytes: int  # what all sequences together may take
-    own_memory = False  # whether KV memory was taken when the engine was loaded, and nobody else could use it
+    kv_limit_bytes: int  # for all sequences together
+    preallocates_kv = False  # whether KV memory is allocated when the engine is loaded
     max_batch = 256
-    warm_lengths: tuple[int, ...] = (64,)  # chunks worth reading once before the first request
-    chunk_tokens = 512  # at a time: enough to keep the device busy, not so much that others wait for seconds
+    warm_lengths: tuple[int, ...] = (64,)  # chunk lengths to compute once before the first request
+    chunk_tokens = 512  # enough to keep the device busy, few enough that other requests do not wait for seconds
 
     def __init__(self, spec: ModelSpec, fingerprint: Fingerprint, dtype: KVDType) -> None:
         self.spec = spec
@@ -97,132 +95,126 @@ class Engine(ABC):
         self.dtype = dtype
         self.counters = Counters()
         self.live: set[Sequence] = set()
+        self.loaded = True
 
     def open(self, capacity: int) -> Sequence:
-        """Reserve room for `capacity` tokens, prompt and answer together."""
+        """Reserve memory for `capacity` tokens, prompt and completion together."""
         if capacity > self.spec.context_window:
             raise ContextTooLong(capacity, self.spec.context_window)
         if capacity < 1:
-            raise KVMemoryFull(f"a sequence needs room for at least one token, not {capacity}")
+            raise KVMemoryFull(f"a sequence needs a capacity of at least one token, not {capacity}")
         sequence = Sequence(capacity=capacity, placed=[0] * len(self.spec.layout.layers), state=self._open(capacity))
         self.live.add(sequence)
         return sequence
 
     def close(self, sequence: Sequence) -> None:
-        """Give the memory back. Closing twice is harmless."""
+        """Free the sequence's memory. Closing twice is harmless."""
         if not sequence.closed:
             sequence.closed = True
             self.live.discard(sequence)
             self._close(sequence)
 
     def kv_cost(self, capacity: int) -> int:
-        """The most bytes a sequence of that capacity takes, whoever it is batched with.
+        """The most bytes that a sequence of this capacity takes, in any batch.
 
-        Of a sliding layer the window, twice: while slices arrive, the committed rows and the new ones are both there.
+        A sliding layer counts its window twice: while slices arrive, committed and new rows exist side by side.
         """
         rows = sum(2 * plan.window or self._kv_rows(capacity) for plan in self.spec.layout.layers)
         return rows * self.spec.layout.row_bytes(self.dtype)
 
-    def handed_out_bytes(self, tokens: int) -> int:
-        """What the slices of a prompt take of the same memory, beside the sequence, until nobody needs them."""
+    def slice_copy_bytes(self, tokens: int) -> int:
+        """What copies of a prompt's slices take of the same memory, beside the sequence, until they are sent."""
         return 0
 
-    def held_as(self, sequence: Sequence, piece: KVSlice) -> KVSlice:
-        """The same rows, which were placed, in the sequence's own memory where others can read it: so that they are
-        not there twice."""
+    def placed_view(self, sequence: Sequence, piece: KVSlice) -> KVSlice:
+        """The placed rows as a view of the sequence's memory, if other threads can read it: saves a second copy."""
         return piece
 
     @property
     def kv_held_bytes(self) -> int:
-        """What the open sequences take now, measured; nothing open, nothing held."""
+        """What the open sequences take now, measured."""
         return self._kv_held() if self.loaded else 0
 
     def prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None = None) -> Logits:
-        """Evaluate one chunk and return the logits of its last position; `emit` gets each layer's slice as it is done.
+        """Compute one chunk and return the logits of its last position; `emit` gets each layer's slice when it is done.
 
-        Splitting a prompt into chunks is the caller's business: between two chunks it may do other work.
+        The caller splits a prompt into chunks, and may do other work between two of them.
         """
         if not len(tokens):
             raise TokensRefused("a chunk needs at least one token")
         self._require_room(sequence, len(tokens))
         self.require_vocabulary(tokens)
-        with whole_or_broken(sequence):
+        with broken_on_error(sequence):
             sequence.computed += len(tokens)
             logits = self._prefill(sequence, tokens, emit)
         self._advance(sequence, len(tokens))
         return logits
 
     def place(self, sequence: Sequence, piece: KVSlice) -> None:
-        """Put one layer's slice in its place. Layers may arrive in any order, the slices of one layer in theirs."""
+        """Write one layer's slice. Layers may arrive in any order, the slices of one layer by position."""
         self._require_usable(sequence)
         piece.require_fits(self.spec.layout)
         self._require_next(sequence, piece)
         if piece.stop > sequence.capacity:
-            raise KVMemoryFull(f"slice up to token {piece.stop} in a sequence opened for {sequence.capacity}")
+            raise KVMemoryFull(f"slice up to token {piece.stop} in a sequence with a capacity of {sequence.capacity}")
         piece.wait()
-        with whole_or_broken(sequence):
+        with broken_on_error(sequence):
             self._place(sequence, piece)
         sequence.placed[piece.layer] = piece.stop
 
     def commit(self, sequence: Sequence, length: int) -> None:
-        """Declare the first `length` tokens whole: refused while any layer lacks rows."""
+        """Declare the first `length` tokens complete; refused while any layer lacks rows."""
         self._require_usable(sequence)
         short = [layer for layer, stop in enumerate(sequence.placed) if stop != length]
         if short:
             raise SliceRefused(f"commit of {length} tokens: layer {short[0]} has {sequence.placed[short[0]]}")
-        with whole_or_broken(sequence):
+        with broken_on_error(sequence):
             self._commit(sequence, length)
         sequence.length = length
 
     def rollback(self, sequence: Sequence) -> None:
-        """Forget what was placed since the last commit: the sequence goes on from there."""
+        """Discard what was placed since the last commit."""
         self._require_usable(sequence)
-        with whole_or_broken(sequence):
+        with broken_on_error(sequence):
             self._rollback(sequence)
         self._advance(sequence, 0)
 
     def export(self, sequence: Sequence, start: int = 0) -> Iterator[KVSlice]:
-        """The rows this engine holds for positions from `start`, one slice per layer."""
+        """The sequence's rows from position `start` on, one slice per layer."""
         self._require_room(sequence, 0)
         if not 0 <= start < sequence.length:
             raise SliceRefused(f"export from token {start} of a sequence of {sequence.length}")
         return self._export(sequence, start)
 
     def step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits:
-        """Feed each sequence one token and return the logits of the next. Membership may change at every call."""
+        """Feed one token to each sequence and return the logits of the next. Every call may have other sequences."""
         self._require_batch(sequences, tokens)
-        with whole_or_broken(*sequences):
+        with broken_on_error(*sequences):
             logits = self._step(sequences, tokens)
         for sequence in sequences:
             self._advance(sequence, 1)
         return logits
 
-    @property
-    def loaded(self) -> bool:
-        return "model" in self.__dict__
-
     def unload(self) -> None:
-        """Give weights and KV memory back; nothing may be open. What the engine is (spec, fingerprint, costs) stays."""
-        for name in [name for name in self.__dict__ if name not in _KEPT]:
-            del self.__dict__[name]
-        self._free()
+        """Free weights and KV memory; no sequence may be open. Spec, fingerprint, costs and counters stay."""
+        self.loaded = False
+        self._unload()
 
-    def become(self, fresh: "Engine") -> None:
-        """Take over an engine that was just loaded, for everyone who holds this one. Counters go on; prefixes, proofs
-        and whoever knows this node too, so it must be the same model."""
-        if fresh.fingerprint != self.fingerprint:
-            raise EngineUnavailable("the model's files have changed since this node started: start it again")
-        fresh.counters = self.counters
-        self.__dict__ = fresh.__dict__
+    def replace(self, unloaded: "Engine") -> None:
+        """Continue the counters of an unloaded engine. It must have the same model: prefixes and peers rely on it."""
+        if self.fingerprint != unloaded.fingerprint:
+            raise EngineUnavailable("The model's files have changed since this node started. Restart the node.")
+        self.counters = unloaded.counters
 
-    def _free(self) -> None:  # noqa: B027
-        """Make the library give back what it keeps for later."""
+    @abstractmethod
+    def _unload(self) -> None:
+        """Drop every reference to weights and KV memory, and make the library free what it keeps for reuse."""
 
-    def leave_thread(self) -> None:  # noqa: B027  most engines keep nothing per thread
+    def leave_thread(self) -> None:  # noqa: B027  most engines have no state per thread
         """Called on the engine's thread before that thread ends."""
 
     def _kv_rows(self, capacity: int) -> int:
-        """Rows of a full layer that a sequence of that capacity takes at most."""
+        """The most rows of a full layer that a sequence of this capacity takes."""
         return capacity
 
     @abstractmethod
@@ -260,21 +252,21 @@ class Engine(ABC):
         if sequence.closed:
             raise SliceRefused("the sequence is closed")
         if sequence.broken:
-            raise SequenceBroken("an earlier call on this sequence failed half-way; close it and start again")
+            raise SequenceBroken("an earlier call on this sequence failed; close it and start again")
 
     def _require_room(self, sequence: Sequence, count: int) -> None:
         self._require_usable(sequence)
-        if sequence.placed.count(sequence.length) != len(sequence.placed):  # every step of every sequence asks
-            raise SliceRefused("slices were placed and not committed; commit them or roll back")
+        if sequence.placed.count(sequence.length) != len(sequence.placed):  # fast: every step checks every sequence
+            raise SliceRefused("slices were placed and not committed; commit or roll back first")
         if sequence.length + count > sequence.capacity:
-            raise KVMemoryFull(f"{sequence.length + count} tokens in a sequence opened for {sequence.capacity}")
+            raise KVMemoryFull(f"{sequence.length + count} tokens in a sequence with a capacity of {sequence.capacity}")
 
     def require_vocabulary(self, tokens: Items[int]) -> None:
-        """An id past the end crashes MLX and stops CUDA for good: it must not get there."""
+        """An id beyond the vocabulary crashes MLX and makes CUDA unusable: refuse it here."""
         low, high = min(tokens), max(tokens)
         if low < 0 or high >= self.spec.vocabulary:
-            wrong = low if low < 0 else high
-            raise TokensRefused(f"token {wrong} is not in the vocabulary of {self.spec.vocabulary}")
+            invalid = low if low < 0 else high
+            raise TokensRefused(f"token {invalid} is not in the vocabulary of {self.spec.vocabulary}")
 
     def _require_batch(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> None:
         count = len(sequences)
@@ -290,7 +282,7 @@ class Engine(ABC):
             self.require_vocabulary(tokens)
 
     def _require_next(self, sequence: Sequence, piece: KVSlice) -> None:
-        """The slice must join on: at the layer's last row, or where a sliding layer's window begins."""
+        """The slice must continue the layer: at its last row, or where a sliding layer's window begins."""
         held = sequence.placed[piece.layer]
         plan = self.spec.layout.layers[piece.layer]
         if piece.start != held and piece.start != plan.first_row(held, piece.stop):
@@ -298,8 +290,8 @@ class Engine(ABC):
 
 
 @contextmanager
-def whole_or_broken(*sequences: Sequence) -> Iterator[None]:
-    """Whatever fails in here leaves them neither as they were nor as they should be."""
+def broken_on_error(*sequences: Sequence) -> Iterator[None]:
+    """A failure inside leaves the sequences in an unknown state: mark them broken."""
     try:
         yield
     except BaseException:
@@ -309,10 +301,10 @@ def whole_or_broken(*sequences: Sequence) -> Iterator[None]:
 
 
 def token_list(tokens: Items[int] | Tokens) -> list[int]:
-    """Tokens on the host, wherever they were: those of another engine may be fed to this one."""
+    """Tokens on the host; another engine's tokens may be fed to this one."""
     return list(tokens) if isinstance(tokens, Items) else tokens.tolist()
 
 
 def chunks(tokens: Items[int], size: int) -> Iterable[Items[int]]:
-    """A prompt cut into chunks of `size` tokens, the last one shorter."""
+    """A prompt in chunks of `size` tokens; the last may be shorter."""
     return (tokens[at : at + size] for at in range(0, len(tokens), size))

@@ -1,4 +1,4 @@
-"""How much memory this machine has left: what an engine's default KV budget is a share of."""
+"""The memory that this machine has left. Default KV budgets are a share of it."""
 
 import math
 import os
@@ -7,25 +7,25 @@ import re
 import subprocess
 from pathlib import Path
 
-_RECLAIMABLE = ("free", "inactive", "speculative", "purgeable")  # what macOS gives up when someone asks
-_FALLBACK_SHARE = 4  # of all memory, when nobody says what is free
+_RECLAIMABLE = ("free", "inactive", "speculative", "purgeable")  # pages that macOS gives to new allocations
+_FALLBACK_SHARE = 4  # one part in four of all memory, if the free memory is unknown
 
 
 def available_bytes() -> int:
-    """Memory that new allocations can have without pushing anyone else out; a quarter of all where nothing says."""
+    """Memory for new allocations without swapping; a quarter of all memory if the system does not tell."""
     try:
         if platform.system() == "Linux":
             return int(min(parse_meminfo(Path("/proc/meminfo").read_text()), _container_bytes()))
         if platform.system() == "Darwin":
-            told = subprocess.run(["/usr/bin/vm_stat"], capture_output=True, text=True, check=True, timeout=5)
-            return parse_vm_stat(told.stdout)
+            result = subprocess.run(["/usr/bin/vm_stat"], capture_output=True, text=True, check=True, timeout=5)
+            return parse_vm_stat(result.stdout)
     except (OSError, ValueError, subprocess.SubprocessError):
         pass
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _FALLBACK_SHARE
 
 
 def _container_bytes() -> float:
-    """What a container may still take; no bound where there is none."""
+    """What the container's limit leaves; infinite without a limit."""
     try:
         most, now = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
         return max(int(most) - int(now), 0)
@@ -42,11 +42,11 @@ def parse_meminfo(text: str) -> int:
 
 
 def parse_vm_stat(text: str) -> int:
-    """The pages in macOS's `vm_stat` that nobody holds on to."""
+    """The free and reclaimable pages in macOS's `vm_stat`."""
     size = re.search(r"page size of (\d+) bytes", text)
     pages = [
         int(count) for kind in _RECLAIMABLE for count in re.findall(rf"^Pages {kind}:\s+(\d+)", text, re.MULTILINE)
     ]
     if not size or not pages:
-        raise ValueError("vm_stat speaks otherwise")
+        raise ValueError("unknown vm_stat output")
     return int(size[1]) * sum(pages)

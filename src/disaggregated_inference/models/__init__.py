@@ -1,7 +1,34 @@
-"""Models on disk: names, files, what they are, and their tokenizers. No torch, no MLX."""
+"""Models on disk: names, files, specifications, identity and tokenizers. No torch, no MLX."""
 
+from disaggregated_inference.models.missing_tokenizer import MissingTokenizer
+from disaggregated_inference.models.registered_names import FileKind, bare_name
+from disaggregated_inference.models.rope import Rope, llamacpp_rope, rope_from_config, rope_parameters
+from disaggregated_inference.models.simulated import FIRST_WORD, SIMULATED_MODELS, SPECIAL_TOKENS
 from disaggregated_inference.models.spec import ARCHITECTURES, ModelSpec, spec_from_config
-from disaggregated_inference.models.store import ModelFiles, ModelStore
+from disaggregated_inference.models.store import ENGINE_FILES, ModelFiles, ModelStore, default_home
 from disaggregated_inference.models.tokenizer import ModelTokenizer
+from disaggregated_inference.models.verify import compare_models, describe_model, describe_models
 
-__all__ = ["ARCHITECTURES", "ModelFiles", "ModelSpec", "ModelStore", "ModelTokenizer", "spec_from_config"]
+__all__ = [
+    "ARCHITECTURES",
+    "ENGINE_FILES",
+    "FIRST_WORD",
+    "SIMULATED_MODELS",
+    "SPECIAL_TOKENS",
+    "FileKind",
+    "MissingTokenizer",
+    "ModelFiles",
+    "ModelSpec",
+    "ModelStore",
+    "ModelTokenizer",
+    "Rope",
+    "bare_name",
+    "compare_models",
+    "default_home",
+    "describe_model",
+    "describe_models",
+    "llamacpp_rope",
+    "rope_from_config",
+    "rope_parameters",
+    "spec_from_config",
+]

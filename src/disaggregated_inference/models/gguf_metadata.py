@@ -1,91 +1,81 @@
-"""What a GGUF's metadata may hold, in the fields that we read: checked once, when the file is opened."""
+"""Checks the GGUF metadata fields that are used, once, when the file is opened."""
 
-import math
-from collections.abc import Callable
+import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from disaggregated_inference.errors import ModelDamaged
 
-# GGUF's names for the architectures that we run, and transformers' for them.
+# Supported architectures: GGUF's names and those of transformers.
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
 
-_MOST = 1 << 31
-_MOST_LAYERS = 10_000
+_MAX = 1 << 31
+_MAX_LAYERS = 10_000
+_MAX_FLOAT = sys.float_info.max
 
 
-class _Rule(NamedTuple):
-    what: str
-    holds: Callable[[Any], bool]
+# The descriptions complete the sentence "should be ...". The upper bounds exclude infinity.
+_Text = Annotated[str, Meta(description="a string")]
+_Texts = Annotated[list[str], Meta(description="a list of strings")]
+_Kinds = Annotated[list[int], Meta(description="a list of integers")]
+_Id = Annotated[int, Meta(ge=-_MAX, le=2 * _MAX, description="a token id")]
+_Count = Annotated[int, Meta(ge=1, le=_MAX, description="an integer above zero")]
+_Layers = Annotated[int, Meta(ge=1, le=_MAX_LAYERS, description=f"a number of layers, 1 to {_MAX_LAYERS}")]
+_NoneOrMore = Annotated[int, Meta(ge=0, le=_MAX, description="an integer")]
+_Size = Annotated[float, Meta(gt=0, le=_MAX_FLOAT, description="a number above zero")]
+_Amount = Annotated[float, Meta(ge=0, le=_MAX_FLOAT, description="a number, not below zero")]
 
-
-def _whole(value: Any, least: int, most: int = _MOST) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _list_of(kind: type, value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
-
-
-_TEXT = _Rule("a text", lambda value: isinstance(value, str))
-_TEXTS = _Rule("a list of texts", lambda value: _list_of(str, value))
-_KINDS = _Rule("a list of whole numbers", lambda value: _list_of(int, value))
-_ID = _Rule("a token's id", lambda value: _whole(value, -_MOST, 2 * _MOST))
-_COUNT = _Rule("one whole number above zero", lambda value: _whole(value, 1))
-_LAYERS = _Rule(f"a number of layers, 1 to {_MOST_LAYERS}", lambda value: _whole(value, 1, _MOST_LAYERS))
-_NONE_OR_MORE = _Rule("one whole number", lambda value: _whole(value, 0))
-_SIZE = _Rule("a number above zero", lambda value: _number(value) and value > 0)
-_AMOUNT = _Rule("a number, not below zero", lambda value: _number(value) and value >= 0)
-
-_GENERAL = {
-    "general.architecture": _TEXT,
-    "tokenizer.chat_template": _TEXT,
-    "tokenizer.ggml.model": _TEXT,
-    "tokenizer.ggml.pre": _TEXT,
-    "tokenizer.ggml.tokens": _TEXTS,
-    "tokenizer.ggml.merges": _TEXTS,
-    "tokenizer.ggml.token_type": _KINDS,
-    **{f"tokenizer.ggml.{name}_token_id": _ID for name in ("bos", "eos", "eot", "eom", "padding")},
+_GENERAL: dict[str, Any] = {
+    "general.architecture": _Text,
+    "tokenizer.chat_template": _Text,
+    "tokenizer.ggml.model": _Text,
+    "tokenizer.ggml.pre": _Text,
+    "tokenizer.ggml.tokens": _Texts,
+    "tokenizer.ggml.merges": _Texts,
+    "tokenizer.ggml.token_type": _Kinds,
+    **{f"tokenizer.ggml.{name}_token_id": _Id for name in ("bos", "eos", "eot", "eom", "padding")},
 }
-_OF_ARCHITECTURE = {
-    "block_count": _LAYERS,
-    "embedding_length": _COUNT,
-    "context_length": _COUNT,
-    "feed_forward_length": _COUNT,
-    "expert_count": _NONE_OR_MORE,
-    "attention.head_count": _COUNT,
-    "attention.head_count_kv": _COUNT,
-    "attention.key_length": _COUNT,
-    "attention.sliding_window": _NONE_OR_MORE,
-    "attention.layer_norm_rms_epsilon": _SIZE,
-    "rope.freq_base": _SIZE,
-    "rope.scaling.type": _TEXT,
-    "rope.scaling.factor": _SIZE,
-    "rope.scaling.original_context_length": _COUNT,
-    "rope.scaling.yarn_beta_fast": _AMOUNT,
-    "rope.scaling.yarn_beta_slow": _AMOUNT,
+_OF_ARCHITECTURE: dict[str, Any] = {
+    "block_count": _Layers,
+    "embedding_length": _Count,
+    "context_length": _Count,
+    "feed_forward_length": _Count,
+    "expert_count": _NoneOrMore,
+    "attention.head_count": _Count,
+    "attention.head_count_kv": _Count,
+    "attention.key_length": _Count,
+    "attention.sliding_window": _NoneOrMore,
+    "attention.layer_norm_rms_epsilon": _Size,
+    "rope.freq_base": _Size,
+    "rope.scaling.type": _Text,
+    "rope.scaling.factor": _Size,
+    "rope.scaling.original_context_length": _Count,
+    "rope.scaling.yarn_beta_fast": _Amount,
+    "rope.scaling.yarn_beta_slow": _Amount,
 }
 
 
-def require_sound(path: Path, meta: dict[str, Any]) -> None:
-    """Of an architecture that we do not run, nothing more is asked: it is refused by its name."""
+def require_valid_metadata(path: Path, meta: dict[str, Any]) -> None:
+    """An unsupported architecture is not checked further: it is refused by its name later."""
     _require(path, meta, _GENERAL)
     kind = meta.get("general.architecture")
     if kind in ARCHITECTURES:
-        _require(path, meta, {f"{kind}.{key}": rule for key, rule in _OF_ARCHITECTURE.items()})
+        _require(path, meta, {f"{kind}.{key}": value for key, value in _OF_ARCHITECTURE.items()})
 
 
-def _require(path: Path, meta: dict[str, Any], rules: dict[str, _Rule]) -> None:
-    for key, rule in rules.items():
-        if key in meta and not rule.holds(meta[key]):
-            raise ModelDamaged(f"{path}: its {key} is {_shown(meta[key])}, and should be {rule.what}")
+def _require(path: Path, meta: dict[str, Any], kinds: dict[str, Any]) -> None:
+    for key in (key for key in kinds if key in meta):
+        try:
+            msgspec.convert(meta[key], kinds[key])
+        except msgspec.ValidationError:
+            expected = kinds[key].__metadata__[0].description
+            raise ModelDamaged(f"{path}: its {key} is {_shorten(meta[key])}, and should be {expected}") from None
 
 
-def _shown(value: Any) -> str:
-    """Not 150,000 tokens."""
+def _shorten(value: Any) -> str:
+    """A list may have 150,000 tokens."""
     some = value[:4] if isinstance(value, list | str) else value
     return repr(some) + (f" ... ({len(value)} in all)" if some is not value and len(value) > 4 else "")

@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF: vocabulary and merges are there, how text is cut before that is only named."""
+"""The tokenizer inside a GGUF: it has vocabulary and merges, but only the name of its pre-tokenizer."""
 
 from typing import Any, NamedTuple
 
@@ -21,35 +21,35 @@ _GPT4O = (
 )
 
 
-class _Cut(NamedTuple):
-    """How one family cuts text. Without an expression of its own, as GPT-2 does."""
+class _PreTokenizer(NamedTuple):
+    """How one model family splits text before the merges; by default as GPT-2."""
 
     expression: str = ""
     single_digits: bool = False
-    composed: bool = False  # characters and their accents as one, first
-    whole_words: bool = False  # a word that is in the vocabulary is one token, whatever the merges would make of it
+    composed: bool = False  # normalize to NFC first
+    whole_words: bool = False  # a word in the vocabulary is one token, without merges
 
 
-# By llama.cpp's names for them.
-_CUTS = {
-    "gpt-2": _Cut(),
-    "smollm": _Cut(single_digits=True),
-    "qwen2": _Cut(_QWEN, composed=True),
-    "llama-bpe": _Cut(_LLAMA3, whole_words=True),
-    "gpt-4o": _Cut(_GPT4O),
+# By llama.cpp's names.
+_PRE_TOKENIZERS = {
+    "gpt-2": _PreTokenizer(),
+    "smollm": _PreTokenizer(single_digits=True),
+    "qwen2": _PreTokenizer(_QWEN, composed=True),
+    "llama-bpe": _PreTokenizer(_LLAMA3, whole_words=True),
+    "gpt-4o": _PreTokenizer(_GPT4O),
 }
 
-# What ends an answer or a turn in the families we run, beside what the file itself says: it has room for one of them.
+# Tokens that end a completion in the supported families; a GGUF's metadata names only one of them.
 _ENDS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|return|>", "<|call|>")
 
 
-def tokenizer_of(file: GGUFFile) -> ModelTokenizer:
+def tokenizer_from_gguf(file: GGUFFile) -> ModelTokenizer:
     meta = file.metadata
-    return ModelTokenizer(_rebuilt(file), meta.get("tokenizer.chat_template", ""), special_texts(meta))
+    return ModelTokenizer(_build_tokenizer(file), meta.get("tokenizer.chat_template", ""), special_texts(meta))
 
 
 def special_texts(meta: dict[str, Any]) -> dict[str, str]:
-    """Those that chat templates name."""
+    """The special tokens that chat templates use."""
     tokens = meta["tokenizer.ggml.tokens"]
     ids = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token": "padding_token_id"}
     found = {name: meta.get(f"tokenizer.ggml.{key}") for name, key in ids.items()}
@@ -57,28 +57,28 @@ def special_texts(meta: dict[str, Any]) -> dict[str, str]:
 
 
 def end_tokens(meta: dict[str, Any]) -> list[int]:
-    """What it says, and the control tokens that only ever end something."""
+    """The end tokens in the metadata, and the control tokens in `_ENDS`."""
     tokens, kinds = meta["tokenizer.ggml.tokens"], meta.get("tokenizer.ggml.token_type") or []
-    said = [meta.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    declared = [meta.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     pairs = enumerate(zip(tokens, kinds, strict=False))
     named = [at for at, (token, kind) in pairs if kind == _CONTROL and token in _ENDS]
-    return list(dict.fromkeys(at for at in (*said, *named) if at is not None and 0 <= at < len(tokens)))
+    return list(dict.fromkeys(at for at in (*declared, *named) if at is not None and 0 <= at < len(tokens)))
 
 
-def _rebuilt(file: GGUFFile) -> Tokenizer:
-    meta, cut = file.metadata, _cut(file)
+def _build_tokenizer(file: GGUFFile) -> Tokenizer:
+    meta, cut = file.metadata, _pre_tokenizer(file)
     tokens: list[str] = meta["tokenizer.ggml.tokens"]
     kinds: list[int] = meta.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(kinds) != len(tokens):
-        raise ModelDamaged(f"{file.path}: {len(tokens)} tokens and {len(kinds)} kinds of them")
+        raise ModelDamaged(f"{file.path}: {len(tokens)} tokens but {len(kinds)} token types")
     merges = [tuple(merge.split(" ", 1)) for merge in meta.get("tokenizer.ggml.merges", ())]
     if odd := next((merge for merge in merges if len(merge) != 2), None):
-        raise ModelDamaged(f"{file.path}: {odd[0]!r} among its tokenizer.ggml.merges is no pair")
+        raise ModelDamaged(f"{file.path}: {odd[0]!r} in tokenizer.ggml.merges is not a pair")
     vocabulary = {token: at for at, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _UNUSED}
     try:
         tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=cut.whole_words))
     except Exception as error:  # the Rust side raises no narrower class
-        raise ModelDamaged(f"{file.path}: its vocabulary and merges do not go together: {error}") from error
+        raise ModelDamaged(f"{file.path}: its vocabulary and merges do not match: {error}") from error
     if cut.composed:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_steps(cut))
@@ -89,18 +89,18 @@ def _rebuilt(file: GGUFFile) -> Tokenizer:
     return tokenizer
 
 
-def _cut(file: GGUFFile) -> _Cut:
+def _pre_tokenizer(file: GGUFFile) -> _PreTokenizer:
     meta = file.metadata
     kind, name = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre", "")
-    if kind != "gpt2" or name not in _CUTS:
+    if kind != "gpt2" or name not in _PRE_TOKENIZERS:
         raise ModelUnsupported(
-            f"{file.path}: a tokenizer of kind {kind!r} that cuts text as {name!r} cannot be made from a GGUF"
-            f" ({', '.join(_CUTS)} can); put tokenizer.json and tokenizer_config.json of the original beside it"
+            f"{file.path}: tokenizer {kind!r} with pre-tokenizer {name!r} cannot be built from a GGUF (supported:"
+            f" {', '.join(_PRE_TOKENIZERS)}); put the model's tokenizer.json and tokenizer_config.json beside the file"
         )
-    return _CUTS[name]
+    return _PRE_TOKENIZERS[name]
 
 
-def _steps(cut: _Cut) -> list[Any]:
+def _steps(cut: _PreTokenizer) -> list[Any]:
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not cut.expression)
     if cut.expression:
         return [pre_tokenizers.Split(Regex(cut.expression), behavior="isolated"), plain]

@@ -1,6 +1,6 @@
-"""What an Ollama on this machine has pulled: GGUF files, by the names that Ollama has for them.
+"""GGUF files that an Ollama on this machine has pulled, by Ollama's names.
 
-A manifest lists a model's layers; each lies in `blobs` under its hash. Only read, never written.
+A manifest lists a model's layers; each is in `blobs` under its hash. The store is never written.
 """
 
 import json
@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _WEIGHTS, _ADAPTER = (f"application/vnd.ollama.image.{kind}" for kind in ("model", "adapter"))
-_SERVICE = Path("/usr/share/ollama/.ollama/models")  # of the user that its installer makes on Linux
+_SERVICE = Path("/usr/share/ollama/.ollama/models")  # of the user that Ollama's installer creates on Linux
 
 
 def find(name: str) -> Path | None:
-    """The weights of `qwen3-coder:30b` or `hf.co/someone/model`; of `latest` where no tag is said, as Ollama has it."""
+    """The weights of `qwen3-coder:30b` or `hf.co/owner/model`; the default tag is `latest`, as in Ollama."""
     wanted = name if ":" in name else f"{name}:latest"
     return next((path for found, path in pulled() if found == wanted.lower()), None)
 
 
 def pulled() -> Iterator[tuple[str, Path]]:
-    """All that could be loaded from there."""
+    """All models with a single file of weights."""
     for root in _roots():
         for manifest in _manifests(root):
             if weights := _weights(root, manifest):
@@ -27,13 +27,13 @@ def pulled() -> Iterator[tuple[str, Path]]:
 
 
 def _roots() -> list[Path]:
-    if said := os.environ.get("OLLAMA_MODELS"):
-        return [Path(said).expanduser()]
+    if configured := os.environ.get("OLLAMA_MODELS"):
+        return [Path(configured).expanduser()]
     return [Path("~/.ollama/models").expanduser(), _SERVICE]
 
 
 def _manifests(root: Path) -> list[Path]:
-    """None, where another user's store is closed to us."""
+    """Empty if another user's store is not readable."""
     try:
         return sorted(root.glob("manifests/*/*/*/*"))
     except OSError:
@@ -41,14 +41,14 @@ def _manifests(root: Path) -> list[Path]:
 
 
 def _name(manifest: Path) -> str:
-    """As `ollama list` has it: without the place that it pulls from unless told otherwise."""
-    place, owner, model, tag = manifest.parts[-4:]
-    whose = "" if owner == "library" else f"{owner}/"
-    return ("" if place.startswith("registry.") else f"{place}/") + f"{whose}{model}:{tag}"
+    """The name in `ollama list`: without the default registry and the default owner."""
+    host, owner, model, tag = manifest.parts[-4:]
+    prefix = "" if owner == "library" else f"{owner}/"
+    return ("" if host.startswith("registry.") else f"{host}/") + f"{prefix}{model}:{tag}"
 
 
 def _weights(root: Path, manifest: Path) -> Path | None:
-    """None where the model is more than one file of weights: it would not be the model that Ollama serves."""
+    """None if the model has several files of weights or an adapter: one file would be another model."""
     try:
         layers = [(layer["mediaType"], layer["digest"]) for layer in json.loads(manifest.read_bytes())["layers"]]
         digests = [digest for kind, digest in layers if kind == _WEIGHTS]

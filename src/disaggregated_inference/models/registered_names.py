@@ -1,6 +1,6 @@
-"""The names that the user gave to models: `models.json`, and which of them are copies that the store made.
+"""`models.json`: the names that the user registered for models, and which of them are copies in the store.
 
-Several processes may change it at once: each holds a lock from reading to writing, and replaces the file as a whole.
+Several processes may change it at once: each holds a lock from reading to writing, and replaces the file atomically.
 """
 
 import json
@@ -14,14 +14,14 @@ from typing import Literal
 import msgspec
 
 from disaggregated_inference.errors import ModelDamaged
-from disaggregated_inference.models.embedded import only_one
+from disaggregated_inference.models.embedded import file_lock
 from disaggregated_inference.models.tokenizer import read_json
 
 FileKind = Literal["safetensors", "gguf"]
 
 
 class RegisteredName(msgspec.Struct, omit_defaults=True):
-    """What one name stands for. Only what is `copied` may ever be deleted."""
+    """The paths of one name. Only those in `copied` may be deleted."""
 
     gguf: str = ""
     safetensors: str = ""
@@ -36,7 +36,7 @@ class RegisteredName(msgspec.Struct, omit_defaults=True):
         self.copied = [each for each in self.copied if each != kind] + ([kind] if copied else [])
 
     def copy_of(self, kind: FileKind) -> Path | None:
-        """The folder that was made for it."""
+        """The folder of the store's copy, if there is one."""
         if kind not in self.copied:
             return None
         path = Path(self.paths()[kind])
@@ -47,29 +47,29 @@ Names = dict[str, RegisteredName]
 
 
 def bare_name(name: str) -> str:
-    """Programs name models as `disaggregated:qwen3-coder:30b`."""
+    """Without the prefix of `disaggregated:qwen3-coder:30b`."""
     return name.strip().removeprefix("disaggregated:").strip()
 
 
 def read_names(file: Path) -> Names:
-    return {name: _named(file, name, told) for name, told in read_json(file).items()}
+    return {name: _decode(file, name, entry) for name, entry in read_json(file).items()}
 
 
-def _named(file: Path, name: str, told: object) -> RegisteredName:
+def _decode(file: Path, name: str, entry: object) -> RegisteredName:
     try:
-        named = msgspec.convert(told, RegisteredName)
+        named = msgspec.convert(entry, RegisteredName)
     except msgspec.ValidationError as error:
-        raise ModelDamaged(f"{file}: {name!r} is not as `disagg models import` writes it: {error}") from error
-    if lost := set(named.copied) - named.paths().keys():
-        raise ModelDamaged(f"{file}: {name!r} has a copy of its {lost.pop()} without a path")
+        raise ModelDamaged(f"{file}: the entry {name!r} is invalid: {error}") from error
+    if missing := set(named.copied) - named.paths().keys():
+        raise ModelDamaged(f"{file}: {name!r} has a copy of its {missing.pop()} without a path")
     return named
 
 
 @contextmanager
-def changing(file: Path) -> Iterator[Names]:
-    """What is read here, and changed by the caller, is written again; nobody else writes meanwhile."""
+def edit_names(file: Path) -> Iterator[Names]:
+    """Read the names, let the caller change them, write them back; under a lock."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with only_one(file.with_suffix(".lock")):
+    with file_lock(file.with_suffix(".lock")):
         names = read_names(file)
         yield names
         with tempfile.NamedTemporaryFile("w", prefix="models-", dir=file.parent, delete=False) as partial:

@@ -1,7 +1,7 @@
-"""The rotary frequencies a model's config asks for: the reference that every engine is measured against.
+"""The RoPE frequencies of a model's config: the reference for every engine.
 
-A cache is portable only between engines that rotate alike, and engines get this wrong in silence (mlx-lm reads a newer
-config's base as 10000 and rounds GPT-OSS's YaRN range, which its checkpoint says not to). So we compute it ourselves.
+KV is portable only between engines with the same RoPE, and engines silently deviate (mlx-lm reads a newer config's base
+as 10000 and rounds GPT-OSS's YaRN range against its checkpoint). So the frequencies are computed here.
 """
 
 import math
@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 
 
 class Rope(NamedTuple):
-    """Angle per position of each rotated pair, and the factor on cos and sin."""
+    """The angle per position of each rotated pair, and the factor for cos and sin."""
 
     frequencies: tuple[float, ...]
     scale: float
@@ -36,13 +36,13 @@ def rope_from_config(config: dict[str, Any], head_dim: int) -> Rope:
     return Rope(tuple(float(f) for f in frequencies.astype(np.float32)), scale)
 
 
-def as_llamacpp_rotates(config: dict[str, Any], head_dim: int) -> Rope:
-    """Under YaRN, whatever a checkpoint says: from a whole pair to a whole pair."""
+def llamacpp_rope(config: dict[str, Any], head_dim: int) -> Rope:
+    """The RoPE that llama.cpp applies: it always rounds YaRN's range to integers."""
     return rope_from_config(config | {"rope_parameters": rope_parameters(config) | {"truncate": True}}, head_dim)
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """One dict with `rope_theta` and the scaling, wherever the config keeps them."""
+    """One dict with `rope_theta` and the scaling, from either spelling."""
     merged = {"rope_theta": config.get("rope_theta", 10000.0)}
     for key in ("rope_scaling", "rope_parameters"):
         merged |= {k: v for k, v in (config.get(key) or {}).items() if v is not None}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from disaggregated_inference.errors import ModelDamaged
-from disaggregated_inference.kv.dtype import Array, float32_to_bfloat16
+from disaggregated_inference.kv import Array, float32_to_bfloat16
 
 _HEADER_LIMIT_BYTES = 100 << 20
 
@@ -29,28 +29,28 @@ class StoredTensor(NamedTuple):
 
 
 def read_tensors(path: Path) -> Iterator[StoredTensor]:
-    """Every tensor of one file, mapped, not loaded."""
+    """Every tensor of one file, memory-mapped."""
     with path.open("rb") as file:
         size = path.stat().st_size
         header_bytes = int.from_bytes(file.read(8), "little")
         if header_bytes > min(_HEADER_LIMIT_BYTES, size - 8):
-            raise ModelDamaged(f"{path}: not a whole safetensors file")
+            raise ModelDamaged(f"{path}: not a complete safetensors file")
         try:
             header: dict[str, Any] = json.loads(file.read(header_bytes))
             header.pop("__metadata__", None)
             entries = [(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ModelDamaged(f"{path}: its header is damaged; fetch the model again") from error
-        whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    body = whole[8 + header_bytes :]
+            raise ModelDamaged(f"{path}: its header is damaged; download the model again") from error
+        content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    body = content[8 + header_bytes :]
     for name, dtype, shape, begin, end in entries:
         if not 0 <= begin <= end <= len(body):
-            raise ModelDamaged(f"{path}: tensor {name} is cut off; fetch the model again")
+            raise ModelDamaged(f"{path}: tensor {name} is truncated; download the model again")
         yield StoredTensor(name, dtype, shape, body[begin:end])
 
 
 def write_tensors(path: Path, shapes: dict[str, tuple[int, ...]], load: Callable[[str], Array]) -> None:
-    """Float32 tensors to one file, one in memory at a time."""
+    """Write float32 tensors to one file, with one in memory at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():

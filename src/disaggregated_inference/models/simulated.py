@@ -1,8 +1,8 @@
-"""Models without weights, for the simulated engine: the KV shape of a real model, a small tokenizer, nothing else.
+"""Models without weights, for the simulated engine: the KV shape of a real model and a small tokenizer.
 
-Made in the store when they are asked for, the same bytes on every machine. The text such a model writes is a row of
-numbers in brackets, so that nobody takes it for an answer; every one of them is a token, also on the way back in, so a
-chat's second turn begins with the very tokens of its first.
+Created in the store on first use, with the same bytes on every machine. A simulated completion is a list of numbers in
+brackets, so that it cannot be mistaken for a real one. Each is one token in both directions, so the second message of a
+chat starts with exactly the tokens of the first.
 """
 
 import hashlib
@@ -14,15 +14,15 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from disaggregated_inference.errors import ModelNotFound
-from disaggregated_inference.kv.fingerprint import Weights
+from disaggregated_inference.kv import Weights
 
 PREFIX = "simulated:"
-VOCABULARY = 1024  # small on purpose: a row of logits travels with every prompt
-SPECIAL = ("<s>", "</s>", "<|role|>", "<|end|>")
+VOCABULARY = 1024  # small on purpose: logits are sent with every prompt
+SPECIAL_TOKENS = ("<s>", "</s>", "<|role|>", "<|end|>")
 EOS = 1
-FIRST_WORD = len(SPECIAL) + 256  # after the bytes come the words that answers are made of
+FIRST_WORD = len(SPECIAL_TOKENS) + 256  # the words of completions come after the bytes
 
-# Raised when what is made here changes: it names a folder, so what an older version made is not looked at.
+# Raise it when the files change. It is part of the folder's name, so files of older versions are not used.
 _VERSION = "1"
 
 _TEMPLATE = (
@@ -61,7 +61,7 @@ SHAPES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
     },
-    # Nobody's shape, 512 bytes per token: what is measured with it is everything but the bytes.
+    # Not a real model, 512 bytes per token: for measuring everything except the transfer of bytes.
     "tiny": {
         "model_type": "llama",
         "num_hidden_layers": 4,
@@ -72,19 +72,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0,
     },
 }
-NAMES = tuple(PREFIX + shape for shape in SHAPES)
+SIMULATED_MODELS = tuple(PREFIX + shape for shape in SHAPES)
 
 
 def folder_of(root: Path, name: str) -> Path:
-    """Where the model called `simulated:...` is, once it was made."""
+    """The folder of a simulated model, which may not exist yet."""
     return root / "simulated" / _VERSION / name.lower().removeprefix(PREFIX)
 
 
 def ensure_folder(root: Path, name: str) -> Path:
-    """The model's folder, made if need be."""
+    """The model's folder, created if necessary."""
     folder = folder_of(root, name)
     if folder.name not in SHAPES:
-        raise ModelNotFound(f"no model {name!r}; simulated are {', '.join(NAMES)}")
+        raise ModelNotFound(f"no model {name!r}; simulated models: {', '.join(SIMULATED_MODELS)}")
     return write_folder(folder, config_of(folder.name, SHAPES[folder.name]))
 
 
@@ -94,8 +94,8 @@ def config_of(shape: str, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_folder(folder: Path, config: dict[str, Any]) -> Path:
-    """The config comes last: with it the folder is whole. Several processes may write at once, the same bytes."""
-    settings = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[EOS], "chat_template": _TEMPLATE}
+    """The config is written last and marks the folder complete. Several processes may write the same bytes at once."""
+    settings = {"bos_token": SPECIAL_TOKENS[0], "eos_token": SPECIAL_TOKENS[EOS], "chat_template": _TEMPLATE}
     if not (folder / "config.json").is_file():
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / "tokenizer.json", tokenizer(config["vocab_size"]).to_str())
@@ -105,20 +105,20 @@ def write_folder(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def tokenizer(vocabulary: int = VOCABULARY) -> Tokenizer:
-    """Bytes, each a token, and behind them the words: [0260], [0261] and so on."""
+    """One token per byte, followed by the words: [0260], [0261] and so on."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={text: at for at, text in enumerate([*SPECIAL, *letters])}, merges=[]))
+    made = Tokenizer(models.BPE(vocab={text: at for at, text in enumerate([*SPECIAL_TOKENS, *letters])}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(list(SPECIAL))
+    made.add_special_tokens(list(SPECIAL_TOKENS))
     made.add_tokens([f"[{at:04d}]" for at in range(FIRST_WORD, vocabulary)])
     return made
 
 
 def identity(config: dict[str, Any]) -> Weights:
-    """What stands for the weights in a fingerprint: everything that the config says."""
-    said = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:32]
-    return Weights(norms=said, format="simulated", sample=said)
+    """In a fingerprint, a hash of the config stands for the weights."""
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:32]
+    return Weights(norms=digest, format="simulated", sample=digest)
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,12 +1,11 @@
-"""What a model is, read from its config alone: enough to size its cache, route to it and refuse it."""
+"""A model's specification, from its config alone: enough to size its KV, route to it or refuse it."""
 
 from typing import Any
 
 import msgspec
 
 from disaggregated_inference.errors import ModelUnsupported
-from disaggregated_inference.kv import Fingerprint, KVDType, KVLayout, LayerPlan
-from disaggregated_inference.kv.fingerprint import Weights
+from disaggregated_inference.kv import Fingerprint, KVDType, KVLayout, LayerPlan, Weights
 from disaggregated_inference.models.rope import Rope, rope_from_config
 
 ARCHITECTURES = {
@@ -16,11 +15,11 @@ ARCHITECTURES = {
     "gpt_oss": "GPT-OSS 20B and 120B",
 }
 
-_MOST_LAYERS = 10_000
+_MAX_LAYERS = 10_000
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
-    """Architecture and the shape of its cache. The quantities a router or a memory budget asks for are methods."""
+    """Architecture, KV layout and limits."""
 
     architecture: str
     layout: KVLayout
@@ -49,7 +48,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
 
 def spec_from_config(config: dict[str, Any]) -> ModelSpec:
-    """Read a Hugging Face `config.json`; refuse by name what the engines cannot hand over exactly."""
+    """Read a Hugging Face `config.json`; refuses models whose KV cannot be handed over exactly."""
     architecture = config.get("model_type", "unknown")
     if architecture not in ARCHITECTURES:
         known = "; ".join(f"{name} ({what})" for name, what in ARCHITECTURES.items())
@@ -59,14 +58,14 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     except KeyError as missing:
         raise ModelUnsupported(f"the config of this {architecture} model lacks {missing}") from missing
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ModelUnsupported(f"the config of this {architecture} model makes no sense: {error}") from error
+        raise ModelUnsupported(f"the config of this {architecture} model is invalid: {error}") from error
 
 
 def _read_spec(architecture: str, config: dict[str, Any]) -> ModelSpec:
     heads = _count(config["num_attention_heads"])
     head_dim = _count(config.get("head_dim") or config["hidden_size"] // heads)
     if head_dim % 2:
-        raise ValueError(f"heads of {head_dim} numbers cannot be rotated in pairs")
+        raise ValueError(f"a head size of {head_dim} is odd, RoPE needs pairs")
     layout = KVLayout(
         layers=_layer_plans(architecture, config),
         kv_heads=_count(config.get("num_key_value_heads") or heads),
@@ -85,15 +84,17 @@ def _read_spec(architecture: str, config: dict[str, Any]) -> ModelSpec:
 
 def _count(value: Any, most: int = 1 << 31) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
-        raise ValueError(f"{str(value)[:40]!r} where a whole number from 1 to {most} is expected")
+        raise ValueError(f"{str(value)[:40]!r} instead of an integer from 1 to {most}")
     return value
 
 
 def _layer_plans(architecture: str, config: dict[str, Any]) -> tuple[LayerPlan, ...]:
-    count = _count(config["num_hidden_layers"], _MOST_LAYERS)
+    count = _count(config["num_hidden_layers"], _MAX_LAYERS)
     if architecture != "gpt_oss":
         if config.get("use_sliding_window"):
-            raise ModelUnsupported(f"{architecture} with use_sliding_window: MLX ignores it, so answers would differ")
+            raise ModelUnsupported(
+                f"{architecture} with use_sliding_window: MLX ignores it, so completions would differ"
+            )
         return (LayerPlan(),) * count
     kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * (count // 2)
     sliding = LayerPlan(kind="sliding", window=config["sliding_window"])

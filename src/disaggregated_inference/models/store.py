@@ -1,9 +1,8 @@
-"""From the name a person types to files on this machine.
+"""The model store: resolves a model's name to files on this machine.
 
-Looked for, in this order: a name given with `disagg models import`; the embedded model; a simulated one; a path; a
-well-known alias (`qwen3-coder:30b`) or a repository's name, in the store's folder and in the Hugging Face cache; a name
-that an Ollama on this machine has, which is looked at first where a GGUF is wanted.
-Nothing is downloaded but the embedded model.
+Search order: a name registered with `disagg models import`; the embedded model; a simulated model; a path; an alias
+(`qwen3-coder:30b`) or a repository name, in the store's folder and in the Hugging Face cache; a model of an Ollama on
+this machine, which comes before aliases if a GGUF is wanted. Only the embedded model is ever downloaded.
 """
 
 import importlib.util
@@ -17,16 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from disaggregated_inference.errors import ModelExists, ModelNotFound, ModelUnsupported
-from disaggregated_inference.kv import Fingerprint
-from disaggregated_inference.kv.fingerprint import Weights
+from disaggregated_inference.kv import Fingerprint, Weights
 from disaggregated_inference.models import embedded, ollama_store, simulated
-from disaggregated_inference.models.completeness import require_whole_folder, shards_of
-from disaggregated_inference.models.convert import Progress, config_from_gguf, stored, weights_of_gguf
+from disaggregated_inference.models.completeness import find_shards, require_complete_folder
+from disaggregated_inference.models.convert import Progress, config_from_gguf, gguf_identity, stored
 from disaggregated_inference.models.gguf import GGUFFile, is_gguf, is_later_part
-from disaggregated_inference.models.gguf_tokenizer import tokenizer_of
+from disaggregated_inference.models.gguf_tokenizer import tokenizer_from_gguf
 from disaggregated_inference.models.identity import weights_identity
-from disaggregated_inference.models.registered_names import FileKind as FileKind
-from disaggregated_inference.models.registered_names import RegisteredName, bare_name, changing, read_names
+from disaggregated_inference.models.registered_names import FileKind, RegisteredName, bare_name, edit_names, read_names
 from disaggregated_inference.models.safetensors import StoredTensor, read_tensors
 from disaggregated_inference.models.spec import ModelSpec, spec_from_config
 from disaggregated_inference.models.tokenizer import TOKENIZER_FILES, ModelTokenizer, read_json
@@ -34,7 +31,7 @@ from disaggregated_inference.models.tokenizer import TOKENIZER_FILES, ModelToken
 EMBEDDED = "smollm2:135m"
 _EMBEDDED_FOLDER = "smollm2-135m"
 
-# One short name, the repositories that hold that model: full precision first, then quantizations for MLX.
+# Repositories of a model: full precision first, then quantizations for MLX.
 ALIASES: dict[str, tuple[str, ...]] = {
     "qwen3-coder:30b": (
         "Qwen/Qwen3-Coder-30B-A3B-Instruct",
@@ -48,12 +45,12 @@ ALIASES: dict[str, tuple[str, ...]] = {
 SHORT_NAMES = {"smollm2": EMBEDDED, "qwen3-coder": "qwen3-coder:30b", "gpt-oss": "gpt-oss:120b"}
 
 
-# Which files each engine loads.
-READS: dict[str, FileKind] = {"torch": "safetensors", "mlx": "safetensors", "llamacpp": "gguf"}
+# The kind of files that each engine loads.
+ENGINE_FILES: dict[str, FileKind] = {"torch": "safetensors", "mlx": "safetensors", "llamacpp": "gguf"}
 
 
 class ModelFiles:
-    """A model found on this machine. What costs time to know is read when asked for."""
+    """A model on this machine. Everything that takes time is read lazily."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
@@ -72,26 +69,26 @@ class ModelFiles:
 
     @cached_property
     def simulated(self) -> str:
-        """The shape of a model without weights, which only the simulated engine takes; empty for every other."""
+        """The shape of a simulated model, which has no weights; empty for real models."""
         return "" if self.kind == "gguf" else str(self.config.get("simulated", ""))
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Those that can load these files."""
+        """The engines that can load these files."""
         if self.simulated:
             return ("simulated",)
         return ("llamacpp",) if self.kind == "gguf" else _loaders(self.quantization)
 
     @property
     def quantization(self) -> str:
-        """The method by which a folder's weights are; MLX's own gives itself no name."""
-        said = self.config.get("quantization_config") or self.config.get("quantization")
-        method = said.get("quant_method") if isinstance(said, dict) else None
-        return str(method or "mlx") if said else ""
+        """The quantization method of a folder; MLX's has no name in the config."""
+        settings = self.config.get("quantization_config") or self.config.get("quantization")
+        method = settings.get("quant_method") if isinstance(settings, dict) else None
+        return str(method or "mlx") if settings else ""
 
     @property
     def size_bytes(self) -> int:
-        """Of the weights, as they are stored."""
+        """Size of the weights on disk."""
         files = self._gguf.parts if self.kind == "gguf" else list(self.path.glob("*.safetensors"))
         return sum(file.stat().st_size for file in files)
 
@@ -105,14 +102,14 @@ class ModelFiles:
             return ModelTokenizer.from_folder(self.path)
         if (self.path.parent / "tokenizer.json").is_file():
             return ModelTokenizer.from_folder(self.path.parent)
-        return tokenizer_of(self._gguf)
+        return tokenizer_from_gguf(self._gguf)
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
         return self.spec.fingerprint(
             tokenizer=self.tokenizer.identity,
             chat_template=self.tokenizer.template_identity,
-            weights=weights_of_gguf(self._gguf) if self.kind == "gguf" else self._safetensors_identity(),
+            weights=gguf_identity(self._gguf) if self.kind == "gguf" else self._safetensors_identity(),
         )
 
     @cached_property
@@ -126,26 +123,26 @@ class ModelFiles:
         stored_as = json.dumps(quantization, sort_keys=True) if quantization else None
         tensors = self.tensors()
         names = {tensor.name for tensor in tensors}
-        require_whole_folder(self.path, self.spec.architecture, len(self.spec.layout.layers), names)
+        require_complete_folder(self.path, self.spec.architecture, len(self.spec.layout.layers), names)
         return weights_identity(tensors, stored_as)
 
     def tensors(self) -> list[StoredTensor]:
-        """All of them, mapped, not loaded, under the names that safetensors have."""
+        """All tensors, memory-mapped, under their Hugging Face names."""
         if self.kind == "gguf":
             return [stored(self._gguf, name) for name in self._gguf.tensors]
-        return [tensor for path in shards_of(self.path) for tensor in read_tensors(path)]
+        return [tensor for path in find_shards(self.path) for tensor in read_tensors(path)]
 
 
 def _loaders(quantization: str) -> tuple[str, ...]:
-    """transformers needs accelerate for FP8 and MXFP4, and mlx-lm reads no FP8 of these architectures."""
+    """transformers needs accelerate for FP8 and MXFP4; mlx-lm does not load FP8 of these architectures."""
     if quantization == "mlx":
         return ("mlx",)
     torch = quantization not in ("fp8", "mxfp4") or importlib.util.find_spec("accelerate") is not None
     return (("torch",) if torch else ()) + (("mlx",) if quantization != "fp8" else ())
 
 
-class Listed(NamedTuple):
-    """One line of `disagg models`."""
+class ListedModel(NamedTuple):
+    """A row of `disagg models`."""
 
     name: str
     path: Path | None
@@ -153,15 +150,14 @@ class Listed(NamedTuple):
 
 
 class ModelStore:
-    """Resolves names. `home` is where the embedded model is made and `models.json` keeps the user's names."""
+    """Resolves names. `home` contains the embedded model and `models.json`."""
 
     def __init__(self, home: Path | None = None) -> None:
         self.home = (home or default_home()).absolute()
         self.root = self.home / "models"
 
     def resolve(self, name: str, progress: Progress = embedded.quiet, kind: FileKind = "safetensors") -> ModelFiles:
-        """Files for `name`, of a kind where there are both, or an error that says what was looked for and how to get
-        it."""
+        """Files for `name`, preferably of this kind. The error explains how to get the model."""
         wanted = bare_name(name)
         named = self.names.get(wanted, {})
         if kind in named:
@@ -176,24 +172,23 @@ class ModelStore:
             return ModelFiles(wanted, _require_model(path, kind))
         for path_of_another_kind in named.values():
             return _named(wanted, path_of_another_kind, kind)
-        if path := self._local(wanted, "gguf"):  # for whoever looks at it; an engine says what it reads
+        if path := self._local(wanted, "gguf"):  # for `inspect` and `verify`; loading it checks the kind
             return ModelFiles(wanted, _require_model(path, kind))
         raise ModelNotFound(self._how_to_get(wanted, kind))
 
     def engines(self, name: str) -> list[str]:
-        """Those that can load a model by this name, from whichever files."""
+        """The engines that can load this model, from any of its files."""
         kinds: tuple[FileKind, ...] = ("safetensors", "gguf")
         return list(dict.fromkeys(engine for kind in kinds for engine in self.resolve(name, kind=kind).engines))
 
     def add(self, name: str, path: Path, copy: bool = False) -> ModelFiles:
-        """Give a folder or GGUF file a name of its own, which both may have; with `copy`, keep it in the store's
-        folder."""
+        """Register a name for a folder or a GGUF file; a name may have both. `copy` copies it into the store."""
         name = bare_name(name)
         found = ModelFiles(name, _require_model(path.expanduser().absolute()))
-        found.fingerprint  # noqa: B018  an unsupported or damaged model is refused now, not when a node starts
+        found.fingerprint  # noqa: B018  refuses unsupported and damaged models now, not when a node starts
         if copy:
             found = ModelFiles(name, self._copied(found))
-        with changing(self._names_file) as names:
+        with edit_names(self._names_file) as names:
             named = names.setdefault(name, RegisteredName())
             if not copy:
                 _require_no_copy(name, named, found)
@@ -202,27 +197,27 @@ class ModelStore:
         return found
 
     def remove(self, name: str) -> list[Path]:
-        """Forget a name, and delete what `add` copied for it; whatever else lies here or elsewhere stays."""
-        with changing(self._names_file) as names:
+        """Remove a name, and delete the copies that `add` made for it; all other files stay."""
+        with edit_names(self._names_file) as names:
             name = name if name in names else bare_name(name)
             if name not in names:
-                raise ModelNotFound(f"no imported model {name!r}; there are {', '.join(names) or 'none'}")
+                raise ModelNotFound(f"no imported model {name!r}; imported: {', '.join(names) or 'none'}")
             copies = self._copies(names.pop(name))
             for other, named in names.items():
                 if any(copy in (Path(path), *Path(path).parents) for copy in copies for path in named.paths().values()):
-                    raise ModelExists(f"{other} is a name for what was copied as {name}: remove {other} first")
+                    raise ModelExists(f"{other} uses the copy of {name}: remove {other} first")
             for copy in copies:
                 shutil.rmtree(copy)
         return copies
 
     def _copies(self, named: RegisteredName) -> list[Path]:
-        """Folders right below the root, as `_copied` makes them: nothing else is ours to delete."""
+        """Only folders directly below the root, as `_copied` makes them, may be deleted."""
         made = [named.copy_of(kind) for kind in named.paths()]
         ours = [folder for folder in made if folder and folder.parent == self.root and not folder.is_symlink()]
         return [folder for folder in ours if folder.is_dir()]
 
     def _copied(self, model: ModelFiles) -> Path:
-        """Whole or not at all: a copy that was broken off is under another name."""
+        """Atomic: an interrupted copy stays under a temporary name."""
         target = self.root / (_as_folder(model.name) + ("-gguf" if model.kind == "gguf" else ""))
         taken = f"{target} exists already: choose another name, or remove it first"
         if target.exists() or target.name == _EMBEDDED_FOLDER:
@@ -239,26 +234,31 @@ class ModelStore:
                 shutil.copytree(model.path, partial)
             try:
                 partial.rename(target)
-            except OSError as error:  # someone else made it meanwhile
+            except OSError as error:  # another process made it meanwhile
                 raise ModelExists(taken) from error
         return target / model.path.name if model.kind == "gguf" else target
 
-    def list(self) -> list[Listed]:
-        """The embedded model, what the user named, what the store and the Hugging Face cache hold, known aliases."""
-        whole = embedded.is_whole(self.root / _EMBEDDED_FOLDER)
-        rows = [Listed(EMBEDDED, self.root / _EMBEDDED_FOLDER if whole else None, "embedded, fetched on first use")]
+    def list(self) -> list[ListedModel]:
+        """Embedded, imported and simulated models, aliases, and models in the store, the Hugging Face cache, Ollama."""
+        complete = embedded.is_complete(self.root / _EMBEDDED_FOLDER)
+        rows = [
+            ListedModel(EMBEDDED, self.root / _EMBEDDED_FOLDER if complete else None, "embedded, fetched on first use")
+        ]
         rows += [_listed(name, Path(path)) for name, paths in sorted(self.names.items()) for path in paths.values()]
-        rows += [Listed(name, self._alias(name), "alias of " + repos[0]) for name, repos in ALIASES.items()]
-        rows += [Listed(name, self._simulated(name), "no weights, for --engine simulated") for name in simulated.NAMES]
-        named = {path for paths in self.names.values() for path in paths.values()}  # among them what was copied here
-        rows += [Listed(name, path, "found") for name, path in self._found() if str(path) not in named]
+        rows += [ListedModel(name, self._alias(name), "alias of " + repos[0]) for name, repos in ALIASES.items()]
+        rows += [
+            ListedModel(name, self._simulated(name), "no weights, for --engine simulated")
+            for name in simulated.SIMULATED_MODELS
+        ]
+        named = {path for paths in self.names.values() for path in paths.values()}  # including copies in the store
+        rows += [ListedModel(name, path, "found") for name, path in self._found() if str(path) not in named]
         return rows + [
-            Listed(name, path, "of an Ollama here, for --engine llamacpp") for name, path in ollama_store.pulled()
+            ListedModel(name, path, "from Ollama, for --engine llamacpp") for name, path in ollama_store.pulled()
         ]
 
     @property
     def names(self) -> dict[str, dict[FileKind, str]]:
-        """Those that were given: the path of each kind of files."""
+        """Registered names, each with its path per kind of files."""
         return {name: dict(named.paths()) for name, named in read_names(self._names_file).items()}
 
     @property
@@ -302,37 +302,37 @@ class ModelStore:
         )
         if kind == "gguf":
             return (
-                f"no GGUF of {wanted!r} on this machine: not a path, not a name you gave, not in an Ollama here."
-                f" Name the file you have: `disagg models import /path/to/file.gguf --name {wanted}`, or"
+                f"no GGUF of {wanted!r} on this machine: not a path, not an imported name, not in Ollama."
+                f" Import a file: `disagg models import /path/to/file.gguf --name {wanted}`, or"
                 f" `ollama pull {wanted}`"
             )
         if repositories := ALIASES.get(wanted.lower()):
             return (
                 f"model {wanted!r} is not on this machine. Fetch it with `hf download {repositories[0]}`, "
-                f"or name a folder you have: `disagg models import /path/to/folder --name {wanted}`"
+                f"or import a folder: `disagg models import /path/to/folder --name {wanted}`"
             )
         return (
-            f"no model {wanted!r}: not a path, not in {self.root}, the Hugging Face cache, or an Ollama here. "
+            f"no model {wanted!r}: not a path, not in {self.root}, the Hugging Face cache or Ollama. "
             f"Known names: {known}. Give a folder with config.json and *.safetensors, or a .gguf file"
         )
 
 
 def _named(name: str, path: str, kind: FileKind) -> ModelFiles:
     if not Path(path).exists():
-        again = f"import it again, or `disagg models remove {name}`"
-        raise ModelNotFound(f"{name} was imported from {path}, which is not there any more: {again}")
+        remedy = f"import it again, or `disagg models remove {name}`"
+        raise ModelNotFound(f"{name} was imported from {path}, which does not exist any more: {remedy}")
     return ModelFiles(name, _require_model(Path(path), kind))
 
 
 def _require_no_copy(name: str, named: RegisteredName, found: ModelFiles) -> None:
-    """Else nothing would know any more that the copy is ours to delete."""
+    """Replacing the path would lose track of the store's copy."""
     copy = named.copy_of(found.kind)
     if copy and copy.exists() and str(found.path) != named.paths()[found.kind]:
         raise ModelExists(f"{name} has a copy in {copy}: `disagg models remove {name}` first, or choose another name")
 
 
-def _listed(name: str, path: Path) -> Listed:
-    return Listed(name, path, f"imported, {ModelFiles(name, path).kind}" if path.exists() else "imported, and gone")
+def _listed(name: str, path: Path) -> ListedModel:
+    return ListedModel(name, path, f"imported, {ModelFiles(name, path).kind}" if path.exists() else "imported, missing")
 
 
 def _as_folder(name: str) -> str:
@@ -362,18 +362,18 @@ def _in_hugging_face_cache(repository: str) -> Path | None:
 
 
 def _require_model(path: Path, kind: FileKind = "safetensors") -> Path:
-    """The folder or file itself; a folder's one GGUF where that is the kind wanted, or all there is."""
+    """The folder or file itself; a folder's only GGUF if that kind is wanted, or if the folder has nothing else."""
     if path.is_file() and (path.suffix == ".gguf" or is_gguf(path)):
         return path
     files = sorted(file for file in path.glob("*.gguf") if not is_later_part(file))
     if files and (kind == "gguf" or not (path / "config.json").is_file()):
         if len(files) > 1:
             names = ", ".join(file.name for file in files)
-            raise ModelNotFound(f"{path} has {len(files)} models, name the file you want: {names}")
+            raise ModelNotFound(f"{path} has {len(files)} GGUF models, name one of them: {names}")
         return files[0]
     if not path.is_dir():
         raise ModelNotFound(
-            f"{path} is not there" if not path.exists() else f"{path} is neither a folder nor a GGUF file"
+            f"{path} does not exist" if not path.exists() else f"{path} is neither a folder nor a GGUF file"
         )
     if not (path / "config.json").is_file():
         raise ModelNotFound(f"{path} has no config.json: not a model folder")

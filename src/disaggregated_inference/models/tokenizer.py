@@ -1,4 +1,4 @@
-"""Text to tokens and back with the Rust tokenizers alone: no torch, no transformers."""
+"""Tokenizer and chat template of a model, with the Rust tokenizers only: no torch, no transformers."""
 
 import codecs
 import hashlib
@@ -19,14 +19,14 @@ Message = dict[str, Any]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
-_ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # as SentencePiece writes what is no text
+_ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's form of a single byte
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """The alphabet in which byte-level tokenizers write bytes: those that can be seen as themselves, others moved."""
-    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    moved = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(moved)}
+    """The alphabet of byte-level tokenizers: printable bytes stand for themselves, the others are moved."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    moved = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(moved)}
 
 
 _BYTE_OF = _bytes_of_characters()
@@ -53,27 +53,27 @@ class ModelTokenizer:
             raise ModelDamaged(f"{path}: {error}") from error
         return cls(tokenizer, _read_template(folder, settings), special)
 
-    def whole(self) -> dict[str, Any]:
-        """Everything about it, for `from_whole` on another machine."""
+    def to_dict(self) -> dict[str, Any]:
+        """For `from_dict` on another machine."""
         return {"tokenizer": self.json, "chat_template": self.chat_template, "special": self._special}
 
     @classmethod
-    def from_whole(cls, whole: dict[str, Any]) -> "ModelTokenizer":
+    def from_dict(cls, fields: dict[str, Any]) -> "ModelTokenizer":
         try:
-            return cls(Tokenizer.from_str(whole["tokenizer"]), whole["chat_template"], whole["special"])
+            return cls(Tokenizer.from_str(fields["tokenizer"]), fields["chat_template"], fields["special"])
         except Exception as error:  # the Rust side raises no narrower class
-            raise ModelDamaged(f"this is no tokenizer: {error}") from error
+            raise ModelDamaged(f"invalid tokenizer: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Special tokens written out in the text are recognised, none are added."""
+        """Special tokens in the text are recognised; none are added."""
         try:
-            # As a batch, because that lets other threads run meanwhile: a long text takes seconds.
+            # As a batch, which releases the GIL: a long text takes seconds.
             return list(self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
-        except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair, as broken JSON escapes have it
-            raise BadRequest("the text is not valid Unicode: it cannot be written as UTF-8") from error
+        except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair, from broken JSON escapes
+            raise BadRequest("the text is not valid Unicode: it cannot be encoded as UTF-8") from error
 
     def encode_within(self, text: str, window: int) -> list[int]:
-        """What cannot fit in any case is refused before it is tokenized, which takes seconds for megabytes."""
+        """Refuses text that cannot fit before tokenizing it, which takes seconds for megabytes."""
         least = len(text) // self.longest_token_bytes
         if least > window:
             raise ContextTooLong(least, window, "at least ", prompt_tokens=least)
@@ -81,14 +81,14 @@ class ModelTokenizer:
 
     @cached_property
     def longest_token_bytes(self) -> int:
-        """No token stands for more text than this."""
+        """The most text that one token can stand for."""
         return 4 * max(map(len, self._tokenizer.get_vocab()))
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         return self.encode(self.render_chat(messages))
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
-        """The prompt the model was trained to answer. `options` are the template's own: `tools`, `reasoning_effort`."""
+        """The prompt from the chat template. `options` are the template's variables: `tools`, `reasoning_effort`."""
         if not self.chat_template:
             raise ModelUnsupported("this model has no chat template; send a plain prompt")
         from jinja2 import TemplateError
@@ -103,17 +103,17 @@ class ModelTokenizer:
         return text
 
     def decode(self, tokens: Iterable[int], special: bool = False) -> str:
-        """`special`: with the tokens that are no text, such as those around a message, written out."""
+        """`special`: include special tokens, such as those around a message."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
         return text
 
     def token_id(self, text: str) -> int | None:
-        """Of a token that is written out whole, such as `<|end|>`."""
+        """The id of a token by its exact text, such as `<|end|>`."""
         found: int | None = self._tokenizer.token_to_id(text)
         return found
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token stands for by itself: perhaps half a character, or the name of a special token."""
+        """The bytes of one token: possibly a part of a character, or the name of a special token."""
         written = self._tokenizer.id_to_token(token) or ""
         if token in self._added:
             return written.encode()
@@ -135,23 +135,23 @@ class ModelTokenizer:
         return TextStream(self._tokenizer, self._text_bytes)
 
     def _text_bytes(self, token: int) -> bytes:
-        """What a token adds to an answer: a special one nothing."""
-        return b"" if token in self._silent else self.token_bytes(token)
+        """The bytes that a token adds to a completion; none for special tokens."""
+        return b"" if token in self._special_ids else self.token_bytes(token)
 
     @cached_property
-    def _silent(self) -> frozenset[int]:
+    def _special_ids(self) -> frozenset[int]:
         return frozenset(at for at, each in self._tokenizer.get_added_tokens_decoder().items() if each.special)
 
     @property
     def json(self) -> str:
-        """The whole tokenizer as one JSON text, for others who read that format."""
+        """The content of a tokenizer.json."""
         text: str = self._tokenizer.to_str()
         return text
 
     @cached_property
     def identity(self) -> str:
-        """A hash over what the ids mean. How text is cut into them does not matter to whoever is sent the ids, and
-        the same vocabulary is written down in many ways."""
+        """A hash of the ids' meanings. It ignores how text is split, because nodes exchange ids, and because there are
+        many ways to store the same vocabulary."""
         meanings = sorted((at, text) for text, at in self._tokenizer.get_vocab().items())
         return _hash(json.dumps([self._byte_level, meanings], ensure_ascii=False))
 
@@ -165,7 +165,7 @@ class ModelTokenizer:
 
 
 class TextStream:
-    """Token by token to text, never half a character."""
+    """Converts tokens to text one by one, never splitting a character."""
 
     def __init__(self, tokenizer: Tokenizer, bytes_of: Callable[[int], bytes]) -> None:
         self._tokenizer, self._bytes_of = tokenizer, bytes_of
@@ -178,15 +178,15 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """No more will come. What looked like half a character may be a whole U+FFFD that was meant; no halves."""
+        """The remaining text after the last token; an incomplete character becomes U+FFFD."""
         held, self._held = self._held, []
-        if not self._tokenizer.decode(held).endswith("\ufffd"):  # nothing but tokens that are no text
+        if not self._tokenizer.decode(held).endswith("\ufffd"):  # only special tokens
             return ""
         return _UTF8("replace").decode(b"".join(map(self._bytes_of, held)))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one where there is no file."""
+    """A JSON object; empty if there is no file."""
     if not path.is_file():
         return {}
     try:
@@ -194,7 +194,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ModelDamaged(f"{path}: {error}") from error
     if not isinstance(found, dict):
-        raise ModelDamaged(f"{path} holds no JSON object")
+        raise ModelDamaged(f"{path} is not a JSON object")
     return found
 
 
@@ -203,19 +203,19 @@ def _is_text(part: Any) -> bool:
 
 
 def _plain(message: Message) -> Message:
-    """Text content as templates know it; content in parts, as OpenAI's API has it, is joined."""
+    """Content as one string, as templates expect it; OpenAI's content parts are joined."""
     content = message.get("content")
     if message.get("images"):
-        raise MessagesRefused("images: this model reads text alone; leave them out")
+        raise MessagesRefused("images: this model accepts text only; remove them")
     if isinstance(content, list):
         texts = [part["text"] for part in content if _is_text(part)]
         if len(texts) < len(content):
-            raise MessagesRefused("content parts must be {'type': 'text', 'text': ...}: these models read text alone")
+            raise MessagesRefused("content parts must be {'type': 'text', 'text': ...}: these models accept text only")
         content = "".join(texts)
     if content is None and message.get("tool_calls"):
         content = ""
     if not isinstance(message.get("role"), str) or not isinstance(content, str):
-        raise MessagesRefused("every message needs a role and a content, both text")
+        raise MessagesRefused("every message needs a role and a content, both strings")
     return message | {"content": content}
 
 
@@ -239,7 +239,7 @@ def _read_template(folder: Path, settings: dict[str, Any]) -> str:
 
 
 def _compile_template(source: str) -> Any:
-    """Templates come with the model, so they run in a sandbox; the names are the ones transformers provides."""
+    """Templates come with the model, so they run in a sandbox, with the functions that transformers provides."""
     from datetime import datetime
 
     from jinja2 import TemplateError

@@ -1,4 +1,4 @@
-"""The llama.cpp engine: GGUF files, on whatever llama.cpp was built for."""
+"""The llama.cpp engine: GGUF files, on CPU, CUDA or Metal as llama.cpp was built."""
 
 import gc
 import logging
@@ -13,49 +13,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, Tokens, chunks, token_list
-from disaggregated_inference.engines.llamacpp.context import LlamaContext, Setting, Size
+from disaggregated_inference.engines.llamacpp.context import ContextSettings, ContextSize, LlamaContext
 from disaggregated_inference.engines.llamacpp.library import load_library
-from disaggregated_inference.engines.llamacpp.probe import prove
+from disaggregated_inference.engines.llamacpp.probe import probe
 from disaggregated_inference.engines.llamacpp.state import Pair, StateCodec
 from disaggregated_inference.engines.memory import available_bytes
 from disaggregated_inference.errors import EngineUnavailable, KVMemoryFull, SliceRefused
-from disaggregated_inference.kv import Fingerprint, KVDType, KVSlice, as_dtype
-from disaggregated_inference.kv.dtype import Array
-from disaggregated_inference.models import ModelFiles, ModelSpec
-from disaggregated_inference.models.rope import as_llamacpp_rotates, rope_parameters
+from disaggregated_inference.kv import Array, Fingerprint, KVDType, KVSlice, as_dtype
+from disaggregated_inference.models import ModelFiles, ModelSpec, llamacpp_rope, rope_parameters
 
 log = logging.getLogger(__name__)
 
-_WINDOWS = 4  # of the model, at most, unless more is asked for: llama.cpp writes zeros to all of it at the start
-_CELL_STEP = 256  # contexts come in multiples of it
-_MOST_SEQUENCES = 256
-
-
-class LlamaTokens:
-    def __init__(self, array: NDArray[np.int64]) -> None:
-        self.array = array
-
-    def __len__(self) -> int:
-        return len(self.array)
-
-    def tolist(self) -> list[int]:
-        tokens: list[int] = self.array.tolist()
-        return tokens
+_WINDOWS = 4  # default KV budget, in context windows: llama.cpp writes zeros to all of it at the start
+_CELL_STEP = 256  # a context has a multiple of this many cells
+_MAX_SEQUENCES = 256
 
 
 class LlamaLogits:
-    """Where llama.cpp has them, and no copy: of a batch and a large vocabulary it would be megabytes for every step,
-    and most steps want the likeliest tokens alone. llama.cpp keeps them for one call; who still has them then gets
-    one."""
+    """A view of llama.cpp's memory: a copy would be megabytes per step with a large vocabulary, and most steps need
+    only the greedy tokens. llama.cpp overwrites them with its next call; `keep` copies them before that."""
 
     def __init__(self, array: NDArray[np.float32], owner: LlamaContext) -> None:
-        self._array, self._owner = array, owner  # whose memory it is
+        self._array, self._owner = array, owner  # the owner of the memory
 
     def keep(self) -> None:
         self._array = self._array.copy()
 
-    def greedy(self) -> LlamaTokens:
-        return LlamaTokens(self._array.argmax(axis=-1))
+    def greedy(self) -> NDArray[np.int64]:
+        return self._array.argmax(axis=-1)
 
     def numpy(self, rows: Items[int] | None = None) -> NDArray[np.float32]:
         return self._array.copy() if rows is None else self._array[list(map(int, rows))]
@@ -63,7 +48,7 @@ class LlamaLogits:
 
 @dataclass(eq=False, slots=True)
 class LlamaSequence:
-    """A sequence's number in llama.cpp, and the rows that have arrived for it, layer by layer, until they are whole."""
+    """A sequence's number in llama.cpp, and the rows received for it, by layer, until they are committed."""
 
     number: int
     arriving: dict[int, list[Pair]] = field(default_factory=dict)
@@ -77,25 +62,26 @@ class LlamaSequence:
 class LlamaEngine(Engine):
     """See `engines.base.Engine` for the contract.
 
-    llama.cpp reads and writes the cache of a sequence as a whole. A range of it goes through one more sequence, the
-    spare one: out, the range is shared with it and its state written; in, its state is read and shared with the one it
-    is for.
+    llama.cpp reads and writes the state of a complete sequence only. A range goes through a spare sequence: for export
+    the range is shared with the spare one, whose state is read; for import the spare one's state is written and shared
+    with the target.
     """
 
     name = "llamacpp"
-    own_memory = True
+    preallocates_kv = True
 
     def __init__(self, model: LlamaContext, spec: ModelSpec, fingerprint: Fingerprint, codec: StateCodec) -> None:
         super().__init__(spec, fingerprint, codec.dtype)
         self.model = model
         self._codec = codec
-        self._before: Callable[[], LlamaLogits | None] = lambda: None  # the last ones, if anybody still has them
+        self._before: Callable[[], LlamaLogits | None] = lambda: None  # the last logits, if they are still in use
         self._spare = model.size.sequences - 1
         self._numbers = list(range(self._spare))[::-1]
         self.max_batch = self._spare
         self.kv_limit_bytes = model.size.cells * spec.layout.token_bytes(self.dtype)
 
-    def _free(self) -> None:
+    def _unload(self) -> None:
+        del self.model, self._codec, self._before
         gc.collect()
 
     def _kv_held(self) -> int:
@@ -104,10 +90,10 @@ class LlamaEngine(Engine):
         return rows + sum(sequence.state.arriving_bytes for sequence in live)
 
     def _open(self, capacity: int) -> LlamaSequence:
-        """Cells are taken as tokens come, so what was promised to others is reckoned, not looked up."""
+        """llama.cpp takes cells as tokens come, so free cells follow from the open sequences' capacities."""
         free = self.model.size.cells - sum(sequence.capacity for sequence in self.live)
         if capacity > free:
-            raise KVMemoryFull(f"no room for {capacity} tokens of KV: {free} of {self.model.size.cells} free")
+            raise KVMemoryFull(f"no memory for {capacity} tokens of KV: {free} of {self.model.size.cells} free")
         if not self._numbers:
             raise KVMemoryFull(f"all {self.max_batch} sequences of this engine are open")
         return LlamaSequence(self._numbers.pop())
@@ -162,15 +148,15 @@ class LlamaEngine(Engine):
             sequence.state.arriving[piece.layer] = [_newest(pieces, window)]
 
     def _own(self, rows: Array, dtype: KVDType) -> Array:
-        """A copy in our dtype: the caller's buffer is theirs again when `place` returns."""
+        """A copy in the engine's dtype: the caller reuses its buffer after `place`."""
         with np.errstate(over="raise"):
             try:
                 return rows.copy() if dtype == self.dtype else as_dtype(rows, dtype, self.dtype)
             except FloatingPointError as error:
-                raise SliceRefused(f"rows with values that {self.dtype} cannot hold") from error
+                raise SliceRefused(f"the rows have values beyond the range of {self.dtype}") from error
 
     def _commit(self, sequence: Sequence, length: int) -> None:
-        """llama.cpp takes all layers of a range at once, so this is where rows go in."""
+        """llama.cpp takes all layers of a range at once, so rows are written here, not in `_place`."""
         held: LlamaSequence = sequence.state
         if held.arriving:
             rows = [held.arriving[layer] for layer in range(len(sequence.placed))]
@@ -184,7 +170,7 @@ class LlamaEngine(Engine):
 
 
 def _newest(pieces: list[Pair], window: int) -> Pair:
-    """The last rows of a sliding layer; older ones need not arrive."""
+    """The last rows of a sliding layer; older ones are not needed."""
     keys, values = (np.concatenate(rows)[-window:] for rows in zip(*pieces, strict=True))
     return keys, values
 
@@ -197,19 +183,19 @@ def load(
     kv_bytes: int | None = None,
     sequences: int = 64,
 ) -> LlamaEngine:
-    """Load a GGUF file. `dtype` is the cache's: float16, as everywhere in llama.cpp, unless another is asked for."""
-    if not 0 < sequences < _MOST_SEQUENCES:
-        raise EngineUnavailable(f"llama.cpp has 1 to {_MOST_SEQUENCES - 1} sequences, not {sequences}")
+    """Load a GGUF file. `dtype` is that of the KV: float16 by default, as in llama.cpp."""
+    if not 0 < sequences < _MAX_SEQUENCES:
+        raise EngineUnavailable(f"llama.cpp has 1 to {_MAX_SEQUENCES - 1} sequences, not {sequences}")
     spec, kind = model.spec, dtype or "float16"
-    size = Size(_cells(spec, kind, kv_bytes or default_kv_bytes(spec, kind), sequences), sequences + 1)
-    setting = Setting(kind, threads or default_threads(), _yarn_range(model))
-    context = LlamaContext(load_library(), model.path, size, setting)
-    rounded = as_llamacpp_rotates(model.config, spec.layout.head_dim)
-    codec, rope = prove(context, spec, kind, (spec.rope, rounded))
+    size = ContextSize(_cells(spec, kind, kv_bytes or default_kv_bytes(spec, kind), sequences), sequences + 1)
+    settings = ContextSettings(kind, threads or default_threads(), _yarn_range(model))
+    context = LlamaContext(load_library(), model.path, size, settings)
+    rounded = llamacpp_rope(model.config, spec.layout.head_dim)
+    codec, rope = probe(context, spec, kind, (spec.rope, rounded))
     fingerprint = model.fingerprint
     if rope != spec.rope:
         log.warning(
-            "llama.cpp rounds YaRN's range where this model's checkpoint does not: caches go to and come from other"
+            "llama.cpp rounds YaRN's range where this model's checkpoint does not: this node exchanges KV with other"
             " llama.cpp nodes only"
         )
         fingerprint = msgspec.structs.replace(fingerprint, rope_frequencies=rope.frequencies)
@@ -217,16 +203,18 @@ def load(
 
 
 def _yarn_range(model: ModelFiles) -> tuple[float, float]:
-    said, usual = rope_parameters(model.config), Setting().yarn_range
-    return float(said.get("beta_fast", usual[0])), float(said.get("beta_slow", usual[1]))
+    rope, default = rope_parameters(model.config), ContextSettings().yarn_range
+    return float(rope.get("beta_fast", default[0])), float(rope.get("beta_slow", default[1]))
 
 
 def _cells(spec: ModelSpec, dtype: KVDType, kv_bytes: int, sequences: int) -> int:
-    """As many as fit into the memory, and no more than all sequences could fill."""
+    """As many as fit into the budget, but no more than all sequences together can use."""
     token_bytes = spec.layout.token_bytes(dtype)
     cells = min(kv_bytes // token_bytes, sequences * spec.context_window) // _CELL_STEP * _CELL_STEP
     if not cells:
-        raise KVMemoryFull(f"a KV budget of {kv_bytes} bytes holds no {_CELL_STEP} tokens of {token_bytes} bytes")
+        raise KVMemoryFull(
+            f"a KV budget of {kv_bytes} bytes is too small: {_CELL_STEP} tokens of {token_bytes} bytes are the minimum"
+        )
     return cells
 
 
@@ -235,8 +223,8 @@ def default_kv_bytes(spec: ModelSpec, dtype: KVDType) -> int:
 
 
 def default_threads() -> int:
-    """What OpenMP was told, if it was: threads that spin for each other on too few cores are the end of all speed."""
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    if told.isdigit() and int(told):
-        return int(told)
+    """OMP_NUM_THREADS if set, else one per core: more threads than cores make llama.cpp very slow."""
+    configured = os.environ.get("OMP_NUM_THREADS", "")
+    if configured.isdigit() and int(configured):
+        return int(configured)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,7 @@
-"""llama.cpp's C API, the part of it that we call, in the library that the user's package carries.
+"""The part of llama.cpp's C API that the engine calls, from the library in the user's Python package.
 
-Its structures grow from build to build, and a field that moved is read as another one without a word. So only builds
-whose structures are known are taken: those of `xllamacpp` (prebuilt for most machines) are written down here, those of
+Its structures change between builds, and a field that moved would silently be read as another one. So only builds with
+known structures are accepted: those of `xllamacpp` (prebuilt for most machines) are defined here, those of
 `llama-cpp-python` come with that package. A build is added after the tests have passed on it.
 """
 
@@ -22,9 +22,9 @@ from disaggregated_inference.errors import EngineUnavailable
 
 log = logging.getLogger(__name__)
 
-PROVEN = {"xllamacpp": ("2026.10.11549",), "llama-cpp-python": ("0.3.36",)}
+TESTED_VERSIONS = {"xllamacpp": ("2026.10.11549",), "llama-cpp-python": ("0.3.36",)}
 
-# Its own symbols before those of others: a torch whose BLAS was given to MLX has C++ ones of the same names.
+# The library's own symbols first: torch, opened globally for its BLAS, has C++ symbols with the same names.
 _MODE = getattr(os, "RTLD_DEEPBIND", 0) | ctypes.DEFAULT_MODE
 _ERROR_LEVEL = 4
 _AUTO_FLASH, _F16 = -1, 1
@@ -35,7 +35,7 @@ def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
 
 
 class LlamaBatch(ctypes.Structure):
-    """Tokens for one call; the same in every build we know."""
+    """Tokens for one call; the same in all supported builds."""
 
     _fields_ = (
         ("n_tokens", c_int32),
@@ -77,7 +77,7 @@ class _ContextParams(ctypes.Structure):
     )
 
 
-# Name, result, arguments. Pointers to llama.cpp's own objects are never looked into.
+# Name, result, arguments. Pointers to llama.cpp's objects are opaque.
 _FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("llama_backend_init", None, ()),
     ("llama_log_set", None, (c_void_p, c_void_p)),
@@ -104,9 +104,9 @@ _FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The functions, by their C names in `call`, and who they come from."""
+    """The functions, by their C names in `call`."""
 
-    name: str  # package and version, for people
+    name: str  # package and version
     call: Any
     model_params: Any
     context_params: Any
@@ -119,53 +119,53 @@ class Library:
 
 
 class LogCapture:
-    """What llama.cpp says of itself: into our log, and its last errors kept, because its calls only return zero."""
+    """Receives llama.cpp's log messages. Keeps the last errors, because failed calls return no reason."""
 
     def __init__(self) -> None:
         self.errors: deque[str] = deque(maxlen=8)
         kind = ctypes.CFUNCTYPE(None, ctypes.c_int, c_char_p, c_void_p)
-        self.callback = kind(self._hear)  # as long as the process lives: any thread of llama.cpp's may call
+        self.callback = kind(self._receive)  # kept for the life of the process: any llama.cpp thread may call
 
-    def _hear(self, level: int, text: bytes, _: Any) -> None:
-        said = text.decode("utf-8", "replace").strip()
+    def _receive(self, level: int, text: bytes, _: Any) -> None:
+        message = text.decode("utf-8", "replace").strip()
         if level == _ERROR_LEVEL:
-            self.errors.append(said)
-        if said:
-            log.debug("llama.cpp: %s", said)
+            self.errors.append(message)
+        if message:
+            log.debug("llama.cpp: %s", message)
 
     def take(self) -> str:
-        """The errors since the last time, and none of them again."""
-        said = "; ".join(self.errors)
+        """The errors since the last call of this method."""
+        errors = "; ".join(self.errors)
         self.errors.clear()
-        return said or "it does not say why"
+        return errors or "llama.cpp gives no reason"
 
 
-heard = LogCapture()
+log_capture = LogCapture()
 
 
 @cache
 def load_library() -> Library:
     """Once per process."""
     package, build = _installed()
-    require_proven(package, build)
+    require_tested(package, build)
     path, params = _xllamacpp() if package == "xllamacpp" else _llama_cpp_python()
     library = bind(path, f"{package} {build}", *params)
-    library.call.llama_log_set(ctypes.cast(heard.callback, c_void_p), None)
+    library.call.llama_log_set(ctypes.cast(log_capture.callback, c_void_p), None)
     library.call.llama_backend_init()
     return library
 
 
-def require_proven(package: str, build: str) -> None:
-    if build not in PROVEN[package]:
-        known = PROVEN[package]
+def require_tested(package: str, build: str) -> None:
+    if build not in TESTED_VERSIONS[package]:
+        known = TESTED_VERSIONS[package]
         raise EngineUnavailable(
-            f"{package} {build} has not been proven: its structures might be others than we think. "
-            f"Proven: {', '.join(known)}; run: pip install {package}=={known[-1]}"
+            f"{package} {build} has not been tested: its structures may differ. "
+            f"Tested: {', '.join(known)}; run: pip install {package}=={known[-1]}"
         )
 
 
 def bind(path: Path, name: str, model_params: Any, context_params: Any) -> Library:
-    """A library of our own: another binding's declarations in the same process are left alone."""
+    """A separate ctypes library: another binding's declarations in this process stay unchanged."""
     call = ctypes.CDLL(str(path), mode=_MODE)
     defaults = (
         ("llama_model_default_params", model_params, ()),
@@ -177,7 +177,7 @@ def bind(path: Path, name: str, model_params: Any, context_params: Any) -> Libra
         try:
             found = getattr(call, function)
         except AttributeError as error:
-            raise EngineUnavailable(f"{name} has no {function}: not a llama.cpp we know") from error
+            raise EngineUnavailable(f"{name} has no {function}: unknown llama.cpp build") from error
         found.restype, found.argtypes = result, arguments
     library = Library(name, call, model_params, context_params)
     _require_known_structures(library)
@@ -185,28 +185,28 @@ def bind(path: Path, name: str, model_params: Any, context_params: Any) -> Libra
 
 
 def _require_known_structures(library: Library) -> None:
-    """Defaults far apart in the structure, each found where we think it is."""
+    """Check a few default values, far apart in the structure."""
     found = library.default_context_params()
-    seen = (found.n_ctx, found.flash_attn_type, found.yarn_beta_slow, found.type_k, found.type_v)
-    if seen != (512, _AUTO_FLASH, -1.0, _F16, _F16) or (found.embeddings, found.offload_kqv) != (False, True):
-        raise EngineUnavailable(f"{library.name}: llama.cpp's parameters do not lie where they should: {seen}")
+    values = (found.n_ctx, found.flash_attn_type, found.yarn_beta_slow, found.type_k, found.type_v)
+    if values != (512, _AUTO_FLASH, -1.0, _F16, _F16) or (found.embeddings, found.offload_kqv) != (False, True):
+        raise EngineUnavailable(f"{library.name}: llama.cpp's parameter structures have another layout: {values}")
 
 
 def _installed() -> tuple[str, str]:
-    """One that was proven, if there is one."""
+    """Package and build; a tested one if possible."""
     found: list[tuple[str, str]] = []
-    for package in PROVEN:
+    for package in TESTED_VERSIONS:
         with suppress(PackageNotFoundError):
-            found.append((package, version(package).partition("+")[0]))  # +cu124: the same sources, built for a GPU
+            found.append((package, version(package).partition("+")[0]))  # +cu124: the same sources, built for CUDA
     if not found:
         raise EngineUnavailable(
-            "no llama.cpp is installed: pip install 'disaggregated-inference[llamacpp]', or llama-cpp-python"
+            "llama.cpp is not installed: pip install 'disaggregated-inference[llamacpp]', or llama-cpp-python"
         )
-    return next((each for each in found if each[1] in PROVEN[each[0]]), found[0])
+    return next((each for each in found if each[1] in TESTED_VERSIONS[each[0]]), found[0])
 
 
 def _xllamacpp() -> tuple[Path, tuple[Any, Any]]:
-    """All of llama.cpp is inside its extension module, which need not be imported for that."""
+    """Its extension module contains llama.cpp, and need not be imported."""
     spec = find_spec("xllamacpp")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for path in sorted(Path(folder).glob("xllamacpp*.so")):

@@ -1,14 +1,14 @@
-"""The state of a sequence as llama.cpp writes and reads it, from and to the portable KV. Little endian:
+"""Converts between llama.cpp's state of a sequence and the portable KV. Little endian:
 
     magic, sequence | for each of its caches (full layers; sliding layers, where there are any):
         streams = 1, cells, cells x (position, 1, sequence)
         V transposed = 0, layers, [rotation of K = 0, of V = 0: from state version 4 on]
         layers x (type, bytes of a row, rows of K), layers x (type, bytes of a row, rows of V)
 
-Cells come in the order in which they lie, which need not be that of their positions. Rows are [kv_heads, head_dim]
-after RoPE. Of the architectures we read, `llama` alone has its K in another basis: a head's two halves interleaved.
+Cells come in memory order, which may differ from the order of positions. Rows are [kv_heads, head_dim] after RoPE. Of
+the supported architectures only `llama` has K in another basis: a head's two halves are interleaved.
 
-Nothing here is believed because it is in a state: whatever differs from what this model's state must say is refused.
+Every field of a state is checked: a state that differs from what this model requires is refused.
 """
 
 import struct
@@ -19,11 +19,10 @@ import numpy as np
 
 from disaggregated_inference.engines.llamacpp.context import GGML_TYPES
 from disaggregated_inference.errors import SliceRefused
-from disaggregated_inference.kv import KVDType, KVLayout, KVSlice
-from disaggregated_inference.kv.dtype import Array, storage_dtype
+from disaggregated_inference.kv import Array, KVDType, KVLayout, KVSlice, storage_dtype
 
 MAGIC = 0xAF143CD8
-PERMUTED = ("llama",)  # whose converter interleaves the rows of q_proj and k_proj
+PERMUTED = ("llama",)  # its GGUF converter interleaves the rows of q_proj and k_proj
 
 _HEAD, _COUNTS, _ROWS = struct.Struct("<Ii"), struct.Struct("<II"), struct.Struct("<iQ")
 _CELL = np.dtype([("position", "<i4"), ("owners", "<u4"), ("sequence", "<i4")])
@@ -33,7 +32,7 @@ Pair = tuple[Array, Array]  # keys, values: [tokens, kv_heads, head_dim] in the 
 
 @dataclass(frozen=True, slots=True)
 class StateCodec:
-    """How one model's states lie, in one build of llama.cpp. `rotations`: whether the two fields for them are there."""
+    """The state format of one model in one build of llama.cpp. `rotations`: whether the two fields for them exist."""
 
     layout: KVLayout
     dtype: KVDType
@@ -53,11 +52,11 @@ class StateCodec:
 
     @property
     def _setting(self) -> bytes:
-        """What stands between cells and rows but for the number of layers: V not transposed, nothing rotated."""
+        """The bytes between the number of layers and the rows: nothing is rotated."""
         return bytes(8 if self.rotations else 0)
 
     def size_bytes(self, cells: Sequence[int]) -> int:
-        """Of a state with so many cells in each of its caches."""
+        """Size of a state with this many cells in each of its caches."""
         each = (
             2 * _COUNTS.size
             + len(self._setting)
@@ -70,7 +69,7 @@ class StateCodec:
         return _HEAD.size + sum(each)
 
     def encode(self, rows: Sequence[Sequence[Pair]], stop: int, sequence: int) -> Array:
-        """A state that ends at position `stop`. `rows`: for each layer its pieces, one after the other."""
+        """A state that ends at position `stop`. `rows` has the pieces of each layer in order."""
         cells = [sum(len(keys) for keys, _ in rows[layers[0]]) for layers in self.sections]
         state = np.empty(self.size_bytes(cells), np.uint8)
         _HEAD.pack_into(state.data, 0, MAGIC, sequence)
@@ -104,7 +103,7 @@ class StateCodec:
         return at + count * self._row_bytes
 
     def decode(self, state: Array, start: int, stop: int) -> Iterator[KVSlice]:
-        """The rows of [start, stop), of sliding layers those that the window keeps; one slice per layer."""
+        """The rows of [start, stop), or those that a sliding layer's window keeps; one slice per layer."""
         found: dict[int, KVSlice] = {}
         at = self._read_magic(state)
         for layers in self.sections:
@@ -120,28 +119,28 @@ class StateCodec:
             for layer, (keys, values) in parts.items():
                 found[layer] = KVSlice(layer, first, self.dtype, *_with_dead_row(stop - first, keys, values))
         if at != len(state):
-            raise SliceRefused(f"a state with {len(state) - at} bytes more than it should have")
+            raise SliceRefused(f"a state with {len(state) - at} extra bytes")
         return (found[layer] for layer in sorted(found))
 
     def _read_magic(self, state: Array) -> int:
         magic, _ = self._unpack(_HEAD, state, 0)
         if magic != MAGIC:
-            raise SliceRefused(f"no state of a sequence: it begins with {magic:#x}")
+            raise SliceRefused(f"not a state of a sequence: it starts with {magic:#x}")
         return _HEAD.size
 
     def _read_cells(self, state: Array, at: int, first: int, stop: int, droppable: int) -> tuple[int, Array]:
-        """Where the section goes on, and in which order its cells come to stand by position."""
+        """The offset after the cells, and the order that sorts them by position."""
         streams, count = self._unpack(_COUNTS, state, at)
         missing = stop - first - count
-        # The oldest row of a full window is one that no later token looks at: llama.cpp may have used its cell again.
+        # No later token attends to the oldest row of a full window: llama.cpp may have reused its cell.
         if streams != 1 or not 0 <= missing <= droppable:
-            raise SliceRefused(f"a state of {count} cells in {streams} streams where {stop - first} in one belong")
+            raise SliceRefused(f"a state of {count} cells in {streams} streams; expected {stop - first} in one")
         at += _COUNTS.size
         cells = self._bytes(state, at, count * _CELL.itemsize).view(_CELL)
         order = np.argsort(cells["position"], kind="stable")
         expected = np.arange(first + missing, stop)
         if not np.array_equal(cells["position"][order], expected) or not np.all(cells["owners"] == 1):
-            raise SliceRefused(f"a state whose cells are not the positions {first} to {stop}")
+            raise SliceRefused(f"the cells of a state are not the positions {first} to {stop}")
         return at + cells.nbytes, order
 
     def _read_setting(self, state: Array, at: int, layers: int) -> int:
@@ -149,7 +148,7 @@ class StateCodec:
         if transposed:
             raise SliceRefused("a state with transposed V: written without flash attention")
         if count != layers:
-            raise SliceRefused(f"a state of {count} layers where {layers} belong")
+            raise SliceRefused(f"a state of {count} layers; expected {layers}")
         at += _COUNTS.size
         if bytes(self._bytes(state, at, len(self._setting))) != self._setting:
             raise SliceRefused("a state with rotated rows: written with a quantized cache")
@@ -159,8 +158,8 @@ class StateCodec:
         kind, row_bytes = self._unpack(_ROWS, state, at)
         if (kind, row_bytes) != (GGML_TYPES[self.dtype], self._row_bytes):
             raise SliceRefused(
-                f"a state with rows of {row_bytes} bytes of type {kind}; {self._row_bytes} of type"
-                f" {GGML_TYPES[self.dtype]} ({self.dtype}) belong there"
+                f"a state with rows of {row_bytes} bytes of type {kind}; expected {self._row_bytes} of type"
+                f" {GGML_TYPES[self.dtype]} ({self.dtype})"
             )
         at += _ROWS.size
         self._bytes(state, at, len(order) * self._row_bytes)
@@ -176,7 +175,7 @@ class StateCodec:
         return rows.reshape(count, self.layout.kv_heads, self.layout.head_dim)
 
     def _put(self, target: Array, rows: Array, keys: bool) -> None:
-        if keys and self.permuted:  # half by half, which numpy does six times as fast as both at once
+        if keys and self.permuted:  # half by half is six times as fast in numpy
             half = self.layout.head_dim // 2
             target[..., 0::2], target[..., 1::2] = rows[..., :half], rows[..., half:]
         else:
@@ -187,12 +186,12 @@ class StateCodec:
 
     def _bytes(self, state: Array, at: int, size: int) -> Array:
         if at + size > len(state):
-            raise SliceRefused(f"a state cut short: {len(state)} bytes, and {at + size} at least belong there")
+            raise SliceRefused(f"a truncated state: {len(state)} bytes, expected at least {at + size}")
         return state[at : at + size]
 
 
 def _with_dead_row(count: int, keys: Array, values: Array) -> Pair:
-    """A window has all its rows in the portable KV, also the one that llama.cpp has dropped."""
+    """The portable KV has all rows of a window, including the one that llama.cpp dropped."""
     if len(keys) == count:
         return keys, values
     spare = np.zeros_like(keys[:1])

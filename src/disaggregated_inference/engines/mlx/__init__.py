@@ -1,16 +1,16 @@
-"""mlx and mlx-lm are imported here and below, nowhere else. The BLAS has to be chosen first."""
+"""The MLX engine. Only this package imports mlx and mlx-lm, after a BLAS is chosen."""
 
 from typing import Any
 
 from disaggregated_inference.engines.mlx.blas import load_blas
-from disaggregated_inference.engines.mlx.versions import require_known_caches, require_proven_version
+from disaggregated_inference.engines.mlx.versions import require_known_caches, require_tested_version
 from disaggregated_inference.models import ModelFiles
 
 
 def load(model: ModelFiles, **options: Any) -> Any:
-    """Choose a BLAS, prove the version, load the model."""
+    """Choose a BLAS, check mlx-lm's version, load the model."""
     blas = load_blas()
-    require_proven_version()
+    require_tested_version()
     require_known_caches()
     from disaggregated_inference.engines.mlx import engine
 

@@ -1,8 +1,8 @@
-"""Sequences that decode together: one batch per capacity class, all classes in one forward pass.
+"""Decode batches: one per capacity class, all classes in one forward pass.
 
-mlx-lm pads the members of a batch on the left into one cache per layer, so members of one batch should be of one size:
-a sequence's *class* is its capacity, rounded up to a power of two. While a sequence is in a batch its rows live there;
-it gets its own caches back when it leaves or is touched alone, and one alone in its class never gives them away.
+mlx-lm pads the members of a batch on the left into one cache per layer, so members should have similar sizes: a
+sequence's *class* is its capacity, rounded up to a power of two. While a sequence is in a batch, its rows are in the
+batch's caches; it gets its own caches back when it leaves or is used alone. A sequence alone in its class keeps them.
 """
 
 from collections.abc import Sequence as Items
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache
 
-from disaggregated_inference.engines.base import Sequence, whole_or_broken
+from disaggregated_inference.engines.base import Sequence, broken_on_error
 from disaggregated_inference.engines.mlx.grouped import GroupedCache
 
 SMALLEST_CLASS = 256
@@ -25,8 +25,8 @@ def capacity_class(capacity: int, smallest: int = SMALLEST_CLASS) -> int:
 class MlxBatch:
     """The sequences of one class, row by row.
 
-    Changes go layer by layer, each evaluated before the next: old and new exist side by side for one layer only. One
-    that fails half-way breaks everyone in it, because nobody's rows are whole any more.
+    Changes go layer by layer, each evaluated before the next: old and new caches coexist for one layer only. A change
+    that fails half-way breaks all members: no member's rows are complete any more.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class MlxBatch:
         self._caches: list[Any] = []
 
     def caches_of(self, wanted: Items[Sequence]) -> tuple[list[Any], Items[Sequence]]:
-        """Caches whose rows are `wanted`, and the order in which they are."""
+        """Caches whose rows are the `wanted` sequences, and the order of the rows."""
         if len(wanted) == 1 and wanted[0] not in self._rows:
             return [layer.cache for layer in wanted[0].state], wanted
         if self._rows.keys() != set(wanted):
@@ -42,12 +42,12 @@ class MlxBatch:
         return self._caches, tuple(self._rows)
 
     def take_back(self, sequence: Sequence) -> None:
-        """Give a sequence its own caches again."""
+        """Move a sequence's rows back into its own caches."""
         if sequence in self._rows:
             self._regroup(self._rows.keys() - {sequence}, [])
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence and its rows, and those of broken ones: nobody will ask for them again."""
+        """Drop a sequence's rows, and those of broken sequences."""
         if sequence in self._rows:
             self._change([member for member in self._rows if member is not sequence and not member.broken], [], [])
 
@@ -64,7 +64,7 @@ class MlxBatch:
         kept = [self._rows[member] for member in staying]
         capacity = max((member.capacity for member in members), default=0)
         caches = self._caches or [None] * len(joining[0].state)
-        with whole_or_broken(*self._rows, *joining):
+        with broken_on_error(*self._rows, *joining):
             for layer, cache in enumerate(caches):
                 for member in leaving:
                     member.state[layer].restore(cache.extract(self._rows[member]))
@@ -74,7 +74,7 @@ class MlxBatch:
 
 
 def _changed(cache: Any, kept: list[int], joining: list[Any], capacity: int) -> Any:
-    """One layer's cache with the rows `kept` of it and those of `joining` behind them, evaluated."""
+    """One layer's cache with its rows `kept`, followed by those of `joining`, evaluated."""
     if not kept:
         cache = None
     elif len(kept) < len(cache.left_padding):
@@ -94,7 +94,7 @@ def _changed(cache: Any, kept: list[int], joining: list[Any], capacity: int) -> 
 
 
 def _merged(own: list[Any]) -> Any:
-    """mlx-lm's merge, which forgets the shape of caches that have no tokens yet."""
+    """mlx-lm's merge; it loses the shape of caches without tokens, which is restored."""
     merged = type(own[0]).merge(own)
     if merged.keys is None and own[0].keys is not None:
         _, heads, _, width = own[0].keys.shape
@@ -103,10 +103,10 @@ def _merged(own: list[Any]) -> Any:
 
 
 def _fit(cache: Any, capacity: int) -> None:
-    """Room for the longest answer in the batch and no more.
+    """Resize the buffer to the largest capacity in the batch.
 
-    mlx-lm would let the buffer grow in the middle of a step, in all layers at once and past what was reserved; and what
-    it cuts off stays in memory, because a cut is only a view.
+    mlx-lm would grow it in the middle of a step, in all layers at once and beyond the reserved memory. What mlx-lm cuts
+    off stays in memory, because a cut is only a view.
     """
     if isinstance(cache, BatchKVCache):
         spare = capacity - cache.keys.shape[2]
@@ -120,17 +120,17 @@ def _resized(rows: mx.array, spare: int) -> mx.array:
 
 
 class Arrangement(NamedTuple):
-    """How the rows of a step lie: `order[i]` is the caller's place of row i, None where the two agree."""
+    """The order of a step's rows: `order[i]` is the caller's index of row i, None if both orders are the same."""
 
     caches: list[Any]
     order: list[int] | None
 
     def rows(self, inputs: mx.array) -> mx.array:
-        """The caller's order into ours."""
+        """From the caller's order to the rows' order."""
         return inputs if self.order is None else inputs[mx.array(self.order)]
 
     def callers(self, outputs: mx.array) -> mx.array:
-        """And back."""
+        """From the rows' order to the caller's."""
         if self.order is None:
             return outputs
         return outputs[mx.array(sorted(range(len(self.order)), key=self.order.__getitem__))]
@@ -142,7 +142,7 @@ class Batches:
         self._by_class: dict[int, MlxBatch] = {}
 
     def arrange(self, sequences: Items[Sequence]) -> Arrangement:
-        """Caches for one step of `sequences`. Classes that have no part in it stay as they are."""
+        """Caches for one step of `sequences`. Other classes stay unchanged."""
         groups: dict[int, list[Sequence]] = {}
         for sequence in sequences:
             groups.setdefault(capacity_class(sequence.capacity, self._smallest), []).append(sequence)
@@ -168,12 +168,12 @@ class Batches:
 
 
 def _grouped(parts: list[tuple[list[Any], Items[Sequence]]]) -> list[GroupedCache]:
-    """One cache per layer over the groups. Positions are set from what we know: rope reads ours, so nothing would
-    evaluate mlx-lm's own counting, and its additions would pile up step by step."""
+    """One cache per layer over the groups. Positions are set from the sequences' lengths: nothing else would evaluate
+    mlx-lm's lazy counters, and their additions would pile up step by step."""
     lengths = [[sequence.length for sequence in members] for _, members in parts]
     for (caches, _), positions in zip(parts, map(mx.array, lengths), strict=True):
         for cache in caches:
-            if isinstance(cache.offset, mx.array):  # of a batch; one alone counts with a number
+            if isinstance(cache.offset, mx.array):  # of a batch; a single sequence has an int
                 cache.offset = positions
     offset = mx.array([length for group in lengths for length in group])
     edges = list(accumulate(len(group) for group in lengths[:-1]))

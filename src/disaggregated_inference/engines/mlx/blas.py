@@ -1,8 +1,8 @@
 """A real BLAS for MLX on Linux. Must run before `mlx.core` is imported.
 
 The Linux wheel of MLX carries the reference BLAS, 60 times slower than a tuned one. Symbols of a library opened
-globally are found first, so opening one that has `sgemm_` mends it. torch's own is taken where torch is installed: a
-second BLAS beside torch's in one process makes torch itself fifteen times slower.
+globally are found first, so opening one that has `sgemm_` replaces it. torch's BLAS is used if torch is installed: a
+second BLAS in one process makes torch fifteen times slower.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ _SYSTEM_LIBRARIES = ("libopenblas.so.0", "libopenblas.so", "libblis.so.4", "libm
 
 
 def load_blas() -> str | None:
-    """The name of the BLAS that MLX will use, or None when only its own slow one is there."""
+    """The name of the BLAS that MLX will use, or None if only the slow reference BLAS is available."""
     if sys.platform != "linux":
         return "Accelerate"
     for candidate in (*_torch_library(), *_SYSTEM_LIBRARIES):

@@ -1,8 +1,8 @@
-"""Portable slices into mlx-lm's caches and out of them, by attribute: their `state` format changes between releases.
+"""Portable slices to and from mlx-lm's caches, by attribute: their `state` format changes between releases.
 
-MLX keeps [1, kv_heads, tokens, head_dim]. A full layer's buffer is allocated once for the sequence's whole capacity and
-slices are written straight into its memory through numpy, on Apple's unified memory as on Linux: no staging copy, no
-kernel, nothing on the GPU's queue. A sliding layer is at most a window and is put together in numpy, oldest row first.
+MLX stores [1, kv_heads, tokens, head_dim]. A full layer's buffer is allocated once for the sequence's capacity, and
+slices are written into its memory through numpy, on Apple's unified memory as on Linux: no staging copy, no kernel,
+nothing on the GPU's queue. A sliding layer is at most a window and is assembled in numpy, oldest row first.
 """
 
 from typing import Any
@@ -11,8 +11,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from disaggregated_inference.kv import KVDType, KVLayout, KVSlice, LayerPlan, as_dtype
-from disaggregated_inference.kv.dtype import Array
+from disaggregated_inference.kv import Array, KVDType, KVLayout, KVSlice, LayerPlan, as_dtype
 
 MLX_DTYPES: dict[KVDType, Any] = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
@@ -34,7 +33,7 @@ class FullLayer:
     """Writes into a `KVCache`. While slices arrive, `_views` alias its buffers; they end before the model uses them."""
 
     def __init__(self, layout: KVLayout, dtype: KVDType, capacity: int) -> None:
-        """The whole buffer at once: it never grows, and never has to be copied to grow."""
+        """The buffer is allocated once and never grows."""
         self.cache: Any = KVCache()  # None while its rows are in a batch
         self._dtype, self._capacity = dtype, capacity
         shape = (1, layout.kv_heads, capacity, layout.head_dim)
@@ -52,18 +51,18 @@ class FullLayer:
         self.cache.offset = length
 
     def rollback(self) -> None:
-        """Rows past the offset are not looked at, and will be written again."""
+        """Rows after the offset are ignored and will be overwritten."""
         self._views = None
 
     def restore(self, extracted: KVCache) -> None:
-        """A batch gives back exactly the rows there are: put them into a buffer of the full capacity again."""
+        """Put the rows from a batch into a buffer of full capacity again."""
         spare = [(0, 0), (0, 0), (0, self._capacity - extracted.keys.shape[2]), (0, 0)]
         extracted.keys, extracted.values = mx.pad(extracted.keys, spare), mx.pad(extracted.values, spare)
         mx.eval(extracted.keys, extracted.values)
         self.cache = extracted
 
     def settle(self) -> None:
-        """After a chunk: nothing is ever larger than it was opened."""
+        """After a chunk; a full layer needs nothing."""
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +99,7 @@ class SlidingLayer:
                 for old, new in zip(held, (keys, values), strict=True)
             )
         self.cache.keys, self.cache.values = (from_numpy(rows[None], self._dtype) for rows in (keys, values))
-        mx.eval(self.cache.keys, self.cache.values)  # another thread may be the one that uses them
+        mx.eval(self.cache.keys, self.cache.values)  # another thread may use them
         self.cache.offset, self.cache._idx = length, keys.shape[1]
         self._staged.clear()
 
@@ -108,12 +107,12 @@ class SlidingLayer:
         self._staged.clear()
 
     def restore(self, extracted: RotatingKVCache) -> None:
-        """Evaluated at once: until then it would hold on to the whole batch that it is cut from."""
+        """Evaluated at once: a lazy slice would keep the batch's arrays alive."""
         mx.eval(extracted.keys, extracted.values)
         self.cache = extracted
 
     def settle(self) -> None:
-        """After a chunk mlx-lm keeps all of its rows until the next token: cut them to the window now."""
+        """After a chunk mlx-lm keeps all its rows until the next token: cut them to the window now."""
         if self.cache.keys.shape[2] > self._window:
             self.cache.keys, self.cache.values = (
                 mx.contiguous(rows[..., -self._window :, :]) for rows in (self.cache.keys, self.cache.values)
@@ -130,7 +129,7 @@ class SlidingLayer:
         return joined[0], joined[1]
 
     def rows(self, start: int, stop: int) -> tuple[mx.array, mx.array]:
-        """The newest rows up to `stop`, which is where the ring ends."""
+        """The newest rows up to `stop`, the end of the ring."""
         count = min(stop - start, self._window)
         ordered = (self.cache._temporal_order(array) for array in (self.cache.keys, self.cache.values))
         keys, values = (rows[0, :, max(0, rows.shape[2] - count) :] for rows in ordered)
@@ -153,7 +152,7 @@ def token_major(rows: mx.array) -> mx.array:
 
 
 def make_layers(layout: KVLayout, dtype: KVDType, capacity: int) -> list[FullLayer | SlidingLayer]:
-    """One per layer, their memory taken now."""
+    """One per layer, with memory allocated."""
     layers = [
         SlidingLayer(plan, dtype) if plan.window else FullLayer(layout, dtype, capacity) for plan in layout.layers
     ]

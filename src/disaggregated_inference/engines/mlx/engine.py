@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, Tokens, token_list
+from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, token_list
 from disaggregated_inference.engines.memory import available_bytes
 from disaggregated_inference.engines.mlx import grouped
 from disaggregated_inference.engines.mlx.batch import Batches, capacity_class
@@ -27,27 +27,16 @@ _METAL_KV_SHARE = 0.8
 _FREED_BYTES = 2 << 30
 
 
-class MlxTokens:
-    def __init__(self, array: mx.array) -> None:
-        self.array = array
-
-    def __len__(self) -> int:
-        return int(self.array.shape[0])
-
-    def tolist(self) -> list[int]:
-        return self.array.tolist()  # type: ignore[return-value]
-
-
 class MlxLogits:
-    """Scheduled, not awaited: the device computes while the caller prepares the next step."""
+    """Scheduled, not evaluated: the device computes while the caller prepares the next step."""
 
     def __init__(self, array: mx.array) -> None:
         self.array = array
 
-    def greedy(self) -> MlxTokens:
+    def greedy(self) -> Any:
         tokens = mx.argmax(self.array, axis=-1)
         mx.async_eval(tokens)
-        return MlxTokens(tokens)
+        return tokens
 
     def numpy(self, rows: Items[int] | None = None) -> NDArray[np.float32]:
         chosen = self.array if rows is None else self.array[mx.array(list(rows), mx.int32)]
@@ -55,7 +44,7 @@ class MlxLogits:
 
 
 class _Tap:
-    """Stands before a layer's cache during prefill and keeps the fresh K and V, scheduled for evaluation at once."""
+    """Wraps a layer's cache during prefill and keeps the new K and V, scheduled for evaluation at once."""
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache
@@ -85,21 +74,22 @@ class MlxEngine(Engine):
         if mx.default_device() == mx.gpu:
             self.chunk_tokens = 2048
 
-    def handed_out_bytes(self, tokens: int) -> int:
-        """Slices are copies, in the portable layout, in the memory that the GPU shares."""
+    def slice_copy_bytes(self, tokens: int) -> int:
+        """Slices are copies in the portable layout, in the memory that CPU and GPU share."""
         return self.spec.layout.total_bytes(tokens, self.dtype)
 
-    def _free(self) -> None:
+    def _unload(self) -> None:
+        del self.model, self._batches
         gc.collect()
         mx.clear_cache()
 
     def leave_thread(self) -> None:
-        """A thread that ends with streams of its own makes the whole process abort at exit, one time in five."""
+        """A thread that ends with its own MLX streams makes the process abort at exit, one time in five."""
         mx.synchronize()
         mx.clear_streams()
 
     def _kv_rows(self, capacity: int) -> int:
-        """A batch gives each member the room of its largest, which is of the same class and within the context."""
+        """A batch gives each member the capacity of its largest, which has the same class and fits the context."""
         return max(capacity, min(capacity_class(capacity), self.spec.context_window))
 
     def _kv_held(self) -> int:
@@ -122,14 +112,14 @@ class MlxEngine(Engine):
         logits = self._head(hidden[:, -1])
         mx.async_eval(logits)
         if emit:
-            self._hand_out(sequence.length, len(tokens), taps, emit)
+            self._emit_slices(sequence.length, len(tokens), taps, emit)
         for layer in sequence.state:
             layer.settle()
         mx.eval(logits, [array for cache in caches for array in (cache.keys, cache.values)])
         return MlxLogits(logits)
 
-    def _hand_out(self, start: int, count: int, taps: list[_Tap], emit: Emit) -> None:
-        """Layer by layer: each is awaited alone, while the device works on the ones behind it."""
+    def _emit_slices(self, start: int, count: int, taps: list[_Tap], emit: Emit) -> None:
+        """Layer by layer: each is evaluated alone, while the device computes the later ones."""
         for index, (tap, plan) in enumerate(zip(taps, self.spec.layout.layers, strict=True)):
             first = plan.first_row(start, start + count)
             assert tap.fresh is not None
@@ -138,10 +128,10 @@ class MlxEngine(Engine):
             tap.fresh = None
             emit(KVSlice(index, first, self.dtype, keys, values))
 
-    def _step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits:
+    def _step(self, sequences: Items[Sequence], tokens: Any) -> Logits:
         self.counters.step_tokens += len(sequences)
         arranged = self._batches.arrange(sequences)
-        inputs = tokens.array if isinstance(tokens, MlxTokens) else mx.array(token_list(tokens))
+        inputs = tokens if isinstance(tokens, mx.array) else mx.array(token_list(tokens))
         hidden = self.model.model(arranged.rows(inputs)[:, None], cache=arranged.caches)
         logits = self._head(arranged.callers(hidden[:, -1]))
         mx.async_eval(logits)
@@ -180,16 +170,16 @@ def load(
     """Load a safetensors folder. On Metal in the dtype it was saved in, on Linux in float32."""
     spec = model.spec
     if blas is None:
-        log.warning("no BLAS found for MLX: prompts will be read 60 times slower. Install libopenblas0-pthread")
+        log.warning("no BLAS found for MLX: prefill will be 60 times slower. Install libopenblas0-pthread")
     loaded = load_weights(model, dtype or _default_dtype(model))
     if repaired := ensure_exact(loaded, spec.rope):
-        log.info("installed the model's own RoPE frequencies in %d layers", repaired)
+        log.info("replaced MLX's RoPE frequencies by the model's in %d layers", repaired)
     _bound_freed_buffers()
     return MlxEngine(loaded, spec, model.fingerprint, kv_bytes)
 
 
 def _default_limit() -> int:
-    """Of what Metal lets us wire a part stays for temporaries; under Linux the machine is somebody else's too."""
+    """Metal's working set minus a share for temporaries; on Linux half of the free memory."""
     working_set = int(mx.device_info().get("max_recommended_working_set_size", 0))
     if not working_set:
         return available_bytes() // 2
@@ -198,10 +188,10 @@ def _default_limit() -> int:
 
 
 def _bound_freed_buffers() -> None:
-    """MLX keeps freed buffers for the next array of their size, on Metal as much as the machine has.
+    """MLX keeps freed buffers for the next array of their size, on Metal up to all memory.
 
-    Temporaries of a chunk come back chunk after chunk and fit into our bound. Batches that sequences join and leave are
-    of ever new sizes: what they leave behind nothing would reuse, and it would be missing when the next one comes.
+    Temporaries of a chunk are reused by the next chunk and fit into this limit. Batches that sequences join and leave
+    have ever new sizes: their buffers would not be reused, and their memory would be missing for the next batch.
     """
     before = mx.set_cache_limit(_FREED_BYTES)
     if before < _FREED_BYTES:

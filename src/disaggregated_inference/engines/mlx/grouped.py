@@ -1,9 +1,8 @@
 """One forward pass over groups of sequences whose caches have different lengths.
 
-mlx-lm pads a batch to its longest member: one long sequence beside fifteen short ones makes attention read sixteen long
-ones. Only attention cares; every other layer wants as many rows as there are. So the rows of a step lie group after
-group, each layer gets a `GroupedCache` for a cache, and attention, the one place where groups part, is computed per
-group with mlx-lm's own function.
+mlx-lm pads a batch to its longest member: with one long and fifteen short sequences, attention reads sixteen long ones.
+Only attention depends on lengths; all other layers work on all rows at once. So the rows of a step are ordered by
+group, each layer gets a `GroupedCache`, and attention is computed per group with mlx-lm's function.
 """
 
 import functools
@@ -21,9 +20,9 @@ Arrays = list[mx.array]
 
 
 class GroupedCache:
-    """One layer's caches, a group after the other; mlx-lm's models take it for a cache of all rows.
+    """One layer's caches, one per group; mlx-lm's models use it as one cache of all rows.
 
-    Keys, values and masks are lists of one item per group. The models hand them on to attention without a look.
+    Keys, values and masks are lists with one item per group. The models pass them on to attention unread.
     """
 
     def __init__(self, parts: list[Any], edges: list[int], offset: mx.array) -> None:
@@ -39,36 +38,27 @@ class GroupedCache:
 
 
 def install(model: Any) -> None:
-    """Let the attention of `model` take a `GroupedCache`. Models import the function by name, each into its module."""
+    """Make the attention of `model` accept a `GroupedCache`. Models import the function by name into their modules."""
     for name in {type(layer.self_attn).__module__ for layer in model.layers}:
         module = sys.modules[name]
         original = getattr(module, _NAME, None)
         if original is None:
-            raise EngineUnavailable(f"{name} has no {_NAME}: an attention that does not know groups")
+            raise EngineUnavailable(f"{name} has no {_NAME}: its attention cannot be grouped")
         if not hasattr(original, "by_group"):
             setattr(module, _NAME, _by_group(original))
 
 
 def _by_group(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     @functools.wraps(original)
-    def attention(queries: mx.array, keys: Any, values: Any, cache: Any, *args: Any, **options: Any) -> mx.array:
+    def attention(
+        queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
+    ) -> mx.array:
         if type(cache) is not GroupedCache:
-            return original(queries, keys, values, cache, *args, **options)
-        return _each(original, queries, keys, values, cache, *args, **options)
+            return original(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+        groups = zip(mx.split(queries, cache.edges), keys, values, cache.parts, mask, strict=True)
+        return mx.concatenate(
+            [original(q, k, v, part, scale=scale, mask=m, sinks=sinks) for q, k, v, part, m in groups]
+        )
 
     attention.by_group = True  # type: ignore[attr-defined]
     return attention
-
-
-def _each(
-    original: Callable[..., mx.array],
-    queries: mx.array,
-    keys: Arrays,
-    values: Arrays,
-    cache: GroupedCache,
-    scale: float,
-    mask: list[Any],
-    sinks: mx.array | None = None,
-) -> mx.array:
-    groups = zip(mx.split(queries, cache.edges), keys, values, cache.parts, mask, strict=True)
-    return mx.concatenate([original(q, k, v, part, scale=scale, mask=m, sinks=sinks) for q, k, v, part, m in groups])

@@ -1,4 +1,4 @@
-"""A model folder into mlx-lm: configs it would misread put right, dense GPT-OSS weights renamed."""
+"""Loads a model folder into mlx-lm: corrects configs that it would misread, renames dense GPT-OSS weights."""
 
 from typing import Any
 
@@ -9,8 +9,7 @@ from mlx_lm.utils import _get_classes, load_model
 
 from disaggregated_inference.engines.mlx.caches import MLX_DTYPES
 from disaggregated_inference.kv import KVDType
-from disaggregated_inference.models import ModelFiles
-from disaggregated_inference.models.rope import rope_parameters
+from disaggregated_inference.models import ModelFiles, rope_parameters
 
 
 def load_weights(model: ModelFiles, dtype: KVDType) -> Any:
@@ -25,7 +24,7 @@ def load_weights(model: ModelFiles, dtype: KVDType) -> Any:
 
 
 def readable_config(config: dict[str, Any]) -> dict[str, Any]:
-    """What mlx-lm does not find by itself in configs saved by transformers 5."""
+    """The settings that mlx-lm does not find in configs saved by transformers 5."""
     rope = rope_parameters(config)
     readable: dict[str, Any] = {"rope_theta": rope["rope_theta"]}
     if (rope.get("rope_type") or rope.get("type") or "default") != "default":
@@ -36,7 +35,7 @@ def readable_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def activation_dtype(model: Any) -> KVDType:
-    """What the model computes in: the dtype of its norms, which no quantization touches."""
+    """The model's compute dtype: that of its norms, which are never quantized."""
     weight = dict(tree_flatten(model.parameters()))["model.norm.weight"]
     return next(name for name, kind in MLX_DTYPES.items() if kind == weight.dtype)
 
@@ -47,7 +46,7 @@ def _cast(weight: mx.array, dtype: Any) -> mx.array:
 
 
 def _classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-    """mlx-lm's classes; GPT-OSS's made to accept the dense layout that transformers saves."""
+    """mlx-lm's classes; GPT-OSS also accepts the dense layout that transformers saves."""
     model_class, arguments = _get_classes(config)
     if config["model_type"] != "gpt_oss":
         return model_class, arguments

@@ -1,8 +1,8 @@
-"""Does MLX rotate as the model says? Measured, repaired, measured again.
+"""Checks that MLX applies the model's RoPE, and repairs it if not.
 
-mlx-lm ignores `rope_parameters` of newer configs (wrong base, no error) and rounds YaRN's range where GPT-OSS's
-checkpoint says `truncate: false`. Either way keys rotated by torch meet queries rotated otherwise, and the answer goes
-wrong in silence. So we do not read what MLX was told: we turn a known vector and see where it points.
+mlx-lm ignores `rope_parameters` of newer configs (a different base, no error) and rounds YaRN's range where GPT-OSS's
+checkpoint sets `truncate: false`. Keys rotated by torch would then meet queries rotated differently, and answers would
+be silently wrong. So the frequencies are measured by rotating a known vector, not read from MLX's settings.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disaggregated_inference.errors import EngineMismatch
-from disaggregated_inference.models.rope import Rope
+from disaggregated_inference.models import Rope
 
 _TOLERANCE = 1e-5
 
@@ -36,7 +36,7 @@ class ExactRoPE(nn.Module):
 
 
 def measure(rope: Any, head_dim: int) -> tuple[NDArray[np.float32], float]:
-    """Frequencies and scale that a rope module really applies: unit vectors turned by one position."""
+    """Frequencies and scale that a rope module applies, from unit vectors rotated by one position."""
     ones = mx.concatenate([mx.ones(head_dim // 2), mx.zeros(head_dim // 2)]).reshape(1, 1, 1, head_dim)
     turned = np.array(rope(ones, offset=1)).reshape(2, head_dim // 2)
     return np.arctan2(turned[1], turned[0]), float(np.hypot(turned[0], turned[1]).mean())
@@ -49,12 +49,12 @@ def agrees(rope: Any, wanted: Rope) -> bool:
 
 
 def ensure_exact(model: Any, wanted: Rope) -> int:
-    """Install the model's own frequencies wherever MLX has others; returns how many layers needed it."""
+    """Install the model's frequencies in layers where MLX has others; returns how many layers."""
     repaired = 0
     for layer in model.layers:
         if not agrees(layer.self_attn.rope, wanted):
             layer.self_attn.rope = ExactRoPE(wanted)
             repaired += 1
             if not agrees(layer.self_attn.rope, wanted):
-                raise EngineMismatch("MLX does not rotate as the model's config asks, even with its own frequencies")
+                raise EngineMismatch("MLX does not apply the RoPE of the model's config, even with given frequencies")
     return repaired

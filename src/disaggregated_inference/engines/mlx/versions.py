@@ -1,4 +1,4 @@
-"""Which mlx-lm we put a cache into. Its cache classes are internals that change between patch releases.
+"""The supported versions of mlx-lm: its cache classes are internals that change between patch releases.
 
 A version is added here after the contract suite has passed on it.
 """
@@ -7,21 +7,21 @@ from importlib.metadata import version
 
 from disaggregated_inference.errors import EngineUnavailable
 
-PROVEN = ("0.32.0", "0.32.1", "0.32.2")
+TESTED_VERSIONS = ("0.32.0", "0.32.1", "0.32.2")
 
 
-def require_proven_version(found: str | None = None) -> str:
+def require_tested_version(found: str | None = None) -> str:
     found = found or version("mlx-lm")
-    if found not in PROVEN:
+    if found not in TESTED_VERSIONS:
         raise EngineUnavailable(
-            f"mlx-lm {found} has not been proven: a cache put into it might be misread. "
-            f"Proven: {', '.join(PROVEN)}; run: pip install mlx-lm=={PROVEN[-1]}"
+            f"mlx-lm {found} has not been tested: it might misread a KV cache. "
+            f"Tested: {', '.join(TESTED_VERSIONS)}; run: pip install mlx-lm=={TESTED_VERSIONS[-1]}"
         )
     return found
 
 
 def require_known_caches() -> None:
-    """The attributes we set, tried out on the installed classes rather than believed."""
+    """Check that the installed cache classes have the attributes that this engine sets."""
     from mlx_lm.models import cache
 
     expected = {

@@ -1,4 +1,4 @@
-"""The simulated engine: no weights, no language; a machine's times, and real KV bytes. Never called inference."""
+"""The simulated engine: no weights, only a machine's timing and real KV bytes. Never called inference."""
 
 from disaggregated_inference.engines.simulated.engine import SimulatedEngine, load
 from disaggregated_inference.engines.simulated.profiles import MACHINES, Profile, parse_profile

@@ -1,7 +1,7 @@
-"""A device that computes nothing and takes its time.
+"""A simulated device: it computes nothing, and its work takes time.
 
-Work is queued and takes place one after the other, as on a GPU: whoever launches it goes on at once, whoever reads its
-result waits. All waits are for a moment, not for a while, so what Python does meanwhile is part of the time.
+Work is queued and runs in order, as on a GPU: a launch returns at once, reading a result waits. Waits have an absolute
+end, so the time that Python needs meanwhile is part of them.
 """
 
 import time
@@ -12,7 +12,7 @@ class Device:
         self._free_at = 0.0
 
     def launch(self, seconds: float) -> float:
-        """When work of that length, behind all that was launched before, will begin."""
+        """Queue work of this length; returns when it will start."""
         begin = max(time.perf_counter(), self._free_at)
         self._free_at = begin + seconds
         return begin

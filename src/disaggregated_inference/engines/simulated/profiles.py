@@ -1,7 +1,7 @@
-"""How long a machine takes. Published figures where there are any; what is an estimate says so, with its arithmetic.
+"""Timing profiles of machines, from published figures if possible. Estimates are marked and give their arithmetic.
 
-Reading a prompt of n tokens takes a n + b n²: each token its own work, and attention to all before it. One step takes
-the weights that a single sequence reads, the experts that each further one adds, and every row of everyone's context.
+Prefill of n tokens takes a n + b n²: constant work per token, plus attention to all earlier ones. A step's time has
+three parts: the weights that one sequence reads, the experts that each further sequence adds, and every row of context.
 """
 
 from collections.abc import Callable
@@ -16,29 +16,29 @@ _SHORT, _LONG = 8192, 32768  # the prompts for which figures are published
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine with a model. All zeros: nothing takes any time."""
+    """A machine with a model. With all zeros nothing takes time."""
 
     name: str
     note: str
     prefill_token_s: float = 0.0
-    prefill_depth_s: float = 0.0  # times the square of the prompt's length
+    prefill_depth_s: float = 0.0  # times the square of the prompt length
     step_s: float = 0.0  # of one sequence without context
-    context_token_s: float = 0.0  # for each row that a step reads
-    expert_s: float = 0.0  # for each further expert that a larger batch reads
+    context_token_s: float = 0.0  # per row that a step reads
+    expert_s: float = 0.0  # per further expert that a larger batch reads
     experts_per_token: int = 0
-    answer_tokens: int = 0  # answers end by themselves after so many tokens on average; 0: never
+    answer_tokens: int = 0  # average length of a completion; 0: it never ends by itself
     chunk_tokens: int = 2048
 
     def prefill_s(self, start: int, stop: int) -> float:
-        """To read the tokens from `start` to `stop`, with those before them in the cache."""
+        """To prefill tokens `start` to `stop` after those before them."""
         return self.prefill_token_s * (stop - start) + self.prefill_depth_s * (stop**2 - start**2)
 
     def batch_step_s(self, sequences: int, context_tokens: int) -> float:
-        """One token for everyone; `context_tokens` are those of all sequences together."""
+        """One token for each sequence; `context_tokens` is the sum over all sequences."""
         return self.step_s + self.expert_s * self._more_experts(sequences) + self.context_token_s * context_tokens
 
     def _more_experts(self, sequences: int) -> float:
-        """Beyond one sequence's own, if every token chose its experts by chance."""
+        """Experts beyond those of one sequence, if tokens choose their experts at random."""
         unread = (1 - self.experts_per_token / EXPERTS) ** sequences
         return EXPERTS * (1 - unread) - self.experts_per_token
 
@@ -52,7 +52,7 @@ def _fitted(
     expert_ms: float,
     chunk_tokens: int = 2048,
 ) -> Profile:
-    """Through two published points each: prompts of 8,192 and 32,768 tokens, and answers written behind them."""
+    """Fitted through two published points: prompts of 8,192 and 32,768 tokens, and decoding after them."""
     pace = [seconds / length for seconds, length in zip(prefill_s, (_SHORT, _LONG), strict=True)]
     steps = [1 / rate for rate in decode_tokens_per_s]
     depth_s = (pace[1] - pace[0]) / (_LONG - _SHORT)
@@ -117,7 +117,7 @@ MACHINES: dict[str, dict[str, Profile]] = {
     },
     "h200": {_QWEN: _h200()},
 }
-INSTANT = Profile(name="instant", note="no time passes: what is left is this project's own overhead")
+INSTANT = Profile(name="instant", note="no time passes: what remains is this project's overhead")
 _CUSTOM = Profile(name="custom", note="rates given by hand, the same at every length and in every batch")
 
 
@@ -139,7 +139,7 @@ def _named(name: str, shape: str) -> Profile:
         return plain[name]
     if name not in MACHINES:
         known = ", ".join([*MACHINES, "instant", "custom:prefill=2000,decode=50"])
-        raise BadRequest(f"no profile {name!r}; there are {known}")
+        raise BadRequest(f"unknown profile {name!r}: choose {known}")
     if shape not in MACHINES[name]:
         known = ", ".join(MACHINES[name])
         raise BadRequest(

@@ -1,18 +1,19 @@
-"""Where torch keeps the KV of all sequences: per layer one flat [rows, kv_heads, head_dim] tensor for K and one for V.
+"""The KV memory of the torch engine: per layer one flat [rows, kv_heads, head_dim] tensor for K and one for V.
 
-That is the portable layout itself, so a slice goes in with one copy and comes out as a view. A sequence owns one run of
-rows in the full layers and one ring of `window` rows in the sliding ones (position p sits at p modulo window: RoPE is
-already applied, and attention does not care in which order its keys lie). Joining or leaving a batch moves nothing.
+This is the portable layout, so a slice is written with one copy and read as a view. A sequence owns one run of rows in
+the full layers and one ring of `window` rows in the sliding ones (position p is at p modulo window: RoPE is already
+applied, and attention does not depend on the order of keys). Joining or leaving a batch moves nothing.
 """
 
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from disaggregated_inference.engines.rows import RowAllocator
 from disaggregated_inference.errors import KVMemoryFull
-from disaggregated_inference.kv import KVDType, KVLayout
-from disaggregated_inference.kv.dtype import Array
+from disaggregated_inference.kv import Array, KVDType, KVLayout
 
 TORCH_DTYPES: dict[KVDType, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -23,45 +24,8 @@ TORCH_DTYPES: dict[KVDType, torch.dtype] = {
 Starts = dict[int, int]  # window (0: full) -> first row of the sequence's region
 
 
-class _Gap(NamedTuple):
-    start: int
-    size: int
-
-
-class _LayerRows:
-    """First-fit allocation of runs of rows."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._gaps = [_Gap(0, count)]
-        self._taken: dict[int, int] = {}
-
-    def take(self, size: int) -> int:
-        for index, gap in enumerate(self._gaps):
-            if gap.size >= size:
-                self._gaps[index : index + 1] = [_Gap(gap.start + size, gap.size - size)] if gap.size > size else []
-                self._taken[gap.start] = size
-                return gap.start
-        free = sum(gap.size for gap in self._gaps)
-        raise KVMemoryFull(f"no room for {size} tokens of KV: {free} of {self.count} free, not in one piece")
-
-    def give_back(self, start: int) -> None:
-        gaps = sorted([*self._gaps, _Gap(start, self._taken.pop(start))])
-        self._gaps = gaps[:1]
-        for gap in gaps[1:]:
-            last = self._gaps[-1]
-            if last.start + last.size == gap.start:
-                self._gaps[-1] = _Gap(last.start, last.size + gap.size)
-            else:
-                self._gaps.append(gap)
-
-    @property
-    def used(self) -> int:
-        return sum(self._taken.values())
-
-
 class TorchArena:
-    """The tensors and who owns which rows. The first ring and a row of padding serve unused places of a batch."""
+    """The tensors, and which sequence owns which rows. The first ring and one row are padding for unused slots."""
 
     def __init__(
         self, layout: KVLayout, dtype: KVDType, device: torch.device, budget_bytes: int, sequences: int
@@ -72,14 +36,14 @@ class TorchArena:
         token_bytes = max(layout.token_bytes(dtype), 1)
         full_rows = max((budget_bytes - ring_bytes) // token_bytes, 0)
         if full_rows < 2:
-            raise KVMemoryFull(f"a KV budget of {budget_bytes} bytes holds no token; one takes {token_bytes}")
-        self._rows = {0: _LayerRows(full_rows)} | {window: _LayerRows(rows) for window, rows in ring_rows.items()}
+            raise KVMemoryFull(f"a KV budget of {budget_bytes} bytes is too small: one token takes {token_bytes}")
+        self._rows = {0: RowAllocator(full_rows)} | {window: RowAllocator(rows) for window, rows in ring_rows.items()}
         self.padding = {window: rows.take(max(window, 1)) for window, rows in self._rows.items()}
-        self.limit_bytes = (full_rows - 1) * token_bytes  # rings have room of their own, one for each sequence
+        self.limit_bytes = (full_rows - 1) * token_bytes  # rings are extra, one for each sequence
         self.keys = [self._tensor(plan.window) for plan in layout.layers]
         self.values = [self._tensor(plan.window) for plan in layout.layers]
 
-    def _tensor(self, window: int) -> torch.Tensor:
+    def _tensor(self, window: int) -> Tensor:
         shape = (self._rows[window].count, self.layout.kv_heads, self.layout.head_dim)
         return torch.empty(shape, dtype=TORCH_DTYPES[self.dtype], device=self.device)
 
@@ -97,7 +61,7 @@ class TorchArena:
         for window, start in starts.items():
             self._rows[window].give_back(start)
 
-    def ring(self, starts: Starts, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def ring(self, starts: Starts, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of a sequence's ring in a sliding layer, as views."""
         window = self.layout.layers[layer].window
         span = slice(starts[window], starts[window] + window)
@@ -114,23 +78,25 @@ class TorchArena:
 
     @property
     def used_bytes(self) -> int:
-        """What sequences hold, in full layers and in rings; the padding is nobody's."""
+        """What sequences hold in full layers and rings, without the padding."""
         rows = {window: rows.used - max(window, 1) for window, rows in self._rows.items()}
         return sum(rows[plan.window] for plan in self.layout.layers) * self.layout.row_bytes(self.dtype)
 
-    def ring_rows(self, start: int, window: int, first: int, stop: int) -> torch.Tensor:
-        """Rows of positions [first, stop) in a ring, oldest first."""
-        return start + torch.arange(first, stop, device=self.device) % window
+    def where(self, start: int, window: int, first: int, stop: int) -> Any:
+        """The rows of positions [first, stop) in a region that begins at `start`; in a ring oldest first."""
+        if window:
+            return start + torch.arange(first, stop, device=self.device) % window
+        return slice(start + first, start + stop)
 
 
-def host_array(tensor: torch.Tensor, dtype: KVDType) -> Array:
+def host_array(tensor: Tensor, dtype: KVDType) -> Array:
     """A numpy view of a tensor in host memory; bfloat16 as its bits."""
     array: Array = tensor.view(torch.uint16).numpy() if dtype == "bfloat16" else tensor.numpy()
     return array
 
 
-def host_tensor(array: Array, dtype: KVDType) -> torch.Tensor:
-    """The other way; read-only arrays (a received buffer, a mapped file) are fine, we only read."""
+def host_tensor(array: Array, dtype: KVDType) -> Tensor:
+    """The reverse of `host_array`; copies read-only arrays (a received buffer, a mapped file)."""
     if not array.flags.writeable:
         array = np.array(array)
     tensor = torch.from_numpy(array)

@@ -1,4 +1,4 @@
-"""The torch engine: transformers models on CUDA or CPU, with the KV in an arena of our own."""
+"""The torch engine: transformers models on CUDA or CPU, with their KV in an arena."""
 
 import gc
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -28,24 +29,12 @@ _CPU_KV_BYTES = 4 << 30  # address space, not memory: pages are touched as seque
 _CUDA_KV_SHARE = 0.5
 
 
-class TorchTokens:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def __len__(self) -> int:
-        return len(self.tensor)
-
-    def tolist(self) -> list[int]:
-        tokens: list[int] = self.tensor.tolist()
-        return tokens
-
-
 class TorchLogits:
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
-    def greedy(self) -> TorchTokens:
-        return TorchTokens(self.tensor.argmax(dim=-1))
+    def greedy(self) -> Tensor:
+        return self.tensor.argmax(dim=-1)
 
     def numpy(self, rows: Items[int] | None = None) -> NDArray[np.float32]:
         chosen = self.tensor if rows is None else self.tensor[torch.tensor(rows, device=self.tensor.device).long()]
@@ -56,12 +45,12 @@ class TorchLogits:
 @dataclass(slots=True)
 class TorchState:
     """A sequence's rows. Slices of sliding layers go into a shadow of the ring until they are committed: in the ring
-    itself they would overwrite rows that a rollback still needs."""
+    they would overwrite rows that a rollback needs."""
 
     starts: Starts
-    shadows: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    shadows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def shadow(self, arena: TorchArena, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def shadow(self, arena: TorchArena, layer: int) -> tuple[Tensor, Tensor]:
         if layer not in self.shadows:
             keys, values = arena.ring(self.starts, layer)
             self.shadows[layer] = (keys.clone(), values.clone())
@@ -76,7 +65,7 @@ class TorchEngine(Engine):
     """See `engines.base.Engine` for the contract."""
 
     name = "torch"
-    own_memory = True
+    preallocates_kv = True
 
     def __init__(
         self, model: Any, spec: ModelSpec, fingerprint: Fingerprint, kv_bytes: int | None = None, sequences: int = 64
@@ -104,7 +93,8 @@ class TorchEngine(Engine):
     def _kv_held(self) -> int:
         return self.arena.used_bytes + sum(sequence.state.shadow_bytes for sequence in tuple(self.live))
 
-    def _free(self) -> None:
+    def _unload(self) -> None:
+        del self.model, self.arena, self._host, self._places, self._graphs, self._chunks
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -129,54 +119,51 @@ class TorchEngine(Engine):
         hidden = self._forward(ids, positions, PrefillPass(self.arena, sequence, count, emit, self._host))
         return TorchLogits(self.model.lm_head(hidden[:, -1]))
 
-    def _compute_chunk(self, table: ChunkTable, size: int, arena_pass: ChunkPass) -> torch.Tensor:
+    def _compute_chunk(self, table: ChunkTable, size: int, arena_pass: ChunkPass) -> Tensor:
         ids, positions = table.ids[:size].unsqueeze(0), table.positions[:size].long().unsqueeze(0)
         hidden = self._forward(ids, positions, arena_pass)
-        logits: torch.Tensor = self.model.lm_head(hidden[0].index_select(0, table.last))
+        logits: Tensor = self.model.lm_head(hidden[0].index_select(0, table.last))
         return logits
 
     @torch.inference_mode()
     def _step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits:
         size = len(sequences)
         self.counters.step_tokens += size
-        ids = tokens.tensor if isinstance(tokens, TorchTokens) else torch.tensor(token_list(tokens))
+        ids = tokens if isinstance(tokens, Tensor) else torch.tensor(token_list(tokens))
         self._places.load(sequences)
         if self._graphs:
             return TorchLogits(self._graphs.run(ids, size))
         return TorchLogits(self._decode(ids.to(self.device), size))
 
-    def _decode(self, ids: torch.Tensor, size: int) -> torch.Tensor:
+    def _decode(self, ids: Tensor, size: int) -> Tensor:
         positions = self._places.positions[:size].long().unsqueeze(1)
         hidden = self._forward(ids.unsqueeze(1), positions, DecodePass(self.arena, self._places, size))
-        logits: torch.Tensor = self.model.lm_head(hidden[:, -1])
+        logits: Tensor = self.model.lm_head(hidden[:, -1])
         return logits
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, arena_pass: Any) -> torch.Tensor:
+    def _forward(self, ids: Tensor, positions: Tensor, arena_pass: Any) -> Tensor:
         output = self.model.model(
             input_ids=ids, position_ids=positions, past_key_values=arena_pass, use_cache=True, arena_pass=arena_pass
         )
-        hidden: torch.Tensor = output.last_hidden_state
+        hidden: Tensor = output.last_hidden_state
         return hidden
 
     @torch.inference_mode()
     def _place(self, sequence: Sequence, piece: KVSlice) -> None:
         window = self.spec.layout.layers[piece.layer].window
         if window:
-            targets = sequence.state.shadow(self.arena, piece.layer)
-            at: Any = self.arena.ring_rows(0, window, piece.start, piece.stop)
+            first, targets = 0, sequence.state.shadow(self.arena, piece.layer)
         else:
-            first = sequence.state.starts[0]
-            targets = (self.arena.keys[piece.layer], self.arena.values[piece.layer])
-            at = slice(first + piece.start, first + piece.stop)
+            first, targets = sequence.state.starts[0], (self.arena.keys[piece.layer], self.arena.values[piece.layer])
+        at = self.arena.where(first, window, piece.start, piece.stop)
         for target, rows in zip(targets, (piece.keys, piece.values), strict=True):
             target[at] = host_tensor(as_dtype(rows, piece.dtype, self.dtype), self.dtype).to(self.device)
 
-    def held_as(self, sequence: Sequence, piece: KVSlice) -> KVSlice:
+    def placed_view(self, sequence: Sequence, piece: KVSlice) -> KVSlice:
         if self.device.type != "cpu" or self.spec.layout.layers[piece.layer].window:
             return piece
-        first = sequence.state.starts[0]
-        at, tensors = slice(first + piece.start, first + piece.stop), (self.arena.keys, self.arena.values)
-        arrays = [host_array(tensor[piece.layer][at], self.dtype) for tensor in tensors]
+        at = self.arena.where(sequence.state.starts[0], 0, piece.start, piece.stop)
+        arrays = [host_array(tensor[piece.layer][at], self.dtype) for tensor in (self.arena.keys, self.arena.values)]
         return KVSlice(piece.layer, piece.start, self.dtype, arrays[0], arrays[1])
 
     @torch.inference_mode()
@@ -192,11 +179,8 @@ class TorchEngine(Engine):
     @torch.inference_mode()
     def _export(self, sequence: Sequence, start: int) -> Iterator[KVSlice]:
         for layer, plan in enumerate(self.spec.layout.layers):
-            first, begin = sequence.state.starts[plan.window], plan.first_row(start, sequence.length)
-            if plan.window:
-                at: Any = self.arena.ring_rows(first, plan.window, begin, sequence.length)
-            else:
-                at = slice(first + begin, first + sequence.length)
+            begin = plan.first_row(start, sequence.length)
+            at = self.arena.where(sequence.state.starts[plan.window], plan.window, begin, sequence.length)
             rows = (self.arena.keys[layer][at].cpu(), self.arena.values[layer][at].cpu())
             arrays = [host_array(tensor, self.dtype) for tensor in rows]
             yield KVSlice(layer, begin, self.dtype, arrays[0], arrays[1])
@@ -222,7 +206,7 @@ def load(
     if threads:
         torch.set_num_threads(threads)
     target = require_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    spec = model.spec  # refuses what we cannot run before any weight is read
+    spec = model.spec  # refuses unsupported models before any weight is read
     disable_progress_bar()
     loaded, notes = AutoModelForCausalLM.from_pretrained(
         model.path,
@@ -232,12 +216,12 @@ def load(
         output_loading_info=True,
     )
     if missing := [*notes["missing_keys"], *notes["mismatched_keys"]]:
-        raise ModelDamaged(f"{model.path} lacks {len(missing)} weights that the model needs, the first: {missing[0]}")
-    return TorchEngine(loaded.to(target), spec, _proven_fingerprint(loaded, model), kv_bytes, sequences)
+        raise ModelDamaged(f"{model.path} lacks {len(missing)} weights, the first: {missing[0]}")
+    return TorchEngine(loaded.to(target), spec, _checked_fingerprint(loaded, model), kv_bytes, sequences)
 
 
 def require_device(name: str) -> torch.device:
-    """A torch device that is really there."""
+    """A torch device that exists on this machine."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -247,13 +231,13 @@ def require_device(name: str) -> torch.device:
     return device
 
 
-def _proven_fingerprint(loaded: Any, model: ModelFiles) -> Fingerprint:
-    """The model's fingerprint, after checking that torch really rotates as the config says."""
+def _checked_fingerprint(loaded: Any, model: ModelFiles) -> Fingerprint:
+    """The model's fingerprint, after checking that torch applies the config's RoPE."""
     rotary = loaded.model.rotary_emb
     actual = rotary.inv_freq.float().cpu().numpy()
     expected = np.array(model.spec.rope.frequencies, np.float32)
     if actual.shape != expected.shape or not np.allclose(actual, expected, rtol=1e-5, atol=0):
-        raise EngineMismatch("transformers computes other RoPE frequencies than the model's config asks for")
+        raise EngineMismatch("transformers computes other RoPE frequencies than the model's config specifies")
     if not np.isclose(rotary.attention_scaling, model.spec.rope.scale, rtol=1e-5):
-        raise EngineMismatch("transformers scales RoPE otherwise than the model's config asks for")
+        raise EngineMismatch("transformers scales RoPE differently than the model's config specifies")
     return model.fingerprint

@@ -1,7 +1,7 @@
-"""A few fused kernels for CUDA, where transformers' own code spends most of a prefill in elementwise passes.
+"""Fused CUDA kernels: without them, transformers spends most of a prefill in elementwise passes.
 
-Each computes what transformers computes, rounding in the same places. They are Triton, which comes with torch's CUDA
-builds; where it is missing or cannot compile, `install` says so once and everything runs as transformers wrote it.
+Each computes what transformers computes, rounding in the same places. They use Triton, which comes with torch's CUDA
+builds; if it is missing or cannot compile, that is logged once and transformers' code runs instead.
 """
 
 import logging
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers.integrations.moe import ExpertsInterface
 
 try:
@@ -74,7 +75,7 @@ if triton:
         tl.store(at, (value + share * (second - value)).to(out.dtype.element_ty))
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     width = x.shape[-1]
     rows, out = x.numel() // width, torch.empty_like(x)
@@ -84,7 +85,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
-def gate(x: torch.Tensor) -> torch.Tensor:
+def gate(x: Tensor) -> Tensor:
     """silu of the left half of each row, times the right half."""
     rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
@@ -92,7 +93,7 @@ def gate(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def combine(x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def combine(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     """For each token the weighted sum of its experts' rows: `places` and `weights` are [tokens, chosen]."""
     (tokens, chosen), width = places.shape, x.shape[1]
     out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
@@ -100,8 +101,8 @@ def combine(x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> tor
     return out
 
 
-def join(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> torch.Tensor:
-    """Attention over two sets of keys made one, in the first's memory: [n, heads, dim], log-sum-exps [heads, n]."""
+def join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
+    """Join attention over two sets of keys, in the first's memory: [n, heads, dim], log-sum-exps [heads, n]."""
     count, heads, width = out.shape
     lse, other_lse = lse.contiguous(), other_lse.contiguous()
     strides = (out.stride(0), out.stride(1), other.stride(0), other.stride(1))
@@ -109,7 +110,7 @@ def join(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: t
     return out
 
 
-def _experts(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """A mixture of gated experts: rows sorted by expert, two grouped products, and back."""
     experts, order = torch.sort(chosen.reshape(-1))
     counts = torch.histc(experts.int(), bins=module.num_experts, min=0, max=module.num_experts - 1)
@@ -125,12 +126,12 @@ def _experts(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: t
 ExpertsInterface.register(EXPERTS_NAME, _experts)
 
 
-def _norm(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+def _norm(module: Any, hidden: Tensor) -> Tensor:
     return rms_norm(hidden, module.weight, module.variance_epsilon)
 
 
 def install(model: Any) -> None:
-    """Use the kernels in a model, where they work and fit it."""
+    """Use the kernels in a model, if they work and fit it."""
     if not work(model.device, model.dtype):
         return
     for module in _norms(model):
@@ -140,7 +141,7 @@ def install(model: Any) -> None:
 
 
 def remove(model: Any) -> None:
-    """Back to what transformers does."""
+    """Restore transformers' code."""
     for module in _norms(model):
         module.__dict__.pop("forward", None)
     if model.config._experts_implementation == EXPERTS_NAME:
@@ -153,7 +154,7 @@ def _norms(model: Any) -> list[Any]:
 
 @lru_cache
 def work(device: torch.device, dtype: torch.dtype) -> bool:
-    """Try one, against the formula: a missing compiler shows here, not in a request."""
+    """Whether a kernel compiles and agrees with its formula: a missing compiler must not fail a request."""
     if triton is None or device.type != "cuda":
         return False
     try:
@@ -161,5 +162,5 @@ def work(device: torch.device, dtype: torch.dtype) -> bool:
         left, right = x.chunk(2, dim=-1)
         return bool((gate(x) - F.silu(left) * right).abs().max() < 0.05)
     except Exception as error:
-        log.warning("no fused kernels here, prefill will be slower: %s", error)
+        log.warning("fused kernels do not work here, prefill will be slower: %s", error)
         return False

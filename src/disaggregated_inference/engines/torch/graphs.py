@@ -1,7 +1,7 @@
-"""Passes as CUDA graphs: launched in one call instead of thousands, which is what bounds small ones.
+"""Forward passes as CUDA graphs: one launch instead of thousands, which is what limits small passes.
 
-Everything that changes between runs (tokens, positions, rows) lives in tensors of fixed address. Graphs come in a few
-sizes; a pass runs in the next larger one, its empty places pointing at a padding region.
+Everything that changes between runs (tokens, positions, rows) is in tensors with fixed addresses. There are graphs for
+a few sizes; a pass uses the next larger one, and its unused entries point at the padding.
 """
 
 import logging
@@ -10,6 +10,7 @@ from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from disaggregated_inference.engines.base import Emit, Sequence
 from disaggregated_inference.engines.torch.arena import TorchArena
@@ -18,8 +19,8 @@ from disaggregated_inference.engines.torch.tables import ChunkTable, Places
 
 log = logging.getLogger(__name__)
 
-Decode = Callable[[torch.Tensor, int], torch.Tensor]
-Chunk = Callable[[ChunkTable, int, ChunkPass], torch.Tensor]
+Decode = Callable[[Tensor, int], Tensor]
+Chunk = Callable[[ChunkTable, int, ChunkPass], Tensor]
 
 
 class DecodeGraphs:
@@ -29,10 +30,10 @@ class DecodeGraphs:
         self._decode, self._places = decode, places
         self._sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size < largest] + [largest]
         self._ids = torch.zeros(largest, dtype=torch.long, device=places.table.device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
-    def run(self, ids: torch.Tensor, size: int) -> torch.Tensor:
-        """Logits of the first `size` places; overwritten by the next run of the same graph size."""
+    def run(self, ids: Tensor, size: int) -> Tensor:
+        """Logits of the first `size` sequences."""
         bucket = next(s for s in self._sizes if s >= size)
         self._ids[:size].copy_(ids, non_blocking=True)
         if bucket not in self._graphs:
@@ -41,7 +42,7 @@ class DecodeGraphs:
         graph.replay()
         return logits[:size].clone()
 
-    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Warm-up and capture write only the rows that the real run will write again, with the same values."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -50,23 +51,23 @@ class DecodeGraphs:
                 self._decode(self._ids[:size], size)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads wait for copies meanwhile
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may wait for copies meanwhile
             logits = self._decode(self._ids[:size], size)
         return graph, logits
 
 
 class _Pieces(NamedTuple):
-    """A chunk's graphs in order: each but the last ends when a layer's K and V are written."""
+    """A chunk's graphs in order; each but the last ends when a layer's K and V are written."""
 
     graphs: list[torch.cuda.CUDAGraph]
-    logits: torch.Tensor
+    logits: Tensor
 
 
 class ChunkGraphs:
-    """Short prefill chunks, one set of graphs per length of a list. A set is cut where a layer's K and V are in the
-    arena: there its slice sets out, while the next piece computes.
+    """Short prefill chunks, one set of graphs per chunk size. A set is split where a layer's K and V are in the arena:
+    its slice is emitted there, while the next graph computes.
 
-    Longer chunks keep the GPU busy by themselves, and have attention that is faster than the one a graph can hold.
+    Longer chunks keep the GPU busy without graphs, and their attention kernels are faster.
     """
 
     sizes = (32, 64, *range(128, 2049, 128))
@@ -81,8 +82,8 @@ class ChunkGraphs:
     def fits(self, count: int) -> bool:
         return self._usable and count < self.sizes[-1]
 
-    def run(self, sequence: Sequence, tokens: Items[int], emit: Emit | None) -> torch.Tensor | None:
-        """The logits of the last token; None where this model cannot be captured, and nothing has happened then."""
+    def run(self, sequence: Sequence, tokens: Items[int], emit: Emit | None) -> Tensor | None:
+        """The logits of the last token; None if this model cannot be captured, and then nothing was computed."""
         size = next(size for size in self.sizes if size >= len(tokens))
         self._table.load(sequence, tokens, size)
         pieces = self._sets.get(size) or self._try_capture(size)
@@ -103,7 +104,7 @@ class ChunkGraphs:
         try:
             self._sets[size] = self._capture(size)
         except RuntimeError as error:
-            log.warning("prefill goes without CUDA graphs: %s", error)
+            log.warning("prefill runs without CUDA graphs: %s", error)
             self._usable = False
         return self._sets.get(size)
 

@@ -1,7 +1,7 @@
-"""One forward pass through transformers, seen from the cache: what each layer writes, reads and hands out.
+"""One forward pass through transformers, from the cache's side: what each layer writes, reads and emits.
 
-A pass stands where transformers expects its cache. The model calls `update` with a layer's fresh K and V, then our
-attention function, which asks the same pass to `attend`.
+A pass takes the place of transformers' cache. The model calls `update` with a layer's new K and V, then our attention
+function, which calls `attend` of the same pass.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import AttentionInterface
 
 from disaggregated_inference.engines.base import Emit, Sequence
@@ -19,24 +20,24 @@ from disaggregated_inference.kv import KVSlice
 
 ATTENTION_NAME = "disagg_arena"
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
 def _attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: None,
     scaling: float,
     arena_pass: "PrefillPass | ChunkPass | DecodePass",
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **unused: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     return arena_pass.attend(module.layer_idx, query, key, value, scaling, s_aux), None
 
 
-# A name transformers knows no mask for: it then makes none, and we need none.
+# transformers builds no mask for a name that it does not know, and none is needed.
 AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
@@ -51,7 +52,7 @@ class PrefillPass:
         if emit:
             host.begin(sequence.length, sequence.length + tokens)
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Pair:
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> Pair:
         rows = (key[0].transpose(0, 1), value[0].transpose(0, 1))
         window = self.arena.layout.layers[layer].window
         return self._sliding(layer, window, rows) if window else self._full(layer, rows)
@@ -62,46 +63,40 @@ class PrefillPass:
         stop = at + self.tokens
         keys, values = self.arena.keys[layer], self.arena.values[layer]
         keys[at:stop], values[at:stop] = rows
-        self._hand_out(layer, self.begin, keys[at:stop], values[at:stop])
+        self._emit_slice(layer, self.begin, keys[at:stop], values[at:stop])
         return keys[first:stop], values[first:stop]
 
     def _sliding(self, layer: int, window: int, rows: Pair) -> Pair:
         stop = self.begin + self.tokens
         kept = max(self.begin, stop - window)
-        before = self.arena.ring_rows(self.starts[window], window, max(0, self.begin - window + 1), self.begin)
-        after = self.arena.ring_rows(self.starts[window], window, kept, stop)
-        seen = []
+        before = self.arena.where(self.starts[window], window, max(0, self.begin - window + 1), self.begin)
+        after = self.arena.where(self.starts[window], window, kept, stop)
+        visible = []
         fresh = []
         for ring, new in zip((self.arena.keys[layer], self.arena.values[layer]), rows, strict=True):
-            seen.append(torch.cat([ring[before], new]))
+            visible.append(torch.cat([ring[before], new]))
             fresh.append(new[kept - self.begin :].contiguous())
             ring[after] = fresh[-1]
-        self._hand_out(layer, kept, *fresh)
-        return seen[0], seen[1]
+        self._emit_slice(layer, kept, *fresh)
+        return visible[0], visible[1]
 
-    def _hand_out(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _emit_slice(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         if self.emit:
             self.emit(self.host.slice(layer, start, keys, values))
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None
+    ) -> Tensor:
         window = self.arena.layout.layers[layer].window
         return attend(query[0].transpose(0, 1), key, value, scale, window, sinks).unsqueeze(0)
 
 
 class HostCopies:
-    """Turns rows on the device into slices in host memory without holding up the model.
+    """Copies rows from the device to slices in host memory without delaying the model.
 
     On the CPU the rows are in host memory already: the slice is a view, valid until the sequence is closed. On CUDA a
     side stream copies them into pinned memory, and the slice waits for that copy when it is read. Short prompts are
-    bound by how fast the host launches kernels, so what can be prepared is prepared once per chunk.
+    bound by the host's kernel launches, so memory is prepared once per chunk.
     """
 
     def __init__(self, arena: TorchArena) -> None:
@@ -111,7 +106,7 @@ class HostCopies:
             self._computed = [torch.cuda.Event() for _ in arena.layout.layers]
 
     def finish(self) -> None:
-        """Rows may be given back once this was called: who writes them next, writes after the copies."""
+        """After this call rows may be freed: later writes run after the copies."""
         if self.stream is not None:
             torch.cuda.current_stream(self.arena.device).wait_stream(self.stream)
 
@@ -127,7 +122,7 @@ class HostCopies:
         self._arrays = np.split(host_array(chunk, self.dtype), np.cumsum(rows[:-1]))
         self._computing = torch.cuda.current_stream(self.arena.device)
 
-    def slice(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> KVSlice:
+    def slice(self, layer: int, start: int, keys: Tensor, values: Tensor) -> KVSlice:
         if self.stream is None:
             return KVSlice(layer, start, self.dtype, host_array(keys, self.dtype), host_array(values, self.dtype))
         self._computed[layer].record(self._computing)
@@ -137,7 +132,7 @@ class HostCopies:
         self._tensors[2 * layer + 1].copy_(values, non_blocking=True)
         copied = self.stream.record_event()
         torch.cuda.set_stream(self._computing)
-        if self.arena.layout.layers[layer].window:  # not the arena's own memory: keep it until it is copied
+        if self.arena.layout.layers[layer].window:  # not arena memory: keep it until it is copied
             keys.record_stream(self.stream)
             values.record_stream(self.stream)
         arrays = self._arrays[2 * layer : 2 * layer + 2]
@@ -145,14 +140,14 @@ class HostCopies:
 
 
 class ChunkPass:
-    """A chunk of `size` places with every number in a table on the device: what a CUDA graph can repeat. `wrote` is
-    called when a layer's K and V are in the arena. Full layers only."""
+    """A chunk of `size` tokens with all inputs in a device table, so that a CUDA graph can replay it. `wrote` is called
+    when a layer's K and V are in the arena. Full layers only."""
 
     def __init__(self, arena: TorchArena, table: ChunkTable, size: int, wrote: Callable[[], None]) -> None:
         self.arena, self.table, self.size, self.wrote = arena, table, size, wrote
         self.rows = table.rows[:size].long()
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Pair:
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> Pair:
         keys, values = self.arena.keys[layer], self.arena.values[layer]
         keys.index_copy_(0, self.rows, key[0].transpose(0, 1))
         values.index_copy_(0, self.rows, value[0].transpose(0, 1))
@@ -160,14 +155,8 @@ class ChunkPass:
         return keys, values
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None
+    ) -> Tensor:
         table, rows = self.table, query[0].transpose(0, 1)
         out = flash_ranges(rows, key, value, table.begins, table.lengths, table.query_starts, self.size, scale, sinks)
         return out.unsqueeze(0)
@@ -182,7 +171,7 @@ class DecodePass:
         self._known: dict[int, Rows] = {}
         self._written = {window: places.rows(window)[0][:size].long() for window in places.windows}
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Pair:
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> Pair:
         keys, values = self.arena.keys[layer], self.arena.values[layer]
         at = self._written[self.arena.layout.layers[layer].window]
         keys.index_copy_(0, at, key.squeeze(2))
@@ -190,14 +179,8 @@ class DecodePass:
         return keys, values
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None
+    ) -> Tensor:
         if has_flash(query.device, query.dtype):
             _, begin, count = self.places.rows(self.arena.layout.layers[layer].window)
             rows = query[:, :, 0]

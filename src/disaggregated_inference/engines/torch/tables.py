@@ -1,4 +1,4 @@
-"""Numbers that change with every pass, in tensors of fixed address: what CUDA graphs read."""
+"""Inputs that change with every pass, in tensors with fixed addresses, as CUDA graphs need them."""
 
 from collections.abc import Sequence as Items
 
@@ -11,36 +11,36 @@ from disaggregated_inference.engines.torch.arena import TorchArena
 
 
 class Table:
-    """A table on the device and two on the host, filled in turn: a pass may be prepared while the one before it has not
-    been copied to the device yet."""
+    """A table on the device and two on the host, used alternately: a pass can be prepared while the previous one is
+    still being copied to the device."""
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
         pinned = device.type == "cuda"
         self.table = torch.zeros(shape, dtype=torch.int32, device=device)
         self._host = [torch.zeros(shape, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in self._host] if pinned else []
-        self._turn = 0
+        self._current = 0
 
     def blank(self) -> NDArray[np.int32]:
-        """The host table whose turn it is."""
-        self._turn = 1 - self._turn
+        """The next host table, free for writing."""
+        self._current = 1 - self._current
         if self._copied:
-            self._copied[self._turn].synchronize()
+            self._copied[self._current].synchronize()
         return self.host
 
     @property
     def host(self) -> NDArray[np.int32]:
-        array: NDArray[np.int32] = self._host[self._turn].numpy()
+        array: NDArray[np.int32] = self._host[self._current].numpy()
         return array
 
     def upload(self) -> None:
-        self.table.copy_(self._host[self._turn], non_blocking=True)
+        self.table.copy_(self._host[self._current], non_blocking=True)
         if self._copied:
-            self._copied[self._turn].record()
+            self._copied[self._current].record()
 
 
 class Places(Table):
-    """For each window of the model: where a batch writes its next row, where its rows begin, how many there are."""
+    """For each window size of the model: each sequence's next row, first row and number of rows."""
 
     def __init__(self, arena: TorchArena, capacity: int) -> None:
         self.arena = arena
@@ -48,7 +48,7 @@ class Places(Table):
         super().__init__((3 * len(self.windows) + 1, capacity + 1), arena.device)
 
     def load(self, sequences: Items[Sequence]) -> None:
-        """Point at the sequences' rows; places beyond them point at the padding region."""
+        """Point at the sequences' rows; unused entries point at the padding."""
         table = self.blank()
         table[-1] = 0
         table[-1, : len(sequences)] = [s.length for s in sequences]
@@ -63,7 +63,7 @@ class Places(Table):
         self.upload()
 
     def spans(self, window: int) -> list[slice]:
-        """Each sequence's rows, as the host knows them."""
+        """Each sequence's rows, from the host table."""
         at = 3 * self.windows.index(window)
         begins, counts = self.host[at + 1 : at + 3].tolist()
         return [slice(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
@@ -78,9 +78,8 @@ class Places(Table):
 
 
 class ChunkTable(Table):
-    """One chunk: its tokens, their positions and rows, and the numbers for attention. Places past the chunk's end are a
-    second sequence that lives in the padding region and repeats the chunk's tokens: its rows are numbers, and go to no
-    experts that the chunk does not need anyway."""
+    """One chunk: its tokens, positions and rows, and the inputs for attention. Entries after its end are another
+    sequence in the padding that repeats the chunk's tokens: its values are finite, and it needs no other experts."""
 
     def __init__(self, arena: TorchArena, capacity: int) -> None:
         self.arena = arena

@@ -1,4 +1,4 @@
-"""What can be said about a model without loading it, and whether two copies are one model."""
+"""Describes a model without loading it (`disagg models inspect`), and compares two (`disagg models verify`)."""
 
 import json
 import re
@@ -15,33 +15,33 @@ from disaggregated_inference.kv import Fingerprint
 from disaggregated_inference.models import ollama_store
 from disaggregated_inference.models.compare import compare_bytes, compare_values
 from disaggregated_inference.models.convert import Progress
-from disaggregated_inference.models.rope import as_llamacpp_rotates
+from disaggregated_inference.models.rope import llamacpp_rope
 from disaggregated_inference.models.store import ModelFiles, ModelStore
 
-_PATIENCE_S = 10.0
-_MOST_BYTES = 1 << 24
+_NODE_TIMEOUT_S = 10.0
+_MAX_BYTES = 1 << 24
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]+):\d{1,5}(/.*)?")
 _WITH_EXPERTS = frozenset({"qwen3_moe", "gpt_oss"})
-_MOVES = "a cache may move between them"
-_LLAMACPP_ONLY = "llama.cpp rounds its YaRN range, so what a llama.cpp node reads goes to other llama.cpp nodes only"
+_MOVES = "KV may move between them"
+_LLAMACPP_ONLY = "llama.cpp rounds its YaRN range, so a llama.cpp node exchanges KV with other llama.cpp nodes only"
 
 
 class ModelDescription(NamedTuple):
-    """What is known of a model in one place: its files only if they are here."""
+    """A model at one place; `model` only if its files are on this machine."""
 
     place: str
     fingerprint: Fingerprint
     model: ModelFiles | None = None
-    in_llamacpp: Fingerprint | None = None  # what a llama.cpp node with these files says, where that is another
+    in_llamacpp: Fingerprint | None = None  # of a llama.cpp node with these files, if it differs
 
 
-class Verdict(NamedTuple):
-    words: str
+class ModelComparison(NamedTuple):
+    summary: str
     differences: list[str]
 
 
-def about(model: ModelFiles, context: int | None = None) -> dict[str, Any]:
-    """`context`: how many tokens the memory is told for; the whole window where nobody says."""
+def describe_model(model: ModelFiles, context: int | None = None) -> dict[str, Any]:
+    """`context`: the number of tokens for which memory is computed; by default the context window."""
     spec, tokens = model.spec, context or model.spec.context_window
     return {
         "name": model.name,
@@ -63,31 +63,31 @@ def about(model: ModelFiles, context: int | None = None) -> dict[str, Any]:
 
 
 def _in_llamacpp(model: ModelFiles) -> Fingerprint | None:
-    rope = as_llamacpp_rotates(model.config, model.spec.layout.head_dim)
+    rope = llamacpp_rope(model.config, model.spec.layout.head_dim)
     if rope == model.spec.rope:
         return None
     return msgspec.structs.replace(model.fingerprint, rope_frequencies=rope.frequencies)
 
 
-def told_of(
+def describe_models(
     places: Sequence[str], store: ModelStore, token: str = "", progress: Progress | None = None
 ) -> list[ModelDescription]:
-    """Each a model here by any of its names, what a node serves (its URL), or what `inspect --json` printed. Models
-    come last, since one of them may have to be fetched."""
+    """Each place is a model name, a node's URL, or a file from `inspect --json`. Models are resolved last, because the
+    embedded one may have to be downloaded."""
     read = {place: _read(place, store, token) for place in places}
     return [read[place] or _of_files(place, store, progress) for place in places]
 
 
 def _read(place: str, store: ModelStore, token: str) -> ModelDescription | None:
     if url := _url(place, store):
-        return _told(_from_node(url, token), url)
+        return _decode(_from_node(url, token), url)
     if place.endswith(".json") and (path := Path(place).expanduser()).is_file():
-        return _told(path.read_bytes(), place)
+        return _decode(path.read_bytes(), place)
     return None
 
 
 def _url(place: str, store: ModelStore) -> str:
-    """`host:port` is one, too, unless a model has that name."""
+    """A URL, or `host:port` unless a model has that name; else empty."""
     if place.startswith(("http://", "https://")):
         return place
     known = place in store.names or Path(place).exists() or ollama_store.find(place)
@@ -103,37 +103,37 @@ def _from_node(url: str, token: str) -> bytes:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(url.rstrip("/") + "/model", headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=_PATIENCE_S) as response:
-            content: bytes = response.read(_MOST_BYTES)
+        with urllib.request.urlopen(request, timeout=_NODE_TIMEOUT_S) as response:
+            content: bytes = response.read(_MAX_BYTES)
             return content
     except urllib.error.HTTPError as error:
-        hint = {401: ": give its --token", 404: ": is it the address of a node?"}.get(error.code, "")
+        hint = {401: ": give the node's --token", 404: ": is this the address of a node?"}.get(error.code, "")
         raise ModelNotFound(f"{url} answers with HTTP {error.code}{hint}") from error
     except (urllib.error.URLError, OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        hint = "start the node there, or check the address and the port"
+        hint = "start the node, or check address and port"
         raise ModelNotFound(f"{url} does not answer: {reason}; {hint}") from error
 
 
-def _told(content: bytes, place: str) -> ModelDescription:
+def _decode(content: bytes, place: str) -> ModelDescription:
     try:
-        told = json.loads(content)
-        if told["fingerprint"] is None:
-            raise ModelNotFound(f"{place} tells no fingerprint: what an Ollama holds cannot be compared")
-        in_llamacpp = msgspec.convert(told.get("fingerprint_in_llamacpp"), Fingerprint | None)
-        return ModelDescription(place, msgspec.convert(told["fingerprint"], Fingerprint), in_llamacpp=in_llamacpp)
+        fields = json.loads(content)
+        if fields["fingerprint"] is None:
+            raise ModelNotFound(f"{place} has no fingerprint: a model served by Ollama cannot be compared")
+        in_llamacpp = msgspec.convert(fields.get("fingerprint_in_llamacpp"), Fingerprint | None)
+        return ModelDescription(place, msgspec.convert(fields["fingerprint"], Fingerprint), in_llamacpp=in_llamacpp)
     except (ValueError, KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
-        raise ModelNotFound(f"{place} has no fingerprint of a model: {error}") from error
+        raise ModelNotFound(f"{place} does not describe a model: {error}") from error
 
 
-def verdict(here: ModelDescription, there: ModelDescription, full: bool = False) -> Verdict:
-    """Whether a cache may move between them, and how much of them was compared."""
-    for told in (here, there) if full else ():
-        if not told.model:
-            raise ModelUnsupported(f"--full reads the files of both, and those of {told.place} are not here")
+def compare_models(here: ModelDescription, there: ModelDescription, full: bool = False) -> ModelComparison:
+    """Whether KV may move between them, and what was compared."""
+    for each in (here, there) if full else ():
+        if not each.model:
+            raise ModelUnsupported(f"--full reads the files of both models; those of {each.place} are not here")
     differences = here.fingerprint.differences(there.fingerprint)
     if differences and not _same_in_llamacpp(here, there):
-        return Verdict("not the same model", differences)
+        return ModelComparison("not the same model", differences)
     if differences or _needs_llamacpp(here, there):
         return _compared(here, there, full, _LLAMACPP_ONLY)
     return _compared(here, there, full, "")
@@ -145,46 +145,46 @@ def _same_in_llamacpp(here: ModelDescription, there: ModelDescription) -> bool:
 
 
 def _needs_llamacpp(here: ModelDescription, there: ModelDescription) -> bool:
-    """One is for llama.cpp, which rotates otherwise than the engines for the other do."""
-    kinds = {told.fingerprint.weights.format.startswith("gguf") for told in (here, there)}
+    """One is for llama.cpp, which applies another RoPE than the other's engines."""
+    kinds = {each.fingerprint.weights.format.startswith("gguf") for each in (here, there)}
     return len(kinds) == 2 and bool(here.in_llamacpp or there.in_llamacpp)
 
 
-def _compared(here: ModelDescription, there: ModelDescription, full: bool, only: str) -> Verdict:
+def _compared(here: ModelDescription, there: ModelDescription, full: bool, only: str) -> ModelComparison:
     mine, theirs = here.fingerprint.weights, there.fingerprint.weights
     alike = mine.format == theirs.format and (full or mine.sample == theirs.sample)
     if full:
         compared, how = _bytes(here, there)
     elif alike:
-        compared, how = [], "its norms and a sample of every tensor are equal"
+        compared, how = [], "the norms and a sample of every tensor are equal"
         how += "; --full compares every byte" if here.model and there.model else ""
     else:
         compared, how = _values(here, there)
     if compared:
-        return Verdict("not the same model", compared)
+        return ModelComparison("not the same model", compared)
     if alike:
-        return Verdict(f"the same model: {how}" + (f"; {only}" if only else ""), [])
+        return ModelComparison(f"the same model: {how}" + (f"; {only}" if only else ""), [])
     formats = f"{mine.format} and {theirs.format}" if mine.format != theirs.format else f"both {mine.format}"
-    return Verdict(f"the same model, stored differently ({formats}): {only or _MOVES}; {how}", [])
+    return ModelComparison(f"the same model, stored differently ({formats}): {only or _MOVES}; {how}", [])
 
 
 def _values(here: ModelDescription, there: ModelDescription) -> tuple[list[str], str]:
-    """Rows of the files where both are here; else the few values that fingerprints carry, which did not differ."""
+    """Rows of the files if both are here; else the values in the fingerprints, which did not differ."""
     if here.model and there.model:
         tensors, differences = compare_values(here.model, there.model)
     else:
         mine, theirs = (
-            {each.tensor for each in told.fingerprint.weights.values if each.read} for told in (here, there)
+            {sample.tensor for sample in side.fingerprint.weights.values if sample.read} for side in (here, there)
         )
         tensors, differences = mine & theirs, []
     if not tensors:
-        return [], "only their norms could be compared"
-    how = f"their norms are equal, and samples of {len(tensors)} other tensors but for rounding"
+        return [], "only the norms could be compared"
+    how = f"the norms are equal, and samples of {len(tensors)} other tensors except for rounding"
     return differences, how + _left_out(here.fingerprint.architecture, tensors)
 
 
 def _left_out(architecture: str, tensors: set[str]) -> str:
-    """Most of such a model."""
+    """A note if experts, most of such a model, were not compared."""
     compared = architecture not in _WITH_EXPERTS or any(".experts." in name for name in tensors)
     return "" if compared else "; experts were not compared"
 
@@ -192,8 +192,8 @@ def _left_out(architecture: str, tensors: set[str]) -> str:
 def _bytes(here: ModelDescription, there: ModelDescription) -> tuple[list[str], str]:
     assert here.model
     assert there.model
-    formats = [told.fingerprint.weights.format for told in (here, there)]
+    formats = [each.fingerprint.weights.format for each in (here, there)]
     if formats[0] != formats[1]:
-        what = "--full compares bytes, and these are stored differently"
-        raise ModelUnsupported(f"{what} ({' and '.join(formats)}): leave it out, and a sample of values is compared")
-    return compare_bytes(here.model, there.model), "every byte of its tensors is equal"
+        reason = f"--full compares bytes, and these are stored differently ({' and '.join(formats)})"
+        raise ModelUnsupported(f"{reason}: without --full a sample of values is compared")
+    return compare_bytes(here.model, there.model), "every byte of the tensors is equal"

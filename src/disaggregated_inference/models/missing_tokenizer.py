@@ -1,4 +1,4 @@
-"""The tokenizer of a model whose engine keeps it to itself."""
+"""In the place of a tokenizer, for a model whose engine does not export it (Ollama)."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -6,17 +6,17 @@ from typing import Any, NoReturn
 from disaggregated_inference.errors import ModelUnsupported
 from disaggregated_inference.models.tokenizer import Message, ModelTokenizer
 
-_WORDS = {"tools": "tools", "thinking": "enable_thinking reasoning_effort"}
+_VARIABLES = {"tools": "tools", "thinking": "enable_thinking reasoning_effort"}
 
 
-class TextOnlyTokenizer(ModelTokenizer):
-    """Stands where a tokenizer would, for whoever can do without; asked for tokens, it says why there are none."""
+class MissingTokenizer(ModelTokenizer):
+    """Every call that needs tokens raises `ModelUnsupported`."""
 
     def __init__(self, model: str, capabilities: Sequence[str] | None = None) -> None:
         self._model, self.capabilities = model, capabilities or ()
-        # No template: words that show what may be asked of it. Where nobody knows what it can, the engine says no.
-        able = [words for name, words in _WORDS.items() if not capabilities or name in capabilities]
-        self.chat_template = " ".join(["messages", *able])
+        # Not a template, only the variables of one, for capability checks. Unknown capabilities are left to the engine.
+        variables = [names for name, names in _VARIABLES.items() if not capabilities or name in capabilities]
+        self.chat_template = " ".join(["messages", *variables])
 
     @property
     def sees(self) -> bool:
@@ -40,11 +40,10 @@ class TextOnlyTokenizer(ModelTokenizer):
     def token_id(self, text: str) -> int | None:
         return None
 
-    def whole(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
         raise ModelUnsupported(
-            f"{self._model} is served by an engine that keeps its tokenizer to itself:"
-            " its tokens cannot be counted or shown"
+            f"the engine that serves {self._model} does not export its tokenizer: tokens cannot be counted or decoded"
         )

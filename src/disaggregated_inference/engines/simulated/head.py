@@ -1,4 +1,4 @@
-"""What a simulated model says next: a function of the hash of everything before it, and of nothing else."""
+"""The simulated LM head: logits as a function of the hash of all earlier tokens."""
 
 from collections.abc import Sequence as Items
 
@@ -7,26 +7,25 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from disaggregated_inference.engines.simulated.device import wait_until
-from disaggregated_inference.engines.simulated.marks import Hashes, mixed
-from disaggregated_inference.models import ModelSpec
-from disaggregated_inference.models.simulated import FIRST_WORD, SPECIAL
+from disaggregated_inference.engines.simulated.row_tags import Hashes, mix
+from disaggregated_inference.models import FIRST_WORD, SPECIAL_TOKENS, ModelSpec
 
-# Scores: the chosen word has nearly half of the probability, the other words share the rest. Bytes come only where a
-# grammar asks for them; an end that is due comes whatever the temperature.
+# Logits: the chosen word has nearly half of the probability, the other words share the rest. Bytes are sampled only if
+# a grammar requires them; an end that is due is sampled at any temperature.
 _CHOSEN, _WORDS, _BYTES, _NEVER, _END = 9.0, 4.0, -12.0, -30.0, 30.0
 
 
-class Voice:
+class SimulatedHead:
     def __init__(self, spec: ModelSpec, answer_tokens: int) -> None:
         self._spec, self._answer_tokens = spec, answer_tokens
         self._words = spec.vocabulary - FIRST_WORD
         noise = np.random.default_rng(0).random(2 * spec.vocabulary, np.float32)
         self._word_scores = sliding_window_view(noise * _WORDS, self._words)
-        self._byte_scores = sliding_window_view(noise + _BYTES, FIRST_WORD - len(SPECIAL))
+        self._byte_scores = sliding_window_view(noise + _BYTES, FIRST_WORD - len(SPECIAL_TOKENS))
 
     def choose(self, hashes: Hashes) -> NDArray[np.int64]:
-        """The likeliest token. An end is due by the hash alone, so an answer that moves ends where it would have."""
-        drawn = mixed(hashes)
+        """The greedy token. The end depends only on the hash, so a moved request ends at the same token."""
+        drawn = mix(hashes)
         tokens = (FIRST_WORD + drawn % np.uint64(self._words)).astype(np.int64)
         if self._answer_tokens and self._spec.eos_tokens:
             due = (drawn >> np.uint64(32)) % np.uint64(self._answer_tokens) == 0
@@ -34,9 +33,9 @@ class Voice:
         return tokens
 
     def scores(self, hashes: Hashes) -> NDArray[np.float32]:
-        tokens, shifts = self.choose(hashes), (mixed(~hashes) % np.uint64(self._spec.vocabulary)).astype(np.int64)
+        tokens, shifts = self.choose(hashes), (mix(~hashes) % np.uint64(self._spec.vocabulary)).astype(np.int64)
         rows = np.full((len(hashes), self._spec.vocabulary), _NEVER, np.float32)
-        rows[:, len(SPECIAL) : FIRST_WORD] = self._byte_scores[shifts]
+        rows[:, len(SPECIAL_TOKENS) : FIRST_WORD] = self._byte_scores[shifts]
         rows[:, FIRST_WORD:] = self._word_scores[shifts]
         rows[np.arange(len(tokens)), tokens] = np.where(tokens < FIRST_WORD, _END, _CHOSEN)
         return rows
@@ -56,14 +55,14 @@ class SimulatedTokens:
 
 
 class SimulatedLogits:
-    """Known at once, told when the device would have had them."""
+    """Known at once, returned when the device would have computed them."""
 
-    def __init__(self, voice: Voice, hashes: Hashes, ready_at: float) -> None:
-        self._voice, self._hashes, self._ready_at = voice, hashes, ready_at
+    def __init__(self, head: SimulatedHead, hashes: Hashes, ready_at: float) -> None:
+        self._head, self._hashes, self._ready_at = head, hashes, ready_at
 
     def greedy(self) -> SimulatedTokens:
-        return SimulatedTokens(self._voice.choose(self._hashes), self._ready_at)
+        return SimulatedTokens(self._head.choose(self._hashes), self._ready_at)
 
     def numpy(self, rows: Items[int] | None = None) -> NDArray[np.float32]:
         wait_until(self._ready_at)
-        return self._voice.scores(self._hashes if rows is None else self._hashes[list(map(int, rows))])
+        return self._head.scores(self._hashes if rows is None else self._hashes[list(map(int, rows))])

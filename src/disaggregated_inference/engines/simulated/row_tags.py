@@ -1,8 +1,8 @@
-"""What a simulated row says of itself: a hash of all tokens up to it, its position, its layer, whether it is K or V.
+"""Tags of simulated rows: a hash of all tokens up to the row, its position, its layer, K or V.
 
-Sixteen numbers from 0 to 127 at the row's beginning; the rest of it is zeros. Numbers so small are exact in every KV
-dtype, and because one of them is always 127, the int8 codec's scale is 1 and keeps them exact too. So the next token
-can depend on nothing but the row that was handed over, and a row at a wrong place shows.
+A tag is sixteen numbers from 0 to 127 at the start of the row; the rest is zeros. Such small numbers are exact in every
+KV dtype. One of them is always 127, so the int8 codec's scale is 1 and keeps them exact too. So the next token depends
+only on the transferred row, and a misplaced row is detected.
 """
 
 import hashlib
@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from disaggregated_inference.kv import KVDType, as_dtype
-from disaggregated_inference.kv.dtype import Array
+from disaggregated_inference.kv import Array, KVDType, as_dtype
 
 Hashes = NDArray[np.uint64]
 
-MARK = 16  # elements
-MOST_LAYERS = 128
-MOST_TOKENS = 1 << 21
+TAG = 16  # elements of a tag
+MAX_LAYERS = 128
+MAX_TOKENS = 1 << 21
 _HASH, _POSITION, _LAYER, _KIND = slice(1, 11), slice(11, 14), 14, 15
 _DIGIT_BITS = 7
 _HASH_SHIFTS = _DIGIT_BITS * np.arange(10, dtype=np.uint64)
@@ -30,12 +29,12 @@ _FACTOR = 0x9E3779B97F4A7C15  # odd, so that it has an inverse
 _INVERSE = pow(_FACTOR, -1, 1 << 64)
 
 
-class Chain:
-    """hash' = hash * factor + value(token), in 64 bits: a whole chunk is two products and a running sum."""
+class HashChain:
+    """hash' = hash * factor + value(token), in 64 bits: a chunk takes two products and a running sum."""
 
     def __init__(self, seed: str, vocabulary: int) -> None:
         self.start = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest())
-        self._values = mixed(np.arange(1, vocabulary + 1, dtype=np.uint64))
+        self._values = mix(np.arange(1, vocabulary + 1, dtype=np.uint64))
         self._up = self._down = np.empty(0, np.uint64)
 
     def extend(self, chain: int, tokens: Items[int]) -> Hashes:
@@ -47,7 +46,7 @@ class Chain:
         return self._up[:count] * (sums + np.uint64(chain))
 
     def step(self, chains: Items[int], tokens: NDArray[np.int64]) -> Hashes:
-        """One token more for each of several."""
+        """One more token for each chain."""
         return np.array(chains, np.uint64) * np.uint64(_FACTOR) + self._values[tokens]
 
 
@@ -56,22 +55,22 @@ def _powers(base: int, count: int) -> Hashes:
     return powers
 
 
-def mixed(hashes: Hashes) -> Hashes:
-    """Every bit depends on every bit (the end of splitmix64)."""
+def mix(hashes: Hashes) -> Hashes:
+    """Mix bits so that each depends on all (the end of splitmix64)."""
     hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return hashes ^ (hashes >> np.uint64(31))
 
 
-class Marks:
-    """The sixteen numbers in one dtype's own bits."""
+class RowTags:
+    """Tags in the bits of one dtype."""
 
     def __init__(self, dtype: KVDType) -> None:
         self._bits: Array = as_dtype(np.arange(128, dtype=np.float32), "float32", dtype)
 
     def block(self, hashes: Hashes, start: int) -> Array:
-        """Marks of the rows from `start` on, [rows, 16]; without layer and kind, which `label` fills in."""
-        digits = np.zeros((len(hashes), MARK), np.uint8)
+        """Tags of the rows from `start` on, [rows, 16]; `label` fills in layer and kind."""
+        digits = np.zeros((len(hashes), TAG), np.uint8)
         positions = np.arange(start, start + len(hashes), dtype=np.uint64)
         digits[:, 0] = _LARGEST
         digits[:, _HASH] = hashes[:, None] >> _HASH_SHIFTS & _LARGEST
@@ -79,24 +78,24 @@ class Marks:
         return self._bits[digits]
 
     def label(self, block: Array, layer: int, kind: int) -> Array:
-        """The same marks for one layer's K (kind 0) or V (kind 1), in place."""
+        """The tags for one layer's K (kind 0) or V (kind 1), in place."""
         block[:, _LAYER], block[:, _KIND] = self._bits[layer], self._bits[kind]
         return block
 
-    def hash_of(self, mark: Array) -> int | None:
-        """What a row's mark says; None for numbers that no mark has."""
-        digits = np.minimum(np.searchsorted(self._bits, mark[_HASH]), 127)
-        if not np.array_equal(self._bits[digits], mark[_HASH]):
+    def read_hash(self, tag: Array) -> int | None:
+        """The hash in a row's tag; None if it is not a tag."""
+        digits = np.minimum(np.searchsorted(self._bits, tag[_HASH]), 127)
+        if not np.array_equal(self._bits[digits], tag[_HASH]):
             return None
         return sum(int(digit) << int(shift) for digit, shift in zip(digits, _HASH_SHIFTS, strict=True)) % (1 << 64)
 
-    def as_read(self, rows: Array, start: int) -> Array:
-        """The block that rows with these hashes would have if they belonged at `start`: compare, and you know."""
+    def expected_tags(self, rows: Array, start: int) -> Array:
+        """The tags that rows with these hashes must have at `start`."""
         expected = self.block(np.zeros(len(rows), np.uint64), start)
         expected[:, _HASH] = rows[:, _HASH]
         return expected
 
 
 def words(rows: Array) -> NDArray[Any]:
-    """Marks as a few large words: compared four times as fast."""
+    """Tags as 64-bit words: comparing them is four times as fast."""
     return rows.view(np.uint64)
