@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, as the official client has it: against a cluster, and against answers written by hand."""
+"""Anthropic's Messages API, with the official client: against a cluster, and against scripted deltas."""
 
 import json
 import urllib.request
@@ -22,10 +22,9 @@ from disaggregated_inference.gateway.tool_parsers.base import (
     ToolCallArguments,
     ToolCallStart,
 )
-from disaggregated_inference.http import sse as answers
-from tests.conftest import until
 from tests.support.cluster import Process, config_of
 from tests.support.gateway import Script, served, simulated_config, simulated_pair, smollm2_pair
+from tests.support.waiting import until
 
 MODEL = "simulated:tiny"
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -65,7 +64,7 @@ def client(url: str) -> Iterator[Anthropic]:
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     script = Script()
-    monkeypatch.setattr(anthropic, "converse", script.converse)
+    monkeypatch.setattr(anthropic, "stream_chat", script.stream_chat)
     return script
 
 
@@ -76,7 +75,8 @@ def text_of(message: Any) -> str:
 # Against a cluster.
 
 
-def test_the_whole_answer(client: Anthropic, pair: tuple[Process, Process]) -> None:
+@pytest.mark.slow
+def test_the_response_has_the_whole_message(client: Anthropic, pair: tuple[Process, Process]) -> None:
     message = client.messages.create(**ASK | {"model": "tiny-alias"}, system="Be brief.")
     messages = [{"role": "system", "content": "Be brief."}, *HELLO]
     with DisaggregatedClient(config_of(*pair)) as plain:
@@ -90,7 +90,7 @@ def test_the_whole_answer(client: Anthropic, pair: tuple[Process, Process]) -> N
     official.types.Message.model_validate(message.model_dump())  # strictly: the client itself lets much pass
 
 
-def test_a_stream_tells_the_same(client: Anthropic) -> None:
+def test_a_stream_has_the_same_message(client: Anthropic) -> None:
     whole = client.messages.create(**ASK)
     with client.messages.stream(**ASK) as stream:
         kinds = [event.type for event in stream if event.type != "text"]
@@ -104,7 +104,7 @@ def test_a_stream_tells_the_same(client: Anthropic) -> None:
     assert read[0] == read[1] > 0
 
 
-def test_system_in_blocks_is_one_text(client: Anthropic) -> None:
+def test_system_blocks_are_joined(client: Anthropic) -> None:
     blocks: Any = [
         {"type": "text", "text": "Be "},
         {"type": "text", "text": "brief.", "cache_control": {"type": "ephemeral"}},
@@ -115,7 +115,7 @@ def test_system_in_blocks_is_one_text(client: Anthropic) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_which_string_ended_it(client: Anthropic, streamed: bool) -> None:
+def test_the_response_names_the_stop_sequence(client: Anthropic, streamed: bool) -> None:
     """Words of simulated answers look like [0312]."""
     words = text_of(client.messages.create(**ASK)).replace("][", "] [").split()
     at = next(at for at in range(3, 12) if words[at] not in words[:at])
@@ -131,7 +131,7 @@ def test_which_string_ended_it(client: Anthropic, streamed: bool) -> None:
     assert "".join(words).startswith(text_of(message) + message.stop_sequence)
 
 
-def test_tokens_are_counted_as_they_are_read(client: Anthropic) -> None:
+def test_count_tokens_equals_the_prompt_tokens(client: Anthropic) -> None:
     ask: dict[str, Any] = {"model": MODEL, "messages": HELLO, "system": "Be brief.", "tools": [WEATHER]}
     usage = client.messages.create(**ask, max_tokens=1).usage
     counted = client.messages.count_tokens(**ask).input_tokens
@@ -141,7 +141,7 @@ def test_tokens_are_counted_as_they_are_read(client: Anthropic) -> None:
     assert client.messages.count_tokens(model=MODEL, messages=long).input_tokens > 200_000
 
 
-def test_a_client_that_leaves_ends_it(client: Anthropic, pair: tuple[Process, Process]) -> None:
+def test_a_disconnect_cancels_the_request(client: Anthropic, pair: tuple[Process, Process]) -> None:
     with client.messages.stream(**ASK | {"max_tokens": 4000}) as stream:
         next(event for event in stream if event.type == "content_block_delta")
         assert pair[1].status()["slots"]["used"] == 1
@@ -149,7 +149,7 @@ def test_a_client_that_leaves_ends_it(client: Anthropic, pair: tuple[Process, Pr
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("params", "expected"),
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -167,7 +167,7 @@ def test_a_client_that_leaves_ends_it(client: Anthropic, pair: tuple[Process, Pr
         ({"tool_choice": {"type": "perhaps"}}, "tool_choice"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
-        ({"stop_sequences": [""]}, r"stop_sequences\[0\]: "),
+        ({"stop_sequences": [""]}, r"stop_sequences\[0\] must"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "does not think"),
         ({"tools": [WEATHER | {"name": "any"}], "tool_choice": {"type": "tool", "name": "auto"}}, "auto.*any"),
         ({"tools": [WEATHER | {"name": "auto"}], "tool_choice": {"type": "tool", "name": "auto"}}, "rename"),
@@ -176,17 +176,17 @@ def test_a_client_that_leaves_ends_it(client: Anthropic, pair: tuple[Process, Pr
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_done_is_refused_with_a_reason(
-    client: Anthropic, asked: dict[str, Any], told: str, stream: bool
+def test_unsupported_requests_are_refused_with_a_reason(
+    client: Anthropic, params: dict[str, Any], expected: str, stream: bool
 ) -> None:
-    body = {name: value for name, value in (RAW | {"stream": stream} | asked).items() if value is not None}
-    with pytest.raises(official.BadRequestError, match=told) as refused:
+    body = {name: value for name, value in (RAW | {"stream": stream} | params).items() if value is not None}
+    with pytest.raises(official.BadRequestError, match=expected) as refused:
         client.post("/v1/messages", body=body, cast_to=object)
     assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_requests_id_is_where_the_client_looks(client: Anthropic, stream: bool) -> None:
+def test_the_request_id_header_is_anthropics(client: Anthropic, stream: bool) -> None:
     answer = client.messages.with_raw_response.create(**ASK, stream=stream, extra_headers={"x-request-id": "mine"})
     assert answer.request_id == answer.headers["x-request-id"] == "mine"
     answer.close()
@@ -204,8 +204,8 @@ def test_an_unknown_model(client: Anthropic) -> None:
 # Against answers written by hand.
 
 
-def test_thought_text_and_uses_of_tools_are_blocks(client: Anthropic, script: Script) -> None:
-    script.says(
+def test_thinking_text_and_tool_uses_are_blocks(client: Anthropic, script: Script) -> None:
+    script.replies(
         ReasoningDelta("Hm"),
         ReasoningDelta("m."),
         TextDelta("I "),
@@ -239,8 +239,8 @@ def test_thought_text_and_uses_of_tools_are_blocks(client: Anthropic, script: Sc
     assert [event.index for event in events if event.type == "content_block_stop"] == [0, 1, 2, 3]
 
 
-def test_what_was_switched_off_is_not_shown(client: Anthropic, script: Script) -> None:
-    script.says(
+def test_disabled_thinking_and_parallel_calls_are_dropped(client: Anthropic, script: Script) -> None:
+    script.replies(
         ReasoningDelta("Hm"),
         ToolCallStart(0, "a", "weather"),
         ToolCallStart(1, "b", "weather"),
@@ -249,12 +249,12 @@ def test_what_was_switched_off_is_not_shown(client: Anthropic, script: Script) -
     choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
     message = client.messages.create(**ASK, tools=[WEATHER], tool_choice=choice, thinking={"type": "disabled"})
     assert [block.type for block in message.content] == ["tool_use"]
-    assert script.turns[0].template == {"enable_thinking": False}
+    assert script.requests[0].template == {"enable_thinking": False}
 
 
-def test_what_is_asked_reaches_the_model(client: Anthropic, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_fields_reach_the_chat_request(client: Anthropic, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anthropic, "can_think", lambda tokenizer: True)
-    script.says(TextDelta("yes"))
+    script.replies(TextDelta("yes"))
     use: Any = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Oslo"}}
     results: Any = [
         {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "cold"}]},
@@ -278,9 +278,9 @@ def test_what_is_asked_reaches_the_model(client: Anthropic, script: Script, monk
         service_tier="auto",
         extra_body={"top_p": 0.9, "top_k": 40, "of_tomorrow": 1},
     )
-    turn = script.turns[0]
+    chat_request = script.requests[0]
     call = {"id": "t1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
-    assert turn.messages == [
+    assert chat_request.messages == [
         *HELLO,
         {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "t1", "name": "weather", "content": "cold"},
@@ -288,62 +288,60 @@ def test_what_is_asked_reaches_the_model(client: Anthropic, script: Script, monk
         {"role": "user", "content": "So?"},
     ]
     function = {"name": "weather", "description": WEATHER["description"], "parameters": WEATHER["input_schema"]}
-    assert turn.tools == [{"type": "function", "function": function}]
-    assert turn.tool_choice == "required"
-    assert turn.template == {"enable_thinking": True}
-    wanted = {"max_tokens": 1500, "top_p": 0.9, "top_k": 40, "stop": ["END"], "format": None, "temperature": None}
-    assert {name: turn.options[name] for name in wanted} == wanted
+    assert chat_request.tools == [{"type": "function", "function": function}]
+    assert chat_request.tool_choice == "required"
+    assert chat_request.template == {"enable_thinking": True}
+    wanted = {"max_tokens": 1500, "top_p": 0.9, "top_k": 40, "stop": ["END"], "temperature": None}
+    assert {**chat_request.options, **wanted} == chat_request.options
+    assert chat_request.format is None
 
 
 @pytest.mark.parametrize(
-    ("choice", "told"),
+    ("choice", "expected"),
     [({"type": "auto"}, "auto"), ({"type": "none"}, "none"), ({"type": "tool", "name": "weather"}, "weather")],
 )
-def test_choices_of_tools(client: Anthropic, script: Script, choice: Any, told: str) -> None:
-    script.says(TextDelta("yes"))
+def test_tool_choice(client: Anthropic, script: Script, choice: Any, expected: str) -> None:
+    script.replies(TextDelta("yes"))
     client.messages.create(**ASK, tools=[WEATHER], tool_choice=choice)
-    assert script.turns[0].tool_choice == told
+    assert script.requests[0].tool_choice == expected
 
 
-def test_a_call_that_was_cut_off_has_no_input(client: Anthropic, script: Script) -> None:
-    script.says(ToolCallStart(0, "a", "weather"), ToolCallArguments(0, '{"city": "Os'), finish="length")
+def test_a_truncated_tool_use_has_an_empty_input(client: Anthropic, script: Script) -> None:
+    script.replies(ToolCallStart(0, "a", "weather"), ToolCallArguments(0, '{"city": "Os'), finish="length")
     message = client.messages.create(**ASK, tools=[WEATHER])
     assert (message.stop_reason, message.content[0].input) == ("max_tokens", {})
 
 
-def test_a_failure_has_its_status_or_is_the_last_event(client: Anthropic, script: Script) -> None:
+def test_an_error_has_a_status_or_is_the_last_event(client: Anthropic, script: Script) -> None:
     script.error = NoDecodeNode()
     for stream in (False, True):
         with pytest.raises(official.APIStatusError, match="Decode server unavailable") as failed:
             client.messages.create(**ASK, stream=stream)
         assert failed.value.status_code == 503
         assert failed.value.body["error"]["type"] == "overloaded_error"  # type: ignore[index]
-    script.parts = [ChatDelta(said=(TextDelta("half"),))]
-    heard = []
+    script.deltas = [ChatDelta(content=(TextDelta("half"),))]
+    received = []
     with client.messages.stream(**ASK) as streaming, pytest.raises(official.APIStatusError, match="Decode server"):
-        heard += [event.type for event in streaming]
+        received += [event.type for event in streaming]
     script.error = RuntimeError("a secret")
     with client.messages.stream(**ASK) as streaming, pytest.raises(official.APIStatusError, match="internal error"):
         list(streaming)
 
 
-def test_a_quiet_stream_stays_alive(
-    client: Anthropic, url: str, script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(answers, "_PULSE_S", 0.05)
-    script.says(TextDelta("yes"))
+def test_a_quiet_stream_stays_alive(client: Anthropic, url: str, script: Script) -> None:
+    script.replies(TextDelta("yes"))
     script.wait_s = 0.6
     with urllib.request.urlopen(
         f"{url}/v1/messages", msgspec.json.encode(RAW | {"stream": True}), timeout=10
     ) as answer:
-        told = answer.read()
-    assert told.startswith(b": keep-alive\n\n")  # no event comes before the first
-    assert told.replace(b": keep-alive\n\n", b"").startswith(b"event: message_start\n")
+        response = answer.read()
+    assert response.startswith(b": keep-alive\n\n")  # no event comes before the first
+    assert response.replace(b": keep-alive\n\n", b"").startswith(b"event: message_start\n")
     with client.messages.stream(**ASK) as stream:
         assert stream.get_final_text() == "yes"
 
 
-def test_errors_by_their_kind() -> None:
+def test_error_types_by_status() -> None:
     kinds = {
         BadRequest("x"): "invalid_request_error",
         BodyTooLarge("x"): "request_too_large",
@@ -385,7 +383,7 @@ class City(BaseModel):
     country: str
 
 
-def test_a_real_answer_is_the_one_everybody_gets(real: Anthropic, real_pair: tuple[Process, Process]) -> None:
+def test_a_real_model_gives_the_same_text_as_the_client(real: Anthropic, real_pair: tuple[Process, Process]) -> None:
     ask: dict[str, Any] = {
         "model": "smollm2",
         "max_tokens": 24,
@@ -401,7 +399,7 @@ def test_a_real_answer_is_the_one_everybody_gets(real: Anthropic, real_pair: tup
         assert "".join(stream.text_stream) == text
 
 
-def test_a_real_stop(real: Anthropic) -> None:
+def test_a_real_model_stops_at_a_stop_sequence(real: Anthropic) -> None:
     ask: dict[str, Any] = {
         "model": "smollm2",
         "extra_body": GREEDY,
@@ -415,21 +413,21 @@ def test_a_real_stop(real: Anthropic) -> None:
     assert text_of(whole).startswith(text_of(message) + words[2])
 
 
-def test_parsed_answers(real: Anthropic) -> None:
+def test_messages_parse_returns_a_model(real: Anthropic) -> None:
     ask: dict[str, Any] = {"model": "smollm2", "max_tokens": 200, "extra_body": GREEDY, "messages": HELLO}
     parsed = real.messages.parse(**ask, output_format=City)
     assert isinstance(parsed.parsed_output, City)
 
 
-def test_a_forced_use_and_its_result(real: Anthropic) -> None:
-    asked: Any = [{"role": "user", "content": "How is the weather in Rome?"}]
+def test_a_forced_tool_use_and_its_result(real: Anthropic) -> None:
+    params: Any = [{"role": "user", "content": "How is the weather in Rome?"}]
     ask: dict[str, Any] = {"model": "smollm2", "max_tokens": 60, "extra_body": GREEDY, "tools": [WEATHER]}
-    first = real.messages.create(**ask, messages=asked, tool_choice={"type": "any"})
+    first = real.messages.create(**ask, messages=params, tool_choice={"type": "any"})
     use: Any = first.content[-1]
     assert (first.stop_reason, use.type, use.name) == ("tool_use", "tool_use", "weather")
     assert use.input["city"] in ("Oslo", "Rome")
-    with real.messages.stream(**ask, messages=asked, tool_choice={"type": "tool", "name": "weather"}) as stream:
+    with real.messages.stream(**ask, messages=params, tool_choice={"type": "tool", "name": "weather"}) as stream:
         assert stream.get_final_message().content[-1].input == use.input  # type: ignore[union-attr]
     result: Any = {"type": "tool_result", "tool_use_id": use.id, "content": "Sunny, 25 degrees."}
-    more: Any = [*asked, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    more: Any = [*params, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
     assert real.messages.create(**ask, messages=more).usage.output_tokens > 0

@@ -1,4 +1,4 @@
-"""Who may call the gateway, with which models, how often; and that keys are nowhere but with their owners."""
+"""API keys: which models a key may use, how often, and that the key file has hashes only."""
 
 import asyncio
 import hashlib
@@ -16,13 +16,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from disaggregated_inference.cluster.config import load_config
+from disaggregated_inference.cluster import load_config
 from disaggregated_inference.errors import BadRequest, ConfigError, DisaggError, RateLimited, Unauthorized
 from disaggregated_inference.gateway.app import gateway_app
 from disaggregated_inference.gateway.auth import AuthMiddleware, Bucket, Caller, Keys, require_keys
 from disaggregated_inference.gateway.cluster import routes as cluster
 from disaggregated_inference.gateway.key_file import keys_of, new_key
 from disaggregated_inference.gateway.ollama import routes as ollama
+from disaggregated_inference.http import error_headers
 from disaggregated_inference.orchestrator import DisaggregatedInference
 
 CONFIG: Any = {
@@ -41,11 +42,12 @@ def key_hash(key: str) -> str:
 
 
 def describe(path: str, error: Exception, request_id: str = "") -> Response:
-    return JSONResponse({"path": path, "error": str(error)}, getattr(error, "status", 500))
+    status = getattr(error, "status", 500)
+    return JSONResponse({"path": path, "error": str(error)}, status, error_headers(error, status))
 
 
 def with_gateway(keys: Keys, ask: Callable[[Ask], Awaitable[None]]) -> None:
-    """`ask` talks to an app with these keys, whose cluster is away."""
+    """Runs `ask` with a client of an app with these keys. No node of its cluster runs."""
 
     async def whoever(request: Request) -> Response:
         caller = request.state.caller
@@ -86,7 +88,7 @@ def keys() -> Keys:
         {"Authorization": "Bearer of a proxy", "X-Api-Key": "ann's"},
     ],
 )
-def test_a_key_in_any_of_its_places(keys: Keys, headers: dict[str, str]) -> None:
+def test_a_key_is_accepted_in_every_header(keys: Keys, headers: dict[str, str]) -> None:
     async def ask(client: Ask) -> None:
         answer = await client("GET", "/who", headers=headers)
         assert answer.json() == {"name": "ann", "models": []}
@@ -99,7 +101,7 @@ def test_a_key_in_any_of_its_places(keys: Keys, headers: dict[str, str]) -> None
     [{}, {"Authorization": "Bearer"}, {"Authorization": "Bearer no"}, {"Authorization": "ann's"}, {"x-api-key": ""}],
 )
 @pytest.mark.parametrize("path", ["/who", "/metrics", "/cluster", "/cluster/events", "/api/tags", "/no/such/path"])
-def test_without_a_key_there_is_nothing(keys: Keys, path: str, headers: dict[str, str]) -> None:
+def test_requests_without_a_key_are_refused(keys: Keys, path: str, headers: dict[str, str]) -> None:
     async def ask(client: Ask) -> None:
         answer = await client("GET", path, headers=headers)
         assert answer.status_code == 401
@@ -109,7 +111,7 @@ def test_without_a_key_there_is_nothing(keys: Keys, path: str, headers: dict[str
     with_gateway(keys, ask)
 
 
-def test_whether_anyone_is_there_is_no_secret(keys: Keys) -> None:
+def test_health_paths_need_no_key(keys: Keys) -> None:
     async def ask(client: Ask) -> None:
         assert (await client("GET", "/health")).json() == {"status": "healthy"}
         assert (await client("HEAD", "/")).status_code == 200
@@ -118,8 +120,8 @@ def test_whether_anyone_is_there_is_no_secret(keys: Keys) -> None:
         assert ready.json() == {"status": "not ready", "verdict": "nothing is up"}
         guess = await client("GET", "/ready", headers={"x-api-key": "a guess"})
         assert guess.json() == ready.json()
-        told = await client("GET", "/ready", headers={"x-api-key": "ann's"})
-        assert set(told.json()["models"]) == {"qwen3-coder", "gpt-oss"}
+        response = await client("GET", "/ready", headers={"x-api-key": "ann's"})
+        assert set(response.json()["models"]) == {"qwen3-coder", "gpt-oss"}
         some = await client("GET", "/ready", headers={"x-api-key": "bob's"})
         assert set(some.json()["models"]) == {"qwen3-coder"}
         assert (await client("POST", "/")).status_code == 401
@@ -127,7 +129,7 @@ def test_whether_anyone_is_there_is_no_secret(keys: Keys) -> None:
     with_gateway(keys, ask)
 
 
-def test_a_header_may_be_any_bytes(keys: Keys) -> None:
+def test_a_key_with_invalid_bytes_is_refused(keys: Keys) -> None:
     async def ask(client: Ask) -> None:
         answer = await client("GET", "/who", headers=[(b"authorization", b"Bearer \xff\xfe\x00"[:-1])])
         assert answer.status_code == 401
@@ -135,7 +137,7 @@ def test_a_header_may_be_any_bytes(keys: Keys) -> None:
     with_gateway(keys, ask)
 
 
-def test_models_of_a_key_are_found_by_alias(keys: Keys) -> None:
+def test_the_models_of_a_key_may_be_aliases(keys: Keys) -> None:
     async def ask(client: Ask) -> None:
         mine = {"headers": {"Authorization": "Bearer bob's"}}
         assert (await client("GET", "/who", **mine)).json()["models"] == ["qwen3-coder", "gone"]
@@ -149,7 +151,7 @@ def test_models_of_a_key_are_found_by_alias(keys: Keys) -> None:
 
 
 @pytest.mark.parametrize("path", ["/cluster", "/cluster/events", "/metrics"])
-def test_the_whole_cluster_is_not_for_a_key_of_some_models(keys: Keys, path: str) -> None:
+def test_cluster_paths_refuse_a_key_with_limited_models(keys: Keys, path: str) -> None:
     async def ask(client: Ask) -> None:
         refused = await client("GET", path, headers={"x-api-key": "bob's"})
         assert refused.status_code == 403
@@ -158,7 +160,7 @@ def test_the_whole_cluster_is_not_for_a_key_of_some_models(keys: Keys, path: str
     with_gateway(keys, ask)
 
 
-def test_refusals_have_a_name_and_are_noted(keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals_are_logged_with_the_name_of_the_key(keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> str:
         async with DisaggregatedInference(load_config(CONFIG)) as core:
             transport = httpx.ASGITransport(gateway_app(core, keys))
@@ -180,7 +182,7 @@ def test_refusals_have_a_name_and_are_noted(keys: Keys, caplog: pytest.LogCaptur
     assert not any(secret in str(noted) for secret in ("a guess", "cy's"))
 
 
-def test_a_list_of_models_that_are_gone_allows_none() -> None:
+def test_a_key_whose_models_are_gone_allows_no_model() -> None:
     config = load_config(CONFIG)
     caller = Caller(models=("qwen", "gpt"))  # parts of names are not enough
     assert not any(caller.among(config).may_use(name) for name in config.names)
@@ -188,7 +190,7 @@ def test_a_list_of_models_that_are_gone_allows_none() -> None:
     assert Caller(models=("disaggregated:GPT-OSS",)).among(config).may_use("gpt-oss")
 
 
-def test_more_than_the_limit_has_to_wait(keys: Keys) -> None:
+def test_requests_above_the_rate_limit_get_retry_after(keys: Keys) -> None:
     async def ask(client: Ask) -> None:
         mine = {"headers": {"x-api-key": "cy's"}}
         codes = [(await client("POST", "/who", **mine)).status_code for _ in range(3)]
@@ -202,7 +204,7 @@ def test_more_than_the_limit_has_to_wait(keys: Keys) -> None:
     with_gateway(keys, ask)
 
 
-def test_a_bucket_fills_again() -> None:
+def test_a_bucket_refills() -> None:
     now = 0.0
     bucket = Bucket(6, lambda: now)
     assert [bucket.take() for _ in range(6)] == [0.0] * 6
@@ -218,7 +220,7 @@ def test_a_bucket_fills_again() -> None:
     assert rare.take() == pytest.approx(120)
 
 
-def test_without_keys_everyone_may() -> None:
+def test_without_keys_every_caller_is_allowed() -> None:
     async def ask(client: Ask) -> None:
         assert (await client("POST", "/who", headers={"x-api-key": "whatever"})).json()["name"] == "anyone"
 
@@ -226,7 +228,7 @@ def test_without_keys_everyone_may() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "gateway.local"])
-def test_without_keys_only_this_machine_is_served(host: str, keys: Keys) -> None:
+def test_without_keys_the_gateway_listens_on_loopback_only(host: str, keys: Keys) -> None:
     with pytest.raises(BadRequest, match="without keys"):
         require_keys(host, Keys(), insecure=False)
     require_keys(host, keys, insecure=False)
@@ -281,7 +283,7 @@ def test_keys_in_toml(tmp_path: Path) -> None:
         ({"keys": [{"name": "a", "key_hash": key_hash(each)} for each in "ab"]}, "same name"),
     ],
 )
-def test_files_that_are_wrong(tmp_path: Path, content: Any, words: str) -> None:
+def test_invalid_key_files_are_refused(tmp_path: Path, content: Any, words: str) -> None:
     path = tmp_path / "keys.json"
     path.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=words) as caught:
@@ -291,7 +293,7 @@ def test_files_that_are_wrong(tmp_path: Path, content: Any, words: str) -> None:
         Keys.load(tmp_path / "none.json")
 
 
-def test_reading_again_forgets_no_debts(tmp_path: Path) -> None:
+def test_a_reload_keeps_the_buckets(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     slow, gone = new_key("slow", path, per_minute=1), new_key("gone", path)
     keys = Keys.load(path)

@@ -1,5 +1,5 @@
-"""Whatever comes in: an error in the API's own shape with the right status, and the gateway goes on as if nothing had
-been. `disagg gateway` as people run it, over real sockets."""
+"""Bad input gets an error in the API's own shape with the right status, and the gateway serves on. The tests run
+`disagg gateway` as a process, over real sockets."""
 
 import gzip
 import json
@@ -20,10 +20,10 @@ from tokenizers.models import BPE
 
 from disaggregated_inference.errors import MessagesRefused
 from disaggregated_inference.gateway.openapi import document
-from disaggregated_inference.models.tokenizer import ModelTokenizer
-from tests.conftest import until
+from disaggregated_inference.models import ModelTokenizer
 from tests.support.cluster import Process
 from tests.support.gateway import GatewayProcess, gateway_process, simulated_config, simulated_pair
+from tests.support.waiting import until
 
 MODEL = "simulated:tiny"
 READ_S = 2.0  # in which a request must arrive
@@ -74,13 +74,13 @@ def pair() -> Iterator[tuple[Process, Process]]:
 
 @pytest.fixture(scope="module")
 def gateway(pair: tuple[Process, Process], tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
-    """In the end its log tells of nothing that was not foreseen."""
+    """At the end the gateway's log has no unexpected error."""
     folder = tmp_path_factory.mktemp("gateway")
     with gateway_process(folder, simulated_config(*pair), "--read-timeout", str(READ_S)) as gateway:
         yield gateway
         assert gateway.process.poll() is None
-        assert "refused" in gateway.said()
-        assert "Traceback" not in gateway.said(), gateway.said()
+        assert "refused" in gateway.log_text()
+        assert "Traceback" not in gateway.log_text(), gateway.log_text()
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +95,8 @@ def right(client: httpx.Client) -> str:
 
 
 def greeting(client: httpx.Client) -> str:
-    asked = {"model": MODEL, "messages": HELLO, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    text: str = client.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]["content"]
+    params = {"model": MODEL, "messages": HELLO, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    text: str = client.post("/v1/chat/completions", json=params).json()["choices"][0]["message"]["content"]
     return text
 
 
@@ -146,7 +146,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("path", APIS)
-def test_bodies_that_are_no_request(client: httpx.Client, path: str) -> None:
+def test_malformed_bodies_are_refused(client: httpx.Client, path: str) -> None:
     for name, body in BODIES.items():
         assert refused(client.post(path, content=body), path), name
 
@@ -172,7 +172,7 @@ def allows(schema: dict[str, Any], value: Any) -> bool:
 
 
 @pytest.mark.parametrize("path", APIS)
-def test_values_that_a_field_cannot_have(client: httpx.Client, path: str) -> None:
+def test_invalid_values_are_refused(client: httpx.Client, path: str) -> None:
     base, shape = APIS[path]
     for field, schema in properties(asked_at(path)).items():
         for value in VALUES:
@@ -182,9 +182,9 @@ def test_values_that_a_field_cannot_have(client: httpx.Client, path: str) -> Non
             assert allows(schema, value) or answer.status_code == 400, (field, value, answer.text)
 
 
-def test_options_that_cannot_be(client: httpx.Client) -> None:
+def test_invalid_ollama_options_are_refused(client: httpx.Client) -> None:
     base, shape = APIS["/api/chat"]
-    for field, schema in properties("ollama.Options").items():
+    for field, schema in properties("ollama.OllamaOptions").items():
         for value in VALUES:
             if SLOW.get(field) != value:
                 answer = client.post("/api/chat", json=base | {"options": {"num_predict": 2, field: value}})
@@ -193,9 +193,9 @@ def test_options_that_cannot_be(client: httpx.Client) -> None:
                 assert allows(schema, value) or answer.status_code == 400, (field, value)
 
 
-def test_an_error_names_its_field(client: httpx.Client) -> None:
-    asked = {"/v1/responses": ("input", "max_output_tokens", "store"), "/v1/chat/completions": ("messages", "top_p")}
-    for path, fields in asked.items():
+def test_an_error_names_the_field(client: httpx.Client) -> None:
+    params = {"/v1/responses": ("input", "max_output_tokens", "store"), "/v1/chat/completions": ("messages", "top_p")}
+    for path, fields in params.items():
         for field in fields:
             answer = client.post(path, json=APIS[path][0] | {field: 0.5 if field != "top_p" else 5})
             assert answer.json()["error"]["param"] == field
@@ -225,14 +225,14 @@ DEEP_FIELDS = {
 
 
 @pytest.mark.parametrize("depth", [300, 900, DEEP])
-def test_fields_that_are_too_deep(client: httpx.Client, depth: int) -> None:
-    """Also so deep that only the node finds out: it is the request's fault, and no node's."""
+def test_deeply_nested_fields_are_refused(client: httpx.Client, depth: int) -> None:
+    """Some are so deep that only the node notices: the error is a 400, and no failure of the node."""
     for path, body in DEEP_FIELDS.items():
         assert refused(client.post(path, content=body.replace("@", nested(depth))), path), path
 
 
-def test_arguments_of_a_call_that_are_no_json(client: httpx.Client) -> None:
-    """JSON in a text in JSON: it is read once more, for the template."""
+def test_tool_call_arguments_must_be_json(client: httpx.Client) -> None:
+    """The arguments are JSON within JSON: the gateway parses them for the template."""
     for arguments in (nested(5000), nested(DEEP), r'{"a": "\ud800"}', '{"a": NaN}', "1e400", "{"):
         call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
         messages = [*HELLO, {"role": "assistant", "tool_calls": [call]}, *HELLO]
@@ -240,7 +240,7 @@ def test_arguments_of_a_call_that_are_no_json(client: httpx.Client) -> None:
         assert refused(answer, "/v1/chat/completions"), arguments[:20]
 
 
-def test_messages_that_are_too_deep_for_a_template() -> None:
+def test_deeply_nested_messages_are_refused() -> None:
     deep: Any = {}
     for _ in range(5000):
         deep = {"a": deep}
@@ -252,8 +252,8 @@ def test_messages_that_are_too_deep_for_a_template() -> None:
 # Size.
 
 
-def test_ten_megabytes(client: httpx.Client, right: str) -> None:
-    """In a field that nobody knows they are nobody's business; as a prompt they do not fit."""
+def test_ten_megabytes_are_ignored_or_too_long(client: httpx.Client, right: str) -> None:
+    """In an unknown field they are ignored; a prompt of that size does not fit the context window."""
     for path in ANSWERING:
         base, shape = APIS[path]
         assert client.post(path, json=base | {"nobody_knows": "x" * (10 << 20)}).status_code == 200
@@ -262,8 +262,8 @@ def test_ten_megabytes(client: httpx.Client, right: str) -> None:
         assert "131072" in answer.text
 
 
-def test_more_than_is_taken(client: httpx.Client) -> None:
-    """Announced, or found out on the way."""
+def test_bodies_above_the_limit_are_refused(client: httpx.Client) -> None:
+    """With a Content-Length, and without one."""
     too_much = 17
 
     def pieces() -> Iterator[bytes]:
@@ -281,7 +281,7 @@ def test_more_than_is_taken(client: httpx.Client) -> None:
 
 
 class Line:
-    """A connection on which anything can be said."""
+    """A TCP connection that sends any bytes."""
 
     def __init__(self, gateway: GatewayProcess) -> None:
         self._address = urlsplit(gateway.url)
@@ -299,7 +299,7 @@ class Line:
         return self
 
     def dribble(self, what: bytes) -> bool:
-        """False: the other side is gone. What it said is heard."""
+        """False: the gateway has closed the connection. What it sent before can be read."""
         with suppress(OSError):  # what was said before is heard all the same
             self.sock.sendall(what)
         self.sock.settimeout(0)
@@ -315,7 +315,7 @@ class Line:
         return bool(piece)
 
     def rest(self) -> bytes:
-        """Until the other side has closed."""
+        """Until the gateway closes the connection."""
         with suppress(ConnectionResetError):
             while piece := self.sock.recv(1 << 16):
                 self.heard += piece
@@ -354,7 +354,7 @@ NO_HTTP = {
 }
 
 
-def test_what_is_no_http(gateway: GatewayProcess) -> None:
+def test_invalid_http_is_refused(gateway: GatewayProcess) -> None:
     for name, noise in NO_HTTP.items():
         with Line(gateway) as line:
             with suppress(OSError):  # it may have heard enough before the end
@@ -364,7 +364,7 @@ def test_what_is_no_http(gateway: GatewayProcess) -> None:
             assert name == "a head without an end" or line.refusals(), name
 
 
-def test_garbage_after_a_request(gateway: GatewayProcess) -> None:
+def test_garbage_after_a_request_is_refused(gateway: GatewayProcess) -> None:
     with Line(gateway) as line:
         assert line.say(HEALTH + b"\x00\xff garbage\r\n\r\n").statuses() == [200, 400]
     with Line(gateway) as line:  # after one that takes its time
@@ -372,8 +372,8 @@ def test_garbage_after_a_request(gateway: GatewayProcess) -> None:
         assert line.say(whole(CHAT, body) + b"\x00garbage\r\n\r\n").statuses() == [200, 400]
 
 
-def test_more_than_was_announced(gateway: GatewayProcess) -> None:
-    """What is left over is no request."""
+def test_bytes_beyond_content_length_are_refused(gateway: GatewayProcess) -> None:
+    """The remaining bytes are no request."""
     for path in ANSWERING:
         body = json.dumps(APIS[path][0]).encode() + b"\r\n\r\n"
         with Line(gateway) as line:
@@ -381,9 +381,9 @@ def test_more_than_was_announced(gateway: GatewayProcess) -> None:
             assert APIS[path][1](line.refusals()[0])
 
 
-def test_half_a_connection(gateway: GatewayProcess) -> None:
-    """Whoever closes its own side has left: TCP does not tell one from the other, and answers cost. Its request ends,
-    and the connection, without an answer."""
+def test_a_half_closed_connection_cancels_the_request(gateway: GatewayProcess) -> None:
+    """A client that closes its sending side counts as disconnected: TCP shows no difference. The gateway cancels the
+    request and closes the connection without a response."""
     for path in ANSWERING:
         base, _ = APIS[path]
         long = base | ({"options": {"num_predict": 20_000}} if "options" in base else {"max_tokens": 20_000})
@@ -398,13 +398,12 @@ def test_half_a_connection(gateway: GatewayProcess) -> None:
 MANY, FEW = 150, 9
 
 
-def test_whoever_takes_too_long_is_let_go(gateway: GatewayProcess, client: httpx.Client, right: str) -> None:
-    """Heads and bodies that come byte by byte, and connections on which nothing comes, or nothing more. All the while
-    others are answered."""
+def test_slow_connections_are_closed(gateway: GatewayProcess, client: httpx.Client, right: str) -> None:
+    """Heads and bodies that come byte by byte, and idle connections. Other clients are served meanwhile."""
     with ExitStack() as stack:
 
-        def lines(count: int, said: bytes) -> list[Line]:
-            return [stack.enter_context(Line(gateway)).say(said) for _ in range(count)]
+        def lines(count: int, output: bytes) -> list[Line]:
+            return [stack.enter_context(Line(gateway)).say(output) for _ in range(count)]
 
         heads = lines(MANY, b"GET /health HTTP/1.1\r\nX-Slow: ")
         seconds = lines(FEW, HEALTH + HEALTH[:20])  # after an answer, the next one
@@ -435,7 +434,7 @@ def test_whoever_takes_too_long_is_let_go(gateway: GatewayProcess, client: httpx
 UNKNOWN = {"/v1/nothing": openai_shape, "/api/nothing": ollama_shape, "/v1/messages/nothing": anthropic_shape}
 
 
-def test_paths_that_nobody_knows(client: httpx.Client) -> None:
+def test_unknown_paths_are_404(client: httpx.Client) -> None:
     for path, shape in {**UNKNOWN, "/%ff": openai_shape, "/v1/models/%ff": openai_shape}.items():
         for method in ("GET", "POST", "BREW"):
             answer = client.request(method, path, headers={"x-request-id": "mine"})
@@ -445,7 +444,7 @@ def test_paths_that_nobody_knows(client: httpx.Client) -> None:
             assert answer.json().get("request_id", "mine") == "mine"
 
 
-def test_methods_that_a_path_does_not_have(client: httpx.Client) -> None:
+def test_unsupported_methods_are_405(client: httpx.Client) -> None:
     for path, (body, _) in APIS.items():
         for method in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS", "BREW"):
             answer = client.request(method, path)
@@ -454,14 +453,14 @@ def test_methods_that_a_path_does_not_have(client: httpx.Client) -> None:
         assert client.post(f"{path}/", json=body).status_code == 404
 
 
-def test_what_a_body_is_called_does_not_matter(client: httpx.Client) -> None:
+def test_the_content_type_is_ignored(client: httpx.Client) -> None:
     for path, (body, _) in APIS.items():
         for kind in ("", "text/plain", "multipart/form-data", "application/json; charset=latin1", "\xff"):
             answer = client.post(path, content=json.dumps(body), headers={b"Content-Type": kind.encode("latin1")})
             assert answer.status_code == 200, (path, kind)
 
 
-def test_hosts_that_are_none(gateway: GatewayProcess) -> None:
+def test_invalid_host_headers_are_accepted(gateway: GatewayProcess) -> None:
     paths = {"/v1/models": 200, "/nothing": 404, "/v1/responses/x": 404, "/v1/completions/": 404}
     for host, (path, status) in product(("[", "[::1", "a b", "\xff", "x" * 5000, ""), paths.items()):
         lines = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"

@@ -1,4 +1,4 @@
-"""The gateway's own paths: tokens, readiness, what the cluster does, and what Prometheus gets of it."""
+"""The gateway's own paths: tokenize, readiness, cluster status, events, and metrics."""
 
 import asyncio
 import json
@@ -10,9 +10,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from disaggregated_inference.cluster.config import load_config
+from disaggregated_inference.api import ErrorDetail, Failover, RequestRecord
+from disaggregated_inference.cluster import load_config
 from disaggregated_inference.errors import DisaggError, QueueFull
-from disaggregated_inference.gateway import event_stream as feeds
 from disaggregated_inference.gateway.app import gateway_app
 from disaggregated_inference.gateway.auth import Keys
 from disaggregated_inference.gateway.event_stream import EventStream
@@ -20,6 +20,7 @@ from disaggregated_inference.gateway.metrics import STATUS_OF, GatewayMetrics
 from disaggregated_inference.gateway.slo import error_share, parallel_efficiency, targets
 from disaggregated_inference.models import ModelStore
 from disaggregated_inference.orchestrator import DisaggregatedInference
+from disaggregated_inference.timeouts import GatewayTimeouts
 from tests.support.cluster import Process, free_port
 from tests.support.gateway import served, simulated_config, simulated_pair
 
@@ -57,7 +58,7 @@ def config(pair: tuple[Process, Process]) -> dict[str, Any]:
     return found
 
 
-def test_tokens_and_back(config: dict[str, Any]) -> None:
+def test_tokenize_and_detokenize(config: dict[str, Any]) -> None:
     tokenizer = ModelStore().resolve(MODEL).tokenizer
 
     async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
@@ -101,7 +102,7 @@ def test_tokens_and_back(config: dict[str, Any]) -> None:
         ("/detokenize", {"tokens": [True]}, 400),
     ],
 )
-def test_what_has_no_tokens(config: dict[str, Any], path: str, body: Any, status: int) -> None:
+def test_invalid_tokenize_requests_are_refused(config: dict[str, Any], path: str, body: Any, status: int) -> None:
     async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
         answer = await client.post(path, json=body)
         assert answer.status_code == status
@@ -110,7 +111,7 @@ def test_what_has_no_tokens(config: dict[str, Any], path: str, body: Any, status
     run(config, ask)
 
 
-def test_alive_is_not_ready() -> None:
+def test_a_gateway_without_nodes_is_healthy_and_not_ready() -> None:
     async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
         await core.health()
         assert (await client.get("/health")).status_code == 200
@@ -124,7 +125,7 @@ def test_alive_is_not_ready() -> None:
     run(AWAY, ask)
 
 
-def test_ready_when_one_model_can_be_served(config: dict[str, Any]) -> None:
+def test_a_gateway_is_ready_when_one_model_can_be_served(config: dict[str, Any]) -> None:
     config["decode_servers"].append({"host": "127.0.0.1", "port": free_port(), "model": "away", "name": "d9"})
 
     async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
@@ -158,7 +159,7 @@ def test_the_cluster_as_json(config: dict[str, Any]) -> None:
     run(config, ask)
 
 
-def test_targets_are_of_what_was_measured() -> None:
+def test_targets_have_measured_values() -> None:
     now = 1000.0
 
     def record(time: float, total: float, **more: Any) -> dict[str, Any]:
@@ -197,7 +198,7 @@ def samples(text: str) -> dict[str, list[Any]]:
     return found
 
 
-def test_what_prometheus_gets(config: dict[str, Any]) -> None:
+def test_metrics_for_prometheus(config: dict[str, Any]) -> None:
     async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
         for _ in range(2):
             await core.generate(model="tiny-alias", prompt="x" * 300, max_tokens=6, ignore_eos=True)
@@ -244,25 +245,30 @@ def test_what_prometheus_gets(config: dict[str, Any]) -> None:
     run(config, ask)
 
 
-def test_labels_are_bounded_whatever_comes() -> None:
+def test_labels_are_bounded() -> None:
     async def check() -> None:
         core = DisaggregatedInference(load_config(AWAY))
         metrics = GatewayMetrics(lambda: core)
-        plain = {"ok": True, "outcome": "ok", "total_time": 1.0, "prompt_tokens": 1, "completion_tokens": 1}
+        counts = {"total_time": 1.0, "prompt_tokens": 1, "completion_tokens": 1}
         for number in range(50):
-            failover = {"node": f"n{number}", "code": f"code_{number}", "stall_s": 1}
-            error = {"code": f"e{number}", "message": "x"}
-            said = {"model": f"m{number}", "failovers": [failover], "warning": "!", "finish_reason": f"r{number}"}
-            metrics.ended(plain | said | {"error": error})
-        metrics.ended({"nonsense": True})  # counted as nothing, and nobody falls over it
-        metrics.ended(plain | {"model": "away", "failovers": [{"code": "unreachable"}], "warning": None})
+            record = RequestRecord(
+                **counts,  # type: ignore[arg-type]
+                model=f"m{number}",
+                failovers=(Failover(node=f"n{number}", code=f"code_{number}", message="x", stall_s=1),),
+                warning="!",
+                finish_reason=f"r{number}",
+                error=ErrorDetail(f"e{number}", "x"),
+            )
+            metrics.ended(record)
+        failover = Failover(node="d1", code="unreachable", message="x")
+        metrics.ended(RequestRecord(**counts, model="away", failovers=(failover,)))  # type: ignore[arg-type]
         found = samples((await metrics.text()).decode())
         await core.aclose()
         values = {
             value for each in found.values() for sample in each for key, value in sample.labels.items() if key != "le"
         }
         assert values <= {"away", "other", "ok", "unreachable", "d1", "input", "output", "disaggregated_inference", ""}
-        assert not {"disagg_energy_wh_total", "disagg_cost_total"} & set(found)  # nobody knows
+        assert not {"disagg_energy_wh_total", "disagg_cost_total"} & set(found)  # unknown
         assert {each.labels["reason"]: each.value for each in found["disagg_fallback_total"]} == {"other": 50}
         assert {each.labels["code"]: each.value for each in found["disagg_failover_total"]} == {
             "other": 50,
@@ -279,7 +285,7 @@ def test_every_error_has_a_code() -> None:
     assert len(STATUS_OF) > 35
 
 
-def test_two_gateways_in_one_process_count_apart() -> None:
+def test_two_gateways_have_separate_registries() -> None:
     cores = [DisaggregatedInference(load_config(AWAY)) for _ in range(2)]
     one, other = (GatewayMetrics(lambda core=core: core) for core in cores)  # type: ignore[misc]
     assert one.registry is not other.registry
@@ -294,24 +300,21 @@ async def next_event(events: Any) -> tuple[str, Any]:
     return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
 
 
-def test_events(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeds, "_LOOK_S", 0.05)
-    monkeypatch.setattr(feeds, "_QUIET_S", 0.3)
-
+def test_events(config: dict[str, Any]) -> None:
     async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
-        feed = EventStream(lambda: core)
+        feed = EventStream(lambda: core, GatewayTimeouts(event_poll_s=0.05, event_quiet_s=0.3))
         events = feed.listen()
         name, status = await next_event(events)
         assert name == "status"
         assert {node["name"] for node in status["nodes"]} == {"p1", "d1"}
         await core.generate(model=MODEL, prompt="x", max_tokens=2)
-        seen = [await next_event(events)]
-        while seen[-1][0] != "request":
-            seen.append(await next_event(events))
-        assert [content["completion_tokens"] for name, content in seen if name == "request"] == [2]
+        received = [await next_event(events)]
+        while received[-1][0] != "request":
+            received.append(await next_event(events))
+        assert [content["completion_tokens"] for name, content in received if name == "request"] == [2]
         await events.aclose()
-        assert not feed.listeners
-        assert feed._looking is None
+        assert not feed.subscribers
+        assert feed._polling is None
 
     run(config, ask)
 
@@ -327,12 +330,10 @@ def test_events_over_http(config: dict[str, Any]) -> None:
         assert httpx.get(f"{url}/metrics").status_code == 200
 
 
-def test_a_quiet_cluster_says_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeds, "_LOOK_S", 0.01)
-
+def test_a_quiet_cluster_sends_few_events() -> None:
     async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
         await core.health()
-        feed = EventStream(lambda: core)
+        feed = EventStream(lambda: core, GatewayTimeouts(event_poll_s=0.01))
         events = feed.listen()
         await next_event(events)
         await next_event(events)
@@ -346,7 +347,7 @@ def test_a_quiet_cluster_says_little(monkeypatch: pytest.MonkeyPatch) -> None:
     run(AWAY, ask)
 
 
-def test_who_does_not_read_is_let_go() -> None:
+def test_a_subscriber_that_does_not_read_is_dropped() -> None:
     async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
         feed = EventStream(lambda: core)
         slow, quick = feed.listen(), feed.listen()
@@ -354,13 +355,13 @@ def test_who_does_not_read_is_let_go() -> None:
         await next_event(quick)
         read = 0
         for number in range(2000):
-            feed.ended({"number": number})
+            feed.ended(RequestRecord(seed=number))
             name, content = await next_event(quick)
             while name != "request":
                 name, content = await next_event(quick)
-            read += content["number"] == number
+            read += content["seed"] == number
         assert read == 2000
-        assert len(feed.listeners) == 1
+        assert len(feed.subscribers) == 1
         with pytest.raises(StopAsyncIteration):
             await next_event(slow)
         await quick.aclose()
@@ -368,11 +369,10 @@ def test_who_does_not_read_is_let_go() -> None:
     run(AWAY, ask)
 
 
-def test_listeners_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeds, "_MOST_LISTENERS", 1)
-
+def test_subscribers_are_limited() -> None:
     async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
-        feed = client._transport.app.state.feed  # type: ignore[attr-defined]
+        feed = EventStream(lambda: core, max_subscribers=1)
+        client._transport.app.state.feed = feed  # type: ignore[attr-defined]
         events = feed.listen()
         await next_event(events)
         assert (await client.get("/cluster/events")).status_code == 503

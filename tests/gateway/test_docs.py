@@ -44,7 +44,7 @@ class Example(msgspec.Struct, frozen=True):
     place: str
     language: str
     text: str
-    told: str  # the answer that the page prints, if it does
+    response: str  # the answer that the page prints, if it does
 
     def at(self, url: str) -> str:
         return self.text.replace(ADDRESS, url)
@@ -66,7 +66,7 @@ PYTHON = [example for example in EXAMPLES if example.language == "python"]
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Where nobody says how long an answer is to be, it is short."""
+    """Completions without a limit are short here."""
     with simulated_pair() as pair:
         models = {MODEL: {"aliases": ["qwen"], "defaults": {"max_tokens": 12}}}
         links = [{"prefill": "p1", "decode": "d1", "gbps": 10}]
@@ -76,42 +76,42 @@ def url() -> Iterator[str]:
 
 @pytest.fixture
 def shell(tmp_path: Path) -> dict[str, str]:
-    """curl as everyone has it, but that a refusal is a failure."""
+    """curl, with --fail: an HTTP error is a failure."""
     (tmp_path / ".curlrc").write_text(_CURLRC)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return os.environ | {"CURL_HOME": str(tmp_path), "HOME": str(tmp_path), "PATH": path}
 
 
 @pytest.mark.parametrize("example", SHELL, ids=lambda example: example.place)
-def test_curl(url: str, shell: dict[str, str], tmp_path: Path, example: Example) -> None:
+def test_the_curl_examples_run(url: str, shell: dict[str, str], tmp_path: Path, example: Example) -> None:
     command = ["bash", "-euc", example.at(url)]
     done = subprocess.run(command, env=shell, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not _errors(done.stdout)
-    assert _keys(example.told) <= _keys(done.stdout)
+    assert _keys(example.response) <= _keys(done.stdout)
 
 
 def _keys(text: str) -> set[str]:
-    """Of JSON that may be cut: whatever stands before a colon, but for names of models and architectures."""
+    """The keys of JSON that may be shortened, except names of models and architectures."""
     return set(re.findall(r'"(\w+)" ?:', text)) - {"smollm2"}
 
 
 def _errors(text: str) -> list[Any]:
-    """Of a body, or of the events of a stream."""
+    """The fields of a body, or of the events of a stream."""
     found = [json.loads(line) for line in re.findall(r"^(?:data: )?(\{.*\})$", text, re.MULTILINE)]
     return [item["error"] for item in found if item.get("error")]
 
 
 @pytest.mark.parametrize("example", PYTHON, ids=lambda example: example.place)
-def test_python(url: str, example: Example) -> None:
-    """In this process: the clients are imported once. A script's end closes them; here it is not the end."""
+def test_the_python_examples_run(url: str, example: Example) -> None:
+    """In this process, so that the clients are imported once; the test closes them."""
     names: dict[str, Any] = {"__name__": "__main__"}
     try:
-        with redirect_stdout(io.StringIO()) as said:
+        with redirect_stdout(io.StringIO()) as output:
             exec(compile(example.at(url), example.place, "exec"), names)
     finally:
         names["client"].close()
-    assert said.getvalue().strip()
+    assert output.getvalue().strip()
 
 
 def test_every_path_has_an_example() -> None:
@@ -119,11 +119,11 @@ def test_every_path_has_an_example() -> None:
     for adapter in (openai, responses, ollama, anthropic, cluster, openapi):
         for route in adapter.routes():
             pattern = re.sub(r"\\\{\w+(?::path)?\\\}", r"[^/\\s]+", re.escape(route.path))
-            if route.path != "/" and route.path not in ollama._ABSENT:
+            if route.path != "/" and route.path not in ollama._NOT_OFFERED:
                 assert re.search(re.escape(ADDRESS) + pattern + r"\s", shown), route.path
 
 
-def test_every_field_is_named() -> None:
+def test_every_field_is_documented() -> None:
     kinds: list[type[msgspec.Struct]] = [
         openai_requests.ChatCompletionRequest,
         openai_requests.CompletionRequest,
@@ -137,11 +137,11 @@ def test_every_field_is_named() -> None:
     ]
     fields = {name for kind in kinds for name in kind.__struct_encode_fields__}
     assert not {name for name in fields if f"`{name}`" not in PAGE}
-    assert not {name for name in ollama._ABSENT if f"`{name.removesuffix('/{digest}')}`" not in PAGE}
+    assert not {name for name in ollama._NOT_OFFERED if f"`{name.removesuffix('/{digest}')}`" not in PAGE}
 
 
-def test_every_metric_is_named() -> None:
-    assert not {name for name in metrics._WORDS if f"`{name}`" not in PAGE}
+def test_every_metric_is_documented() -> None:
+    assert not {name for name in (*metrics.HISTOGRAMS, *metrics.COUNTERS, *metrics.GAUGES) if f"`{name}`" not in PAGE}
 
 
 # What programs send that are not run here, as their sources build it: Open WebUI 0.10.2, Continue 1.3.40, Cline 4.1.13,
@@ -201,7 +201,7 @@ REPLAYS: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("program", "path", "body"), REPLAYS, ids=[f"{who} {path}" for who, path, _ in REPLAYS])
-def test_what_other_programs_send(url: str, program: str, path: str, body: Any) -> None:
+def test_requests_of_known_programs_are_answered(url: str, program: str, path: str, body: Any) -> None:
     keys = {"Authorization": "Bearer k", "x-api-key": "k"}  # as Continue sends them; they are for nobody here
     answer = httpx.request("GET" if body is None else "POST", url + path, json=body, headers=keys, timeout=30)
     assert answer.status_code == 200, answer.text

@@ -1,5 +1,5 @@
-"""What must hold through the gateway, whichever API is asked: answers obey their schema, also over a killed node, all
-APIs say the same, and hundreds of streams at once are each their own."""
+"""Guarantees of every API: completions match their schema, also after a node is killed; all APIs return the same
+text; hundreds of concurrent streams do not mix."""
 
 import asyncio
 import json
@@ -23,12 +23,13 @@ from openai import OpenAI
 
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.engines import Engine, load_engine
-from disaggregated_inference.models import ModelStore
-from disaggregated_inference.models.tokenizer import ModelTokenizer
-from tests.conftest import until
+from disaggregated_inference.models import ModelStore, ModelTokenizer
 from tests.support.cluster import Process, config_of
 from tests.support.gateway import GatewayProcess, gateway_process, served, simulated_config, simulated_pair
 from tests.support.handoff import alone
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.slow
 
 MODEL = "smollm2"
 FLOAT32 = ("--dtype", "float32", "--kv-memory", "256M")
@@ -50,7 +51,7 @@ SCHEMAS = [
 
 
 class Pair:
-    """Two machines with the embedded model; each reads for the other one and writes, so that either may die."""
+    """Two nodes with the embedded model. Both prefill and decode, so either may be killed."""
 
     def __init__(self) -> None:
         self.nodes = [Process(name, "both", "torch", MODEL, *FLOAT32) for name in ("n1", "n2")]
@@ -60,7 +61,7 @@ class Pair:
             server["role"] = "both"
 
     def writing(self, name: str | None) -> Process:
-        """Whom the headers name; where they went out before there was a plan, whoever is at it."""
+        """The decode node in the headers; if they were sent before the plan, the node that is running a request."""
         return self.by_name[name] if name else next(node for node in self.nodes if node.status()["running"])
 
 
@@ -79,7 +80,7 @@ def url(pair: Pair) -> Iterator[str]:
 
 
 class Clients:
-    """Everybody's own."""
+    """The official clients of all APIs; each thread has its own."""
 
     def __init__(self, url: str) -> None:
         self.openai = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
@@ -166,7 +167,7 @@ def validates(text: str, schema: dict[str, Any]) -> bool:
     return bool(jsonschema.Draft202012Validator(schema).is_valid(json.loads(text)))
 
 
-def test_fifty_of_fifty_validate(clients: Clients) -> None:
+def test_fifty_of_fifty_answers_match_their_schema(clients: Clients) -> None:
     texts = at_once([partial(constrained, clients, number) for number in range(50)], 8)
     assert [validates(text, SCHEMAS[number % len(SCHEMAS)]) for number, text in enumerate(texts)] == [True] * 50, texts
     assert len(set(texts)) > 15  # many ways to obey
@@ -175,7 +176,7 @@ def test_fifty_of_fifty_validate(clients: Clients) -> None:
 # The same text for everybody.
 
 
-def test_everybody_gets_the_same_text(clients: Clients, pair: Pair) -> None:
+def test_all_apis_return_the_same_text(clients: Clients, pair: Pair) -> None:
     prompts = ["Name three colours of the rainbow.", "Grüße auf Französisch: 'Guten Tag' 🙂"]
     plain: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
     responding = {"temperature": 0, "max_output_tokens": 12}
@@ -206,7 +207,7 @@ LONG = shape(
 )
 
 
-def test_a_schema_is_kept_over_a_killed_node(clients: Clients, pair: Pair, url: str, record_property: Any) -> None:
+def test_a_schema_survives_a_killed_node(clients: Clients, pair: Pair, url: str, record_property: Any) -> None:
     """The last test with this pair: half of it is gone then."""
     seeds = range(2)
 
@@ -245,7 +246,7 @@ DEADLINE_S = 60.0
 
 
 class Stream(msgspec.Struct):
-    """As one client saw it."""
+    """One stream, as its client read it."""
 
     text: str = ""
     ids: set[str] = set()
@@ -274,7 +275,7 @@ def many_prompt(number: int) -> dict[str, Any]:
 
 
 async def wave(url: str, together: bool) -> list[Stream]:
-    """`together`: nobody reads on before everyone has begun, so all of them are open at once."""
+    """`together`: every client waits until all streams have started, so all are open at once."""
     begun = asyncio.Barrier(STREAMS)
 
     async def one(session: aiohttp.ClientSession, number: int) -> Stream:
@@ -303,7 +304,7 @@ def simulated() -> tuple[Engine, ModelTokenizer]:
 
 
 def each_alone(number: int) -> str:
-    """What the engine itself says."""
+    """The engine's own completion."""
     engine, tokenizer = simulated()
     return tokenizer.decode(alone(engine, tokenizer.encode_chat(many_prompt(number)["messages"]), TOKENS))
 
@@ -313,7 +314,7 @@ def resident_bytes(gateway: GatewayProcess) -> int:
     return 1024 * int(shown.stdout)
 
 
-def test_hundreds_of_streams_are_each_their_own(tmp_path: Path, record_property: Any) -> None:
+def test_hundreds_of_streams_do_not_mix(tmp_path: Path, record_property: Any) -> None:
     expected = [each_alone(number) for number in range(STREAMS)]
     assert len(set(expected)) == STREAMS
     with simulated_pair("custom:prefill=1000000,decode=40") as nodes:
@@ -327,7 +328,7 @@ def test_hundreds_of_streams_are_each_their_own(tmp_path: Path, record_property:
                 assert len(set.union(*(stream.ids for stream in streams))) == STREAMS
                 assert {stream.usage["completion_tokens"] for stream in streams} == {TOKENS}
                 memory.append(resident_bytes(gateway))
-            assert [line for line in gateway.said().splitlines() if "a leg failed" not in line] == []
+            assert [line for line in gateway.log_text().splitlines() if "a leg failed" not in line] == []
         gaps = [b - a for stream in streams for a, b in zip(stream.arrived_s, stream.arrived_s[1:], strict=False)]
         cuts = statistics.quantiles(gaps, n=100)
         record_property(

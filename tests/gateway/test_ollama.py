@@ -14,7 +14,7 @@ from ollama import ResponseError
 
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.errors import BadRequest, NoDecodeNode
-from disaggregated_inference.gateway.chat import ChatDelta, ChatRequest, asked
+from disaggregated_inference.gateway.chat import ChatDelta, ChatRequest, generate_options
 from disaggregated_inference.gateway.ollama import routes as adapter
 from disaggregated_inference.gateway.ollama.output import OllamaWriter
 from disaggregated_inference.gateway.ollama.requests import (
@@ -30,12 +30,10 @@ from disaggregated_inference.gateway.tool_parsers.base import (
     ToolCallArguments,
     ToolCallStart,
 )
-from disaggregated_inference.http import sse as answers
-from disaggregated_inference.models import ModelStore
-from disaggregated_inference.models.tokenizer import ModelTokenizer
-from tests.conftest import until
+from disaggregated_inference.models import ModelStore, ModelTokenizer
 from tests.support.cluster import Process, config_of
 from tests.support.gateway import served, simulated_config, simulated_pair, smollm2_pair
+from tests.support.waiting import until
 
 MODEL = "simulated:tiny"
 WINDOW = 600
@@ -79,7 +77,7 @@ def refused(ask: Any) -> tuple[int, str]:
     return caught.value.status_code, caught.value.error
 
 
-def test_generate_whole_and_streamed_are_the_same(client: ollama.Client) -> None:
+def test_generate_equals_its_stream(client: ollama.Client) -> None:
     whole = client.generate(MODEL, "Say something.", options=GREEDY)
     lines = list(client.generate(MODEL, "Say something.", options=GREEDY, stream=True))
     assert whole.response
@@ -96,7 +94,7 @@ def test_generate_whole_and_streamed_are_the_same(client: ollama.Client) -> None
         assert total >= written > 7 / 400 * 1e9 / 2  # nanoseconds, not seconds
 
 
-def test_chat_whole_and_streamed_are_the_same(client: ollama.Client) -> None:
+def test_chat_equals_its_stream(client: ollama.Client) -> None:
     whole = client.chat(MODEL, HELLO, options=GREEDY)
     lines = list(client.chat(MODEL, HELLO, options=GREEDY, stream=True))
     assert whole.message.role == "assistant"
@@ -108,16 +106,16 @@ def test_chat_whole_and_streamed_are_the_same(client: ollama.Client) -> None:
 
 
 def test_generate_is_a_chat_of_one_message_unless_raw(client: ollama.Client) -> None:
-    said = client.generate(MODEL, "Hello", system="Be brief.", options=GREEDY)
+    generated = client.generate(MODEL, "Hello", system="Be brief.", options=GREEDY)
     talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-    assert said.response == client.chat(MODEL, talk, options=GREEDY).message.content
+    assert generated.response == client.chat(MODEL, talk, options=GREEDY).message.content
     raw = client.generate(MODEL, "Hello", raw=True, options=GREEDY)
-    assert raw.response != said.response
+    assert raw.response != generated.response
     assert raw.prompt_eval_count == len("Hello")
     assert refused(lambda: client.generate(MODEL, "Hello", raw=True, system="Be brief."))[0] == 400
 
 
-def test_streaming_is_the_default_and_in_lines(url: str) -> None:
+def test_streams_are_the_default_and_ndjson(url: str) -> None:
     body = {"model": MODEL, "prompt": "x", "options": GREEDY}
     streamed = httpx.post(f"{url}/api/generate", json=body)
     assert streamed.headers["content-type"] == "application/x-ndjson"
@@ -141,8 +139,9 @@ def test_options_are_mapped(client: ollama.Client) -> None:
     assert client.chat(MODEL, HELLO, options={"num_predict": 3.0}).eval_count == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_predict", [-1, -2])
-def test_an_answer_may_fill_the_window(client: ollama.Client, num_predict: int) -> None:
+def test_a_completion_may_fill_the_context_window(client: ollama.Client, num_predict: int) -> None:
     options = {"temperature": 0, "num_predict": num_predict}
     for last in (
         client.chat(MODEL, HELLO, options=options),
@@ -153,7 +152,7 @@ def test_an_answer_may_fill_the_window(client: ollama.Client, num_predict: int) 
         assert last.done_reason == "length"
 
 
-def test_a_format_is_kept(client: ollama.Client) -> None:
+def test_a_completion_matches_its_format(client: ollama.Client) -> None:
     options = {"temperature": 0, "num_predict": 200}
     whole = client.chat(MODEL, HELLO, format=CITY, options=options)
     jsonschema.validate(json.loads(whole.message.content or ""), CITY)
@@ -172,7 +171,7 @@ def test_logprobs(client: ollama.Client) -> None:
     assert refused(lambda: client.chat(MODEL, HELLO, top_logprobs=2))[0] == 400
 
 
-def test_a_request_without_a_prompt_asks_for_the_model(client: ollama.Client, url: str) -> None:
+def test_a_request_without_a_prompt_checks_the_model(client: ollama.Client, url: str) -> None:
     loaded = client.generate(MODEL, keep_alive="10m")
     assert (loaded.done, loaded.done_reason, loaded.response) == (True, "load", "")
     assert client.chat(MODEL, []).done_reason == "load"
@@ -188,7 +187,7 @@ def test_names_with_tags_and_aliases(client: ollama.Client, name: str) -> None:
     assert answer.eval_count == GREEDY["num_predict"]
 
 
-def test_lists(client: ollama.Client, url: str) -> None:
+def test_lists_of_models(client: ollama.Client, url: str) -> None:
     client.generate(MODEL)  # by now the nodes are known
     (listed,) = client.list().models
     assert listed.model == MODEL
@@ -210,7 +209,7 @@ def test_lists(client: ollama.Client, url: str) -> None:
     assert httpx.head(url).status_code == 200
 
 
-def test_a_list_is_there_whoever_is_away() -> None:
+def test_lists_do_not_wait_for_nodes() -> None:
     config = {"decode_servers": [{"host": "127.0.0.1", "port": 9, "model": "away"}]}
     with served(config, adapter) as url, ollama.Client(url) as client:
         assert [model.model for model in client.list().models] == ["away"]
@@ -252,7 +251,7 @@ def test_errors(client: ollama.Client) -> None:
     assert client.chat(MODEL, HELLO, tools=[], think=False, options=GREEDY).message.content
 
 
-def test_what_a_cluster_cannot_do_says_what_to_do(client: ollama.Client) -> None:
+def test_refusals_say_what_to_do(client: ollama.Client) -> None:
     assert client.pull(MODEL).status == "success"
     assert [each.status for each in client.pull(f"{MODEL}:latest", stream=True)] == ["success"]
     for ask in (
@@ -271,7 +270,7 @@ def test_what_a_cluster_cannot_do_says_what_to_do(client: ollama.Client) -> None
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b'{"model": 1}', b'{"options": 1}', b'{"stream": "yes"}'])
 @pytest.mark.parametrize("path", ["/api/generate", "/api/chat"])
-def test_bad_bodies(url: str, path: str, body: bytes) -> None:
+def test_malformed_bodies_are_refused(url: str, path: str, body: bytes) -> None:
     answer = httpx.post(f"{url}{path}", content=body)
     assert answer.status_code == 400
     assert answer.json()["error"]
@@ -280,13 +279,13 @@ def test_bad_bodies(url: str, path: str, body: bytes) -> None:
 @pytest.mark.parametrize(
     "messages", [1, [1], [{}], [{"role": 1}], [{"role": "user", "content": 1}], [{"role": "user", "tool_calls": 1}]]
 )
-def test_bad_messages(url: str, messages: Any) -> None:
+def test_malformed_messages_are_refused(url: str, messages: Any) -> None:
     answer = httpx.post(f"{url}/api/chat", json={"model": MODEL, "messages": messages})
     assert answer.status_code == 400
     assert answer.json()["error"]
 
 
-def test_many_at_once(url: str) -> None:
+def test_many_concurrent_streams(url: str) -> None:
     async def run() -> list[str]:
         async with ollama.AsyncClient(url, timeout=60) as client:
 
@@ -303,7 +302,7 @@ def test_many_at_once(url: str) -> None:
     assert all(texts[number] == texts[number % 8] for number in range(32))
 
 
-def test_a_client_that_leaves_cancels(url: str, pair: tuple[Process, Process]) -> None:
+def test_a_disconnect_cancels_the_request(url: str, pair: tuple[Process, Process]) -> None:
     body = {"model": MODEL, "messages": HELLO, "options": {"num_predict": 500}}
     with httpx.stream("POST", f"{url}/api/chat", json=body) as stream:
         assert next(stream.iter_lines())
@@ -318,7 +317,7 @@ def test_a_client_that_leaves_cancels(url: str, pair: tuple[Process, Process]) -
 def script(monkeypatch: pytest.MonkeyPatch, *parts: ChatDelta | float | Exception) -> None:
     """A number is a pause, an error is raised."""
 
-    async def scripted(core: Any, turn: Any) -> AsyncGenerator[list[ChatDelta], None]:
+    async def scripted(core: Any, chat_request: Any, on_plan: Any = None) -> AsyncGenerator[list[ChatDelta], None]:
         for part in parts:
             if isinstance(part, Exception):
                 raise part
@@ -327,21 +326,21 @@ def script(monkeypatch: pytest.MonkeyPatch, *parts: ChatDelta | float | Exceptio
             else:
                 yield [part]
 
-    monkeypatch.setattr(adapter, "converse", scripted)
+    monkeypatch.setattr(adapter, "stream_chat", scripted)
 
 
 METRICS: Any = {"total_time": 1.5, "prefill_time": 0.25, "decode_time": 1.0, "prompt_tokens": 7, "completion_tokens": 5}
 END = ChatDelta(metrics=METRICS | {"waterfall": [{"name": "queue", "start_s": 0, "seconds": 0.125, "node": ""}]})
 
 
-def test_thoughts_and_tool_calls(client: ollama.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thinking_and_tool_calls(client: ollama.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     script(
         monkeypatch,
-        ChatDelta(said=(ReasoningDelta("Hm"), ReasoningDelta("m."))),
-        ChatDelta(said=(TextDelta("Let me see."), ToolCallStart(0, "call_1", "get_weather"))),
-        ChatDelta(said=(ToolCallArguments(0, '{"city": "Pa'),)),
-        ChatDelta(said=(ToolCallArguments(0, 'ris"}'), ToolCallStart(1, "call_2", "get_time"))),
-        ChatDelta(said=(ToolCallArguments(1, "{}"),), finish_reason="tool_calls"),
+        ChatDelta(content=(ReasoningDelta("Hm"), ReasoningDelta("m."))),
+        ChatDelta(content=(TextDelta("Let me see."), ToolCallStart(0, "call_1", "get_weather"))),
+        ChatDelta(content=(ToolCallArguments(0, '{"city": "Pa'),)),
+        ChatDelta(content=(ToolCallArguments(0, 'ris"}'), ToolCallStart(1, "call_2", "get_time"))),
+        ChatDelta(content=(ToolCallArguments(1, "{}"),), finish_reason="tool_calls"),
         END,
     )
     whole = client.chat(MODEL, HELLO)
@@ -357,8 +356,8 @@ def test_thoughts_and_tool_calls(client: ollama.Client, monkeypatch: pytest.Monk
     assert figures == [1_500_000_000, 125_000_000, 250_000_000, 1_000_000_000, 7, 5]
 
 
-def test_a_call_that_was_cut_off_is_no_call(client: ollama.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = ChatDelta(said=(ToolCallStart(0, "call_1", "delete_files"), ToolCallArguments(0, '{"only": "these')))
+def test_a_truncated_call_becomes_text(client: ollama.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = ChatDelta(content=(ToolCallStart(0, "call_1", "delete_files"), ToolCallArguments(0, '{"only": "these')))
     script(monkeypatch, begun, ChatDelta(finish_reason="length"), END)
     whole = client.chat(MODEL, HELLO)
     assert whole.message.tool_calls is None
@@ -366,13 +365,13 @@ def test_a_call_that_was_cut_off_is_no_call(client: ollama.Client, monkeypatch: 
     assert whole.done_reason == "length"
 
 
-def test_an_error_in_the_middle_is_the_last_line(
+def test_an_error_in_a_stream_is_the_last_line(
     client: ollama.Client, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script(monkeypatch, ChatDelta(said=(TextDelta("a"),)), 0.5, NoDecodeNode())
-    seen: list[str] = []
+    script(monkeypatch, ChatDelta(content=(TextDelta("a"),)), 0.5, NoDecodeNode())
+    image_message: list[str] = []
     with pytest.raises(ResponseError, match="Decode server unavailable"):
-        seen += [line.message.content or "" for line in client.chat(MODEL, HELLO, stream=True)]
+        image_message += [line.message.content or "" for line in client.chat(MODEL, HELLO, stream=True)]
     raw = httpx.post(f"{url}/api/chat", json={"model": MODEL, "messages": HELLO})
     lines = [json.loads(line) for line in raw.text.splitlines()]
     assert raw.status_code == 200
@@ -382,9 +381,8 @@ def test_an_error_in_the_middle_is_the_last_line(
     assert refused(lambda: list(client.chat(MODEL, HELLO, stream=True)))[0] == 503
 
 
-def test_silence_is_broken_by_lines_of_nothing(client: ollama.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "_PULSE_S", 0.1)
-    script(monkeypatch, 1.0, ChatDelta(said=(TextDelta("a"),), finish_reason="stop"), END)
+def test_keepalives_are_empty_lines_of_content(client: ollama.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(monkeypatch, 1.0, ChatDelta(content=(TextDelta("a"),), finish_reason="stop"), END)
     contents = [line.message.content for line in client.chat(MODEL, HELLO, stream=True)]
     assert contents[-2:] == ["a", ""]
     assert len(contents) >= 4
@@ -399,44 +397,44 @@ def plain() -> ModelTokenizer:
     return ModelStore().resolve(MODEL).tokenizer
 
 
-def test_messages_have_the_shape_that_templates_know(plain: ModelTokenizer) -> None:
+def test_messages_have_openais_form(plain: ModelTokenizer) -> None:
     call = {"function": {"name": "f", "arguments": {"x": 1}}}
-    said = OllamaMessage(role="assistant", thinking="Hm.", tool_calls=[call]).plain()
-    assert said["content"] == ""
-    assert said["reasoning_content"] == said["thinking"] == "Hm."
-    assert said["tool_calls"] == [{"type": "function"} | call]
-    told = OllamaMessage(role="tool", content="2", tool_name="f", tool_call_id="call_1").plain()
-    assert told == {"role": "tool", "content": "2", "name": "f", "tool_call_id": "call_1"}
-    seen = OllamaMessage(role="user", content="x", images=["aGk="]).plain()
-    assert seen == {"role": "user", "content": "x", "images": ["aGk="]}
-    with pytest.raises(BadRequest, match="text alone"):
-        asked(ChatRequest(messages=[seen]), plain)
+    generated = OllamaMessage(role="assistant", thinking="Hm.", tool_calls=[call]).plain()
+    assert generated["content"] == ""
+    assert generated["reasoning_content"] == generated["thinking"] == "Hm."
+    assert generated["tool_calls"] == [{"type": "function"} | call]
+    summary = OllamaMessage(role="tool", content="2", tool_name="f", tool_call_id="call_1").plain()
+    assert summary == {"role": "tool", "content": "2", "name": "f", "tool_call_id": "call_1"}
+    image_message = OllamaMessage(role="user", content="x", images=["aGk="]).plain()
+    assert image_message == {"role": "user", "content": "x", "images": ["aGk="]}
+    with pytest.raises(BadRequest, match="text only"):
+        generate_options(ChatRequest(messages=[image_message]), plain)
 
 
-def test_thinking_goes_to_the_template(plain: ModelTokenizer) -> None:
-    def asked(think: Any) -> OllamaChatRequest:
+def test_think_becomes_a_template_option(plain: ModelTokenizer) -> None:
+    def params(think: Any) -> OllamaChatRequest:
         return read({"model": "m", "messages": [], "think": think}, OllamaChatRequest)
 
     qwen = with_template(plain, "{% if enable_thinking %}<think>{% endif %}{{ tools }}")
     harmony = with_template(plain, "Reasoning: {{ reasoning_effort }}")
-    assert asked(None).template(qwen) == {}
-    assert asked(True).template(qwen) == {"enable_thinking": True, "thinking": True}
-    assert asked(False).template(plain) == {"enable_thinking": False, "thinking": False}
-    assert asked("low").template(harmony)["reasoning_effort"] == "low"
+    assert params(None).template(qwen) == {}
+    assert params(True).template(qwen) == {"enable_thinking": True, "thinking": True}
+    assert params(False).template(plain) == {"enable_thinking": False, "thinking": False}
+    assert params("low").template(harmony)["reasoning_effort"] == "low"
     for think, tokenizer in ((True, plain), ("high", qwen)):
         with pytest.raises(BadRequest, match="not support"):
-            asked(think).template(tokenizer)
+            params(think).template(tokenizer)
     with pytest.raises(BadRequest):
-        asked("a lot")
+        params("a lot")
     tool = {"function": {"name": "f"}}
     assert read({"tools": [tool]}, OllamaChatRequest).plain_tools(qwen) == [{"type": "function"} | tool]
 
 
 def with_template(tokenizer: ModelTokenizer, template: str) -> ModelTokenizer:
-    return ModelTokenizer.from_whole(tokenizer.whole() | {"chat_template": template})
+    return ModelTokenizer.from_dict(tokenizer.to_dict() | {"chat_template": template})
 
 
-def test_options_of_any_program() -> None:
+def test_options_are_converted() -> None:
     every = dict.fromkeys(ollama.Options.model_fields, 1) | {
         "stop": ["x"],
         "seed": -1,
@@ -444,7 +442,7 @@ def test_options_of_any_program() -> None:
         "repeat_penalty": 1.5,
         "mirostat": 0,
     }
-    options = read({"options": every}, OllamaGenerateRequest).tuning()
+    options = read({"options": every}, OllamaGenerateRequest).sampling()
     assert options.plain() == {
         "temperature": 1,
         "top_p": 1,
@@ -465,8 +463,10 @@ def test_options_of_any_program() -> None:
         assert read({"keep_alive": fine}, OllamaGenerateRequest).keep_alive == fine
 
 
-def test_no_duration_is_nothing(plain: ModelTokenizer) -> None:
-    last = OllamaWriter("m", True, plain).end(METRICS | {"decode_time": 0.0})
+def test_durations_are_never_zero(plain: ModelTokenizer) -> None:
+    writer = OllamaWriter("m", True, plain)
+    writer.take(ChatDelta(metrics=METRICS | {"decode_time": 0.0}))
+    last = writer.end()
     assert last["eval_duration"] == last["load_duration"] == 1
     assert msgspec.json.encode(last)
 
@@ -486,7 +486,7 @@ def real() -> Iterator[tuple[ollama.Client, DisaggregatedClient]]:
             yield client, direct
 
 
-def test_the_text_is_the_one_that_python_gets(real: tuple[ollama.Client, DisaggregatedClient]) -> None:
+def test_a_real_model_gives_the_same_text_as_the_client(real: tuple[ollama.Client, DisaggregatedClient]) -> None:
     client, direct = real
     expected, metrics = direct.generate(model="smollm2", messages=HELLO, temperature=0, max_tokens=24)
     options = {"temperature": 0, "num_predict": 24}
@@ -503,7 +503,7 @@ def test_the_text_is_the_one_that_python_gets(real: tuple[ollama.Client, Disaggr
     assert client.generate("smollm2", "The capital of France is", raw=True, options=options).response == raw
 
 
-def test_a_schema_is_kept_by_a_real_model(real: tuple[ollama.Client, DisaggregatedClient]) -> None:
+def test_a_real_model_matches_a_schema(real: tuple[ollama.Client, DisaggregatedClient]) -> None:
     client, _ = real
     options = {"temperature": 0.8, "num_predict": 120}
     for seed in range(4):

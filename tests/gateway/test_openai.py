@@ -1,4 +1,4 @@
-"""OpenAI's own package against the gateway: a real pair of machines with the embedded model, and a simulated one."""
+"""OpenAI's own package against the gateway: a pair of nodes with the embedded model, and a simulated pair."""
 
 import asyncio
 import http.client
@@ -19,7 +19,7 @@ from starlette.requests import Request
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.errors import BadRequest, ContextTooLong, DisaggError, ModelNotFound
 from disaggregated_inference.gateway.chat import ChatDelta
-from disaggregated_inference.gateway.openai.chat import ChatChoice, delta_of
+from disaggregated_inference.gateway.openai.chat import ChatChoice, content_fields
 from disaggregated_inference.gateway.openai.errors import error_body
 from disaggregated_inference.gateway.openai.requests import ChatCompletionRequest, CompletionRequest, read
 from disaggregated_inference.gateway.tool_parsers.base import (
@@ -29,10 +29,10 @@ from disaggregated_inference.gateway.tool_parsers.base import (
     ToolCallArguments,
     ToolCallStart,
 )
-from disaggregated_inference.http.sse import streamed
-from tests.conftest import until
+from disaggregated_inference.http import stream_response
 from tests.support.cluster import Process, config_of
 from tests.support.gateway import served, simulated_config, simulated_pair, smollm2_pair
+from tests.support.waiting import until
 
 SLOW = "custom:prefill=20000,decode=60"
 SIMULATED = "simulated:tiny"
@@ -105,14 +105,14 @@ def _client(url: str) -> OpenAI:
 
 
 def _text(chunks: Any, choice: int = 0) -> str:
-    said = [part for chunk in chunks for part in chunk.choices if part.index == choice]
-    return "".join(part.delta.content or "" for part in said)
+    output = [part for chunk in chunks for part in chunk.choices if part.index == choice]
+    return "".join(part.delta.content or "" for part in output)
 
 
 # The same text, however it is asked for.
 
 
-def test_chat_says_what_the_cluster_says(real: tuple[str, dict[str, Any]], client: OpenAI) -> None:
+def test_chat_equals_the_client(real: tuple[str, dict[str, Any]], client: OpenAI) -> None:
     with DisaggregatedClient(real[1]) as direct:
         text, metrics = direct.generate(messages=HELLO, temperature=0, max_tokens=24)
     answer = client.chat.completions.create(**GREEDY)
@@ -130,7 +130,7 @@ def test_chat_says_what_the_cluster_says(real: tuple[str, dict[str, Any]], clien
     assert answer.choices[0].message.tool_calls is None
 
 
-def test_streams_say_the_same(client: OpenAI) -> None:
+def test_streams_equal_the_whole_response(client: OpenAI) -> None:
     whole = client.chat.completions.create(**GREEDY)
     chunks = list(client.chat.completions.create(**GREEDY, stream=True))
     assert _text(chunks) == whole.choices[0].message.content
@@ -141,7 +141,7 @@ def test_streams_say_the_same(client: OpenAI) -> None:
     assert all("usage" not in chunk.model_fields_set for chunk in chunks)
 
 
-def test_usage_comes_last_where_it_is_asked_for(client: OpenAI) -> None:
+def test_usage_is_the_last_chunk_with_include_usage(client: OpenAI) -> None:
     whole = client.chat.completions.create(**GREEDY)
     *chunks, last = client.chat.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True})
     assert all("usage" in chunk.model_fields_set and chunk.usage is None for chunk in chunks)
@@ -151,7 +151,7 @@ def test_usage_comes_last_where_it_is_asked_for(client: OpenAI) -> None:
     assert last.usage.total_tokens == whole.usage.total_tokens
 
 
-def test_the_async_client_many_at_once(real: tuple[str, dict[str, Any]], client: OpenAI) -> None:
+def test_many_concurrent_requests_of_the_async_client(real: tuple[str, dict[str, Any]], client: OpenAI) -> None:
     expected = client.chat.completions.create(**GREEDY).choices[0].message.content
 
     async def ask(asking: AsyncOpenAI, stream: bool) -> str | None:
@@ -167,7 +167,7 @@ def test_the_async_client_many_at_once(real: tuple[str, dict[str, Any]], client:
 
 
 def test_the_stream_helper(client: OpenAI) -> None:
-    """Which takes an answer that was cut off for an error."""
+    """The helper raises an error for a truncated completion."""
     word = (client.chat.completions.create(**GREEDY).choices[0].message.content or "").split()[4]
     whole = client.chat.completions.create(**GREEDY, stop=word)
     with client.chat.completions.stream(**GREEDY, stop=word, logprobs=True, top_logprobs=1) as stream:
@@ -183,14 +183,14 @@ def test_the_stream_helper(client: OpenAI) -> None:
 # What shapes an answer.
 
 
-def test_several_choices_under_one_seed(client: OpenAI) -> None:
-    asked = GREEDY | {"n": 3, "temperature": 1.0, "seed": 7}
-    first, again = (client.chat.completions.create(**asked) for _ in range(2))
+def test_several_choices_with_one_seed(client: OpenAI) -> None:
+    params = GREEDY | {"n": 3, "temperature": 1.0, "seed": 7}
+    first, again = (client.chat.completions.create(**params) for _ in range(2))
     texts = [choice.message.content for choice in first.choices]
     assert [choice.index for choice in first.choices] == [0, 1, 2]
     assert len(set(texts)) == 3
     assert texts == [choice.message.content for choice in again.choices]
-    chunks = list(client.chat.completions.create(**asked, stream=True))
+    chunks = list(client.chat.completions.create(**params, stream=True))
     assert [_text(chunks, number) for number in range(3)] == texts
     assert first.usage
     assert first.usage.completion_tokens > 24
@@ -222,7 +222,7 @@ def test_stop(client: OpenAI) -> None:
 
 
 def test_logit_bias_and_penalties(quick: OpenAI) -> None:
-    """Of the simulated model's tokens the text is the number."""
+    """The text of a simulated token is its number."""
     text = quick.chat.completions.create(**QUICK).choices[0].message.content or ""
     first = str(int(text[1:5]))
     banned = quick.chat.completions.create(**QUICK, logit_bias={first: -100})
@@ -233,10 +233,10 @@ def test_logit_bias_and_penalties(quick: OpenAI) -> None:
 
 def test_json_schema_by_parse(client: OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "Describe the city of Lisbon."}]
-    asked: Any = {"model": "smollm2", "messages": messages, "temperature": 0, "max_tokens": 200}
-    answer = client.chat.completions.parse(**asked, response_format=City)
+    params: Any = {"model": "smollm2", "messages": messages, "temperature": 0, "max_tokens": 200}
+    answer = client.chat.completions.parse(**params, response_format=City)
     assert isinstance(answer.choices[0].message.parsed, City)
-    with client.chat.completions.stream(**asked, response_format=City) as stream:
+    with client.chat.completions.stream(**params, response_format=City) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.parsed == answer.choices[0].message.parsed
 
@@ -260,8 +260,8 @@ def test_json_object_and_text(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_forced_tools(client: OpenAI, choice: Any) -> None:
-    asked = GREEDY | {"max_tokens": 200, "tools": [WEATHER], "tool_choice": choice}
-    answer = client.chat.completions.create(**asked)
+    params = GREEDY | {"max_tokens": 200, "tools": [WEATHER], "tool_choice": choice}
+    answer = client.chat.completions.create(**params)
     message = answer.choices[0].message
     assert answer.choices[0].finish_reason == "tool_calls"
     assert message.content is None
@@ -272,7 +272,7 @@ def test_forced_tools(client: OpenAI, choice: Any) -> None:
     arguments = json.loads(call.function.arguments)
     assert arguments["city"] in ("Paris", "Oslo")
     assert 1 <= arguments["days"] <= 9
-    with client.chat.completions.stream(**asked) as stream:
+    with client.chat.completions.stream(**params) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.tool_calls
     streamed = final.choices[0].message.tool_calls[0]
@@ -280,9 +280,9 @@ def test_forced_tools(client: OpenAI, choice: Any) -> None:
     assert final.choices[0].message.content is None
 
 
-def test_the_answer_of_a_tool_goes_back(client: OpenAI) -> None:
-    asked = GREEDY | {"max_tokens": 200, "tools": [WEATHER], "tool_choice": "required"}
-    message = client.chat.completions.create(**asked).choices[0].message
+def test_a_tool_result_goes_back_to_the_model(client: OpenAI) -> None:
+    params = GREEDY | {"max_tokens": 200, "tools": [WEATHER], "tool_choice": "required"}
+    message = client.chat.completions.create(**params).choices[0].message
     assert message.tool_calls
     answers = [{"role": "tool", "tool_call_id": call.id, "content": "Sunny"} for call in message.tool_calls]
     more = GREEDY | {"messages": [*HELLO, message.model_dump(), *answers], "tools": [WEATHER], "tool_choice": "none"}
@@ -292,7 +292,7 @@ def test_the_answer_of_a_tool_goes_back(client: OpenAI) -> None:
 # What is let be, and what is not.
 
 
-def test_what_programs_send_beside_it(quick: OpenAI) -> None:
+def test_additional_fields_of_programs_are_accepted(quick: OpenAI) -> None:
     plain = quick.chat.completions.create(**QUICK).choices[0].message.content
     nulls = dict.fromkeys(
         ("stop", "seed", "tools", "tool_choice", "stream", "stream_options", "logit_bias", "n", "audio")
@@ -309,13 +309,13 @@ def test_what_programs_send_beside_it(quick: OpenAI) -> None:
     assert same.choices[0].message.content == plain
 
 
-def test_developers_are_the_system(quick: OpenAI) -> None:
+def test_developer_messages_become_system_messages(quick: OpenAI) -> None:
     texts = [
         quick.chat.completions.create(**QUICK | {"messages": [{"role": role, "content": "Be brief."}, *HELLO]})
         for role in ("developer", "system", "user")
     ]
-    said = [text.choices[0].message.content for text in texts]
-    assert said[0] == said[1] != said[2]
+    output = [text.choices[0].message.content for text in texts]
+    assert output[0] == output[1] != output[2]
 
 
 NONE = {"type": "function", "function": {"name": "none"}}
@@ -324,18 +324,18 @@ LEGACY = [{"role": "function", "name": "f", "content": "x"}]
 
 REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"n": 17}, "n", "16"),
-    ({"n": 0}, "n", ">= 1"),
+    ({"n": 0}, "n", "at least 1"),
     ({"n": "2"}, "n", "int"),
-    ({"temperature": 101}, "temperature", "<= 100"),
+    ({"temperature": 101}, "temperature", "at most 100"),
     ({"temperature": "hot"}, "temperature", "float"),
-    ({"top_p": -1}, "top_p", ">= 0"),
-    ({"max_tokens": 0}, "max_tokens", ">= 1"),
+    ({"top_p": -1}, "top_p", "at least 0"),
+    ({"max_tokens": 0}, "max_tokens", "at least 1"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ"),
-    ({"seed": 1 << 70}, "seed", "<="),
-    ({"stop": [""]}, "stop[0]", ">= 1"),
-    ({"stop": ["a"] * 17}, "stop", "<= 16"),
-    ({"frequency_penalty": 3}, "frequency_penalty", "<= 2"),
-    ({"logit_bias": {"5": 101}}, "logit_bias", "<= 100"),
+    ({"seed": 1 << 70}, "seed", "at most"),
+    ({"stop": [""]}, "stop[0]", "at least 1"),
+    ({"stop": ["a"] * 17}, "stop", "at most 16"),
+    ({"frequency_penalty": 3}, "frequency_penalty", "at most 2"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "at most 100"),
     ({"stop": [1]}, "stop[0]", "str"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "int"),
     ({"logit_bias": {"99999": 1}}, "logit_bias", "vocabulary"),
@@ -349,16 +349,16 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
         "response_format",
         "response_format: ",
     ),
-    ({"modalities": ["text", "audio"]}, "modalities", "text alone"),
-    ({"audio": {"voice": "alloy"}}, "audio", "text alone"),
+    ({"modalities": ["text", "audio"]}, "modalities", "text only"),
+    ({"audio": {"voice": "alloy"}}, "audio", "text only"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "max_tokens (8)"),
     ({"stop_token_ids": [1]}, "stop_token_ids", "stop"),
     ({"bad_words": ["a"]}, "bad_words", "logit_bias"),
     ({"allowed_token_ids": [1]}, "allowed_token_ids", "choice"),
     ({"use_beam_search": True}, "use_beam_search", "sampled"),
-    ({"length_penalty": 0}, "length_penalty", "beams"),
+    ({"length_penalty": 0}, "length_penalty", "beam search"),
     ({"prompt_logprobs": 0}, "prompt_logprobs", "not kept"),
-    ({"continue_final_message": True}, "continue_final_message", "begun"),
+    ({"continue_final_message": True}, "continue_final_message", "message of the user"),
     ({"add_generation_prompt": False}, "add_generation_prompt", "/tokenize"),
     ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens", "never cut"),
     ({"functions": [{"name": "f"}]}, "functions", "tools"),
@@ -380,14 +380,15 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
     ({"messages": [{"content": "x"}]}, "messages[0].role", "missing"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "missing"),
-    ({"messages": PICTURE}, "messages[0].content[0]", "text alone"),
+    ({"messages": PICTURE}, "messages[0].content[0]", "text only"),
     ({"messages": LEGACY}, "messages[0].role", "function"),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("more", "param", "why"), REFUSED, ids=lambda value: json.dumps(value)[:60])
-def test_what_cannot_be_done_is_refused(
+def test_unsupported_requests_are_refused(
     quick: OpenAI, more: dict[str, Any], param: str | None, why: str, stream: bool
 ) -> None:
     if stream and "stream_options" in more:
@@ -401,7 +402,7 @@ def test_what_cannot_be_done_is_refused(
     assert why in error.message
 
 
-def test_unknown_models_and_known_ones(quick: OpenAI) -> None:
+def test_models_are_found_by_name_and_alias(quick: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match=SIMULATED) as caught:
         quick.chat.completions.create(**QUICK | {"model": "of-no-such-name"})
     assert caught.value.code == "model_not_found"
@@ -411,17 +412,17 @@ def test_unknown_models_and_known_ones(quick: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_that_is_too_long(client: OpenAI, stream: bool) -> None:
+def test_a_prompt_above_the_context_window_is_refused(client: OpenAI, stream: bool) -> None:
     long: Any = [{"role": "user", "content": "word " * 9000}]
     with pytest.raises(openai.BadRequestError, match=r"context length is 8192 tokens, .* \d+ tokens") as caught:
         client.chat.completions.create(**GREEDY | {"messages": long, "stream": stream})
     assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match=r"to have at least \d+ tokens"):  # not worth counting
+    with pytest.raises(openai.BadRequestError, match=r"have at least \d+ tokens"):  # not worth counting
         client.chat.completions.create(**GREEDY | {"messages": [{"role": "user", "content": "word " * 900_000}]})
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b'{"messages": "\xff"}', b"[" * 100_000, b"{}"])
-def test_bodies_that_are_none(quick_url: str, body: bytes) -> None:
+def test_malformed_bodies_are_refused(quick_url: str, body: bytes) -> None:
     for path in ("chat/completions", "completions"):
         answer = httpx.post(f"{quick_url}/v1/{path}", content=body)
         assert answer.status_code == 400, answer.text
@@ -432,44 +433,46 @@ def test_bodies_that_are_none(quick_url: str, body: bytes) -> None:
 
 
 def test_completions(real: tuple[str, dict[str, Any]], client: OpenAI) -> None:
-    asked: Any = {"model": "smollm2", "temperature": 0, "max_tokens": 12}
+    params: Any = {"model": "smollm2", "temperature": 0, "max_tokens": 12}
     with DisaggregatedClient(real[1]) as direct:
         text, _ = direct.generate(prompt="The sea is", temperature=0, max_tokens=12)
-    answer = client.completions.create(prompt="The sea is", **asked)
+    answer = client.completions.create(prompt="The sea is", **params)
     assert (answer.object, answer.choices[0].text) == ("text_completion", text)
     assert answer.id.startswith("cmpl-")
-    chunks = list(client.completions.create(prompt="The sea is", **asked, stream=True))
+    chunks = list(client.completions.create(prompt="The sea is", **params, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == text
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
 def test_completions_of_several_prompts(quick: OpenAI) -> None:
-    asked: Any = {"model": SIMULATED, "temperature": 1, "seed": 3, "max_tokens": 6, "n": 2}
-    alone = [quick.completions.create(prompt=text, **asked).choices for text in ("one", "two", "three")]
+    params: Any = {"model": SIMULATED, "temperature": 1, "seed": 3, "max_tokens": 6, "n": 2}
+    alone = [quick.completions.create(prompt=text, **params).choices for text in ("one", "two", "three")]
     expected = [choice.text for choices in alone for choice in choices]
-    together = quick.completions.create(prompt=["one", "two", "three"], **asked)
+    together = quick.completions.create(prompt=["one", "two", "three"], **params)
     assert [choice.index for choice in together.choices] == list(range(6))
     assert [choice.text for choice in together.choices] == expected
     assert together.usage
     usage: Any = {"include_usage": True}
-    *chunks, last = quick.completions.create(prompt=["one", "two", "three"], **asked, stream=True, stream_options=usage)
+    *chunks, last = quick.completions.create(
+        prompt=["one", "two", "three"], **params, stream=True, stream_options=usage
+    )
     texts = ["".join(c.text for chunk in chunks for c in chunk.choices if c.index == index) for index in range(6)]
     assert texts == expected
     assert last.usage
     assert last.usage.total_tokens == together.usage.total_tokens
 
 
-def test_completions_of_tokens(quick: OpenAI) -> None:
-    asked: Any = {"model": SIMULATED, "temperature": 0, "max_tokens": 4}
-    texts = [quick.completions.create(prompt=f"[{token:04d}]", **asked).choices[0].text for token in (300, 301)]
-    assert quick.completions.create(prompt=[300], **asked).choices[0].text == texts[0]
-    both = quick.completions.create(prompt=[[300], [301]], **asked)
+def test_completions_of_token_ids(quick: OpenAI) -> None:
+    params: Any = {"model": SIMULATED, "temperature": 0, "max_tokens": 4}
+    texts = [quick.completions.create(prompt=f"[{token:04d}]", **params).choices[0].text for token in (300, 301)]
+    assert quick.completions.create(prompt=[300], **params).choices[0].text == texts[0]
+    both = quick.completions.create(prompt=[[300], [301]], **params)
     assert [choice.text for choice in both.choices] == texts
 
 
 def test_logprobs_of_completions(client: OpenAI) -> None:
-    asked: Any = {"model": "smollm2", "prompt": "The sea is", "temperature": 0, "max_tokens": 8, "logprobs": 2}
-    answer = client.completions.create(**asked).choices[0]
+    params: Any = {"model": "smollm2", "prompt": "The sea is", "temperature": 0, "max_tokens": 8, "logprobs": 2}
+    answer = client.completions.create(**params).choices[0]
     found = answer.logprobs
     assert found
     assert "".join(found.tokens or []) == answer.text
@@ -479,7 +482,7 @@ def test_logprobs_of_completions(client: OpenAI) -> None:
         assert answer.text[offset:].startswith(token)
         assert top[token] == logprob == max(top.values())
         assert len(top) == 2
-    chunks = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, stream=True)]
+    chunks = [chunk.choices[0].logprobs for chunk in client.completions.create(**params, stream=True)]
     assert [offset for chunk in chunks if chunk for offset in chunk.text_offset or []] == found.text_offset
 
 
@@ -499,7 +502,7 @@ def test_logprobs_of_completions(client: OpenAI) -> None:
         ({"prompt": [5000]}, None),
     ],
 )
-def test_completions_that_are_refused(quick: OpenAI, more: dict[str, Any], param: str | None) -> None:
+def test_unsupported_completions_are_refused(quick: OpenAI, more: dict[str, Any], param: str | None) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         quick.completions.create(model=SIMULATED, prompt="a", extra_body=more)
     assert caught.value.param == param
@@ -524,9 +527,9 @@ def test_models(quick: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_headers_say_who_served(quick: OpenAI, stream: bool) -> None:
-    asked = QUICK | {"stream": stream, "extra_headers": {"x-request-id": "mine-1"}}
-    answer = quick.chat.completions.with_raw_response.create(**asked)
+def test_headers_name_the_nodes(quick: OpenAI, stream: bool) -> None:
+    params = QUICK | {"stream": stream, "extra_headers": {"x-request-id": "mine-1"}}
+    answer = quick.chat.completions.with_raw_response.create(**params)
     headers = answer.headers
     assert headers["x-request-id"] == "mine-1"
     assert (headers["x-disagg-prefill"], headers["x-disagg-decode"]) == ("p1", "d1")
@@ -537,8 +540,8 @@ def test_headers_say_who_served(quick: OpenAI, stream: bool) -> None:
     assert "chatcmpl-mine-1" in answer.text if not stream else list(answer.parse())
 
 
-def test_a_client_that_cannot_be_told_is_told_once() -> None:
-    """That sending fails is no failure of the answer: it is not described, and nothing is sent after it."""
+def test_a_failed_send_is_not_described_to_the_client() -> None:
+    """A failure to send is no error of the completion: the gateway sends nothing after it."""
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -555,7 +558,7 @@ def test_a_client_that_cannot_be_told_is_told_once() -> None:
 
     async def run() -> None:
         request = Request({"type": "http", "app": Starlette(), "headers": []})
-        response = await streamed(request, lines(), lambda error: pytest.fail(str(error)))
+        response = await stream_response(request, lines(), lambda error: pytest.fail(str(error)))
         with suppress(Exception):
             await response({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
 
@@ -563,13 +566,13 @@ def test_a_client_that_cannot_be_told_is_told_once() -> None:
     assert [message.get("body") for message in sent] == [None, b"one"]
 
 
-def test_metrics_for_who_asks(quick: OpenAI) -> None:
+def test_metrics_are_sent_on_request(quick: OpenAI) -> None:
     assert "disagg" not in (quick.chat.completions.create(**QUICK).model_extra or {})
     for more in ({"extra_body": {"include_metrics": True}}, {"extra_headers": {"x-disagg-metrics": "1"}}):
-        told = (quick.chat.completions.create(**QUICK, **more).model_extra or {})["disagg"]
-        assert told["prefill_server"] == "p1"
-        assert told["prompt_tokens_recomputed"] == 0
-        assert "response" not in told
+        summary = (quick.chat.completions.create(**QUICK, **more).model_extra or {})["disagg"]
+        assert summary["prefill_server"] == "p1"
+        assert summary["prompt_tokens_recomputed"] == 0
+        assert "response" not in summary
         *_, last = quick.chat.completions.create(**QUICK, **more, stream=True)
         assert (last.model_extra or {})["disagg"]["decode_server"] == "d1"
     two = quick.completions.create(
@@ -578,7 +581,7 @@ def test_metrics_for_who_asks(quick: OpenAI) -> None:
     assert len((two.model_extra or {})["disagg"]) == 2
 
 
-def test_what_was_read_before_is_cached(quick: OpenAI) -> None:
+def test_usage_counts_cached_tokens(quick: OpenAI) -> None:
     long = QUICK | {"messages": [{"role": "user", "content": "a story " * 200}]}
     first, again = (quick.chat.completions.create(**long).usage for _ in range(2))
     assert first
@@ -591,7 +594,7 @@ def test_what_was_read_before_is_cached(quick: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_cancels(slow_pair: tuple[Process, Process], stream: bool) -> None:
+def test_a_disconnect_cancels_the_request(slow_pair: tuple[Process, Process], stream: bool) -> None:
     _, writer = slow_pair
     with served(simulated_config(*slow_pair)) as url, _client(url) as asking:
         if stream:
@@ -605,7 +608,7 @@ def test_a_client_that_leaves_cancels(slow_pair: tuple[Process, Process], stream
         assert until(lambda: all(node.nothing_left() for node in slow_pair))
 
 
-def test_a_client_that_leaves_before_the_stream_begins_cancels(slow_pair: tuple[Process, Process]) -> None:
+def test_a_disconnect_before_the_first_event_cancels(slow_pair: tuple[Process, Process]) -> None:
     body = QUICK | {"max_tokens": 2000, "ignore_eos": True, "stream": True}
     body["messages"] = [{"role": "user", "content": "x" * 100_000}]  # five seconds
     ended = _tickets_ended(slow_pair[0])
@@ -658,76 +661,76 @@ def _said() -> list[ContentDelta]:
     ]
 
 
-def test_thoughts_and_calls_of_a_whole_answer() -> None:
+def test_reasoning_and_tool_calls_of_a_message() -> None:
     choice = _choice(tools=[TIME, WEATHER])
-    for said in _said():
-        choice.take(ChatDelta(said=(said,), token=5))
+    for output in _said():
+        choice.take(ChatDelta(content=(output,), token=5))
     choice.take(ChatDelta(token=5, finish_reason="tool_calls"))
-    message = choice.whole()["message"]
+    message = choice.body()["message"]
     assert (message["content"], message["reasoning_content"]) == ("Hi", "Let me think.")
     assert message["reasoning"] == message["reasoning_content"]
     assert message["tool_calls"] == [
         {"id": "call_a", "type": "function", "function": {"name": "get_time", "arguments": "{}"}},
         {"id": "call_b", "type": "function", "function": {"name": "get_weather", "arguments": '{"a":1}'}},
     ]
-    assert choice.thought_tokens == 2
-    assert choice.whole()["finish_reason"] == "tool_calls"
+    assert choice.reasoning_tokens == 2
+    assert choice.body()["finish_reason"] == "tool_calls"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_deltas_add_up_to_the_whole(size: int) -> None:
+def test_deltas_add_up_to_the_message(size: int) -> None:
     from openai.lib.streaming._deltas import accumulate_delta
 
-    said, whole = _said(), delta_of(_said())
+    output, whole = _said(), content_fields(_said())
     choice, added = _choice(tools=[TIME]), dict[object, object]()
-    for at in range(0, len(said), size):
-        choice.take(ChatDelta(said=tuple(said[at : at + size])))
-        told = choice.told()
-        assert told
-        added = accumulate_delta(added, told["delta"])
+    for at in range(0, len(output), size):
+        choice.take(ChatDelta(content=tuple(output[at : at + size])))
+        summary = choice.chunk()
+        assert summary
+        added = accumulate_delta(added, summary["delta"])
     assert added == {"role": "assistant"} | whole
 
 
-def test_one_call_where_no_more_are_wanted() -> None:
+def test_parallel_tool_calls_false_keeps_one_call() -> None:
     choice = _choice(tools=[TIME], parallel_tool_calls=False)
-    choice.take(ChatDelta(said=tuple(_said()), finish_reason="tool_calls"))
-    assert [call["id"] for call in choice.whole()["message"]["tool_calls"]] == ["call_a"]
+    choice.take(ChatDelta(content=tuple(_said()), finish_reason="tool_calls"))
+    assert [call["id"] for call in choice.body()["message"]["tool_calls"]] == ["call_a"]
 
 
-def test_an_event_for_nothing_is_not_sent() -> None:
+def test_empty_deltas_make_no_event() -> None:
     choice = _choice()
     choice.take(ChatDelta(token=5))
-    assert choice.told() == {
+    assert choice.chunk() == {
         "index": 0,
         "delta": {"role": "assistant", "content": ""},
         "logprobs": None,
         "finish_reason": None,
     }
     choice.take(ChatDelta(token=6))
-    assert choice.told() is None
+    assert choice.chunk() is None
 
 
 def test_errors_have_openais_shape() -> None:
-    def told(error: Exception) -> Any:
+    def summary(error: Exception) -> Any:
         return error_body(error)["error"]
 
-    assert told(BadRequest("top_p: no")) == {
+    assert summary(BadRequest("top_p: no", param="top_p")) == {
         "message": "top_p: no",
         "type": "invalid_request_error",
         "param": "top_p",
         "code": None,
     }
-    assert told(ModelNotFound("none"))["code"] == "model_not_found"
-    assert told(ContextTooLong(10, 5))["code"] == "context_length_exceeded"
-    assert told(DisaggError("x"))["type"] == "server_error"
+    assert summary(ModelNotFound("none"))["code"] == "model_not_found"
+    assert summary(ContextTooLong(10, 5))["code"] == "context_length_exceeded"
+    assert summary(DisaggError("x"))["type"] == "server_error"
     assert "secret" not in msgspec.json.encode(error_body(ValueError("a secret"))).decode()
 
 
-def test_messages_as_templates_take_them() -> None:
+def test_messages_for_chat_templates() -> None:
     from disaggregated_inference.gateway.openai.messages import plain_messages
 
     call = {"id": "call_a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    said = {
+    output = {
         "role": "assistant",
         "content": None,
         "refusal": None,
@@ -735,8 +738,8 @@ def test_messages_as_templates_take_them() -> None:
         "tool_calls": [call],
         "audio": None,
     }
-    asked = read({"messages": [{"role": "developer", "content": "x"}, said]}, ChatCompletionRequest)
-    assert plain_messages(asked.messages) == [
+    params = read({"messages": [{"role": "developer", "content": "x"}, output]}, ChatCompletionRequest)
+    assert plain_messages(params.messages) == [
         {"role": "system", "content": "x"},
         {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
     ]

@@ -1,19 +1,20 @@
-"""How much of a prompt was read, while it is: told by llama.cpp's names, to who asked, and never more than is true."""
+"""Progress of the prefill, with llama.cpp's names, for clients that request it."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
+from disaggregated_inference.api import DecodeRequest, GenerationParams, Progress, TokenEvent
 from disaggregated_inference.client import DisaggregatedClient
-from disaggregated_inference.node import generation as answers
-from disaggregated_inference.node.generation import Generation, GenerationParams, Item, Progress, TokenOutput
-from disaggregated_inference.node.requests import DecodeRequest
-from tests.conftest import Pair, until
+from disaggregated_inference.node.generation import Generation, Item
 from tests.support.cluster import Process
 from tests.support.gateway import served, simulated_config, simulated_pair
+from tests.support.node_pair import ONE_PROCESS, Pair
+from tests.support.waiting import until
 
 MODEL = "simulated:tiny"  # every letter is a token
 SLOW = "custom:prefill=6000,decode=2000,chunk=512"
@@ -38,14 +39,14 @@ def client(url: str) -> Iterator[OpenAI]:
         yield made
 
 
-def asked(prompt: str, **more: Any) -> Any:
+def request_params(prompt: str, **more: Any) -> Any:
     messages = [{"role": "user", "content": prompt}]
     body: Any = {"model": MODEL, "messages": messages, "max_tokens": 4, "temperature": 0, "stream": True}
     return body | {"stream_options": {"include_usage": True}} | more
 
 
-def told(chunks: Any) -> tuple[list[dict[str, int]], Any]:
-    """The progress, all of which comes before the first word, and the usage."""
+def response(chunks: Any) -> tuple[list[dict[str, int]], Any]:
+    """The progress events, which all come before the first token, and the usage."""
     progress, usage, began = [], None, False
     for chunk in chunks:
         usage = chunk.usage or usage
@@ -68,31 +69,33 @@ def require_true(progress: list[dict[str, int]], usage: Any) -> None:
     assert processed[-1] == usage.prompt_tokens
 
 
-def test_a_prompt_that_is_read_in_pieces(client: OpenAI) -> None:
-    progress, usage = told(client.chat.completions.create(**asked("a" * 12000, extra_body=WANTED)))
+def test_a_chunked_prefill_reports_progress(client: OpenAI) -> None:
+    progress, usage = response(client.chat.completions.create(**request_params("a" * 12000, extra_body=WANTED)))
     require_true(progress, usage)
     assert len(progress) >= 3
     assert any(0 < each["processed"] < usage.prompt_tokens for each in progress)
 
 
-def test_a_second_turn_says_what_was_held(client: OpenAI) -> None:
+def test_a_second_request_reports_cached_tokens(client: OpenAI) -> None:
     text = "b" * 600
-    told(client.chat.completions.create(**asked(text)))
-    progress, usage = told(client.chat.completions.create(**asked(text + "c" * 50, extra_body=WANTED)))
+    response(client.chat.completions.create(**request_params(text)))
+    progress, usage = response(client.chat.completions.create(**request_params(text + "c" * 50, extra_body=WANTED)))
     require_true(progress, usage)
     assert progress[0]["cache"] > 500
 
 
-def test_nobody_asked(client: OpenAI) -> None:
+def test_no_progress_without_the_option(client: OpenAI) -> None:
     for unasked in ({}, {"return_progress": False}, {"return_progress": None}):
-        assert not told(client.chat.completions.create(**asked("d" * 700, extra_body=unasked)))[0]
-    whole = client.chat.completions.create(**asked("e" * 700, stream=False, stream_options=None, extra_body=WANTED))
+        assert not response(client.chat.completions.create(**request_params("d" * 700, extra_body=unasked)))[0]
+    whole = client.chat.completions.create(
+        **request_params("e" * 700, stream=False, stream_options=None, extra_body=WANTED)
+    )
     assert "prompt_progress" not in (whole.model_extra or {})
     assert whole.choices[0].message.content
 
 
-def test_the_client_is_not_disturbed(client: OpenAI) -> None:
-    """What its own stream puts together is the same with and without."""
+def test_openais_client_ignores_progress(client: OpenAI) -> None:
+    """The client's accumulated message is the same with and without progress."""
     messages: Any = [{"role": "user", "content": "f" * 1500}]
     made = []
     extra: Any
@@ -108,7 +111,7 @@ def test_the_client_is_not_disturbed(client: OpenAI) -> None:
     assert made[1].choices[0].message.content
 
 
-def test_plain_prompts_each_have_their_own(client: OpenAI) -> None:
+def test_every_prompt_of_completions_has_its_own_progress(client: OpenAI) -> None:
     prompts = ["g" * 900, "h" * 1800]
     chunks = client.completions.create(
         model=MODEL, prompt=prompts, max_tokens=2, temperature=0, n=2, stream=True, extra_body=WANTED
@@ -128,7 +131,7 @@ def test_plain_prompts_each_have_their_own(client: OpenAI) -> None:
     assert all(texts.values())
 
 
-def test_the_message_begins_with_its_count(url: str) -> None:
+def test_message_start_has_the_prompt_tokens(url: str) -> None:
     text: Any = [{"role": "user", "content": "i" * 480}]
     with Anthropic(base_url=url, api_key="none", max_retries=0) as client:
         count = client.messages.count_tokens(model=MODEL, messages=text).input_tokens
@@ -143,12 +146,13 @@ def test_the_message_begins_with_its_count(url: str) -> None:
             assert (last.input_tokens, last.cache_read_input_tokens) == (usage.input_tokens, cached)
 
 
-def test_the_reader_dies_in_the_middle(client: OpenAI, pair: tuple[Process, Process]) -> None:
-    """The decode node goes on where it is: what had come was not held before the request, and is not lost."""
+@pytest.mark.slow
+def test_progress_continues_after_a_prefill_node_dies(client: OpenAI, pair: tuple[Process, Process]) -> None:
+    """The decode node continues from the KV it has received. Those tokens do not count as cached."""
     reader, writer = pair
     progress: list[dict[str, int]] = []
     usage, before = None, 0
-    for chunk in client.chat.completions.create(**asked("j" * 24000, extra_body=WANTED)):
+    for chunk in client.chat.completions.create(**request_params("j" * 24000, extra_body=WANTED)):
         usage = chunk.usage or usage
         if news := (chunk.model_extra or {}).get("prompt_progress"):
             progress.append(news)
@@ -169,13 +173,13 @@ def test_the_reader_dies_in_the_middle(client: OpenAI, pair: tuple[Process, Proc
     assert until(writer.nothing_left, 10)
 
 
-def test_python_has_it_too(pair: tuple[Process, Process]) -> None:
+def test_the_python_client_reports_progress(pair: tuple[Process, Process]) -> None:
     with DisaggregatedClient(simulated_config(*pair, local="always")) as client:
         deltas = list(client.stream(prompt="k" * 1200, max_tokens=2, temperature=0, progress=True))
         assert all(delta.text or delta.metrics for delta in client.stream(prompt="k", max_tokens=2, temperature=0))
-    told = [delta.progress for delta in deltas if delta.progress]
-    assert [deltas.index(delta) for delta in deltas if delta.progress] == list(range(len(told)))
-    assert (told[0].cache, told[0].processed, told[-1].processed, told[-1].total) == (0, 0, 1200, 1200)
+    response = [delta.progress for delta in deltas if delta.progress]
+    assert [deltas.index(delta) for delta in deltas if delta.progress] == list(range(len(response)))
+    assert (response[0].cache, response[0].processed, response[-1].processed, response[-1].total) == (0, 0, 1200, 1200)
 
 
 def items_of(answer: Generation) -> list[Item]:
@@ -186,34 +190,33 @@ def items_of(answer: Generation) -> list[Item]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["from a prefill node", "by itself"])
-def test_real_engines_count_what_is_there(
-    nodes: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    monkeypatch.setattr(answers, "_PROGRESS_S", 0.0)  # all of it
-    prefill, decode = nodes(prefix_bytes=4 << 20)
+def test_real_engines_report_progress(nodes: Callable[..., Pair], way: str) -> None:
+    every_report = msgspec.structs.replace(ONE_PROCESS, progress_s=0.0)
+    prefill, decode = nodes(prefix_bytes=4 << 20, timeouts=every_report)
     prompt, rules = [1 + number % 90 for number in range(300)], GenerationParams(max_tokens=3, progress=True)
 
     def written() -> list[Item]:
         if way == "by itself":
-            return items_of(decode.read_and_write(prompt, rules=rules))
-        return items_of(decode.fetch_and_write(prefill.begin(prompt)[0], rules=rules, tokens=prompt))
+            return items_of(decode.generate_local(prompt, rules))
+        return items_of(decode.generate_from_kv(prefill.submit(prompt)[0], rules, tokens=prompt))
 
     first = [item for item in written() if isinstance(item, Progress)]
-    told = [item.processed for item in first]
-    assert told == sorted(set(told))
-    assert told[0] == 0
-    assert told[-1] == 300
-    assert set(told) <= ({0, 50, 100, 150, 200, 250, 300} if way == "by itself" else {0, 77, 154, 231, 300})
-    assert way != "by itself" or len(told) == 7  # slices that the logits overtook are not told of
+    response = [item.processed for item in first]
+    assert response == sorted(set(response))
+    assert response[0] == 0
+    assert response[-1] == 300
+    assert set(response) <= ({0, 50, 100, 150, 200, 250, 300} if way == "by itself" else {0, 77, 154, 231, 300})
+    assert way != "by itself" or len(response) == 7  # slices that the logits overtook are not told of
     again = written()
     held = [item for item in again if isinstance(item, Progress)]
     assert held[0].cache == held[0].processed > 200
     assert held[-1].processed == 300
-    pieces = [number for number, item in enumerate(again) if isinstance(item, TokenOutput)]
+    pieces = [number for number, item in enumerate(again) if isinstance(item, TokenEvent)]
     assert not any(isinstance(item, Progress) for item in again[pieces[0] :])
 
 
-def test_only_streams_tell() -> None:
-    assert DecodeRequest(tokens=[1], stream=True, progress=True).rules().progress
-    assert not DecodeRequest(tokens=[1], progress=True).rules().progress
+def test_only_streams_report_progress() -> None:
+    assert DecodeRequest(tokens=[1], stream=True, progress=True).params().progress
+    assert not DecodeRequest(tokens=[1], progress=True).params().progress

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, as the official client has it: against a cluster, and against answers written by hand."""
+"""OpenAI's Responses API, with the official client: against a cluster, and against scripted deltas."""
 
 import json
 import urllib.request
@@ -17,7 +17,7 @@ from disaggregated_inference.errors import BadRequest, NoDecodeNode
 from disaggregated_inference.gateway.auth import Caller
 from disaggregated_inference.gateway.chat import ChatDelta
 from disaggregated_inference.gateway.openai import responses
-from disaggregated_inference.gateway.openai import responses_requests as responses_shapes
+from disaggregated_inference.gateway.openai import responses_requests as responses_requests
 from disaggregated_inference.gateway.response_store import ResponseNotFound, ResponseStore
 from disaggregated_inference.gateway.tool_parsers.base import (
     ContentDelta,
@@ -26,10 +26,9 @@ from disaggregated_inference.gateway.tool_parsers.base import (
     ToolCallArguments,
     ToolCallStart,
 )
-from disaggregated_inference.http import sse as answers
-from tests.conftest import until
 from tests.support.cluster import Process, config_of
 from tests.support.gateway import Script, served, simulated_config, simulated_pair, smollm2_pair
+from tests.support.waiting import until
 
 MODEL = "simulated:tiny"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_output_tokens": 12}
@@ -68,7 +67,7 @@ def client(url: str) -> Iterator[OpenAI]:
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     script = Script()
-    monkeypatch.setattr(responses, "converse", script.converse)
+    monkeypatch.setattr(responses, "stream_chat", script.stream_chat)
     return script
 
 
@@ -84,14 +83,14 @@ def events_of(client: OpenAI, **ask: Any) -> list[Any]:
 
 
 def _nameless(item: Any) -> dict[str, Any]:
-    """Two answers' items differ in their ids."""
+    """Items without their ids, which always differ."""
     return {name: value for name, value in item.to_dict().items() if name != "id"}
 
 
 # Against a cluster.
 
 
-def test_the_whole_answer(client: OpenAI, pair: tuple[Process, Process]) -> None:
+def test_the_response_has_the_whole_output(client: OpenAI, pair: tuple[Process, Process]) -> None:
     response = client.responses.create(
         model="tiny-alias", input="hello", instructions="Be brief.", metadata={"who": "me"}, **GREEDY
     )
@@ -107,7 +106,7 @@ def test_the_whole_answer(client: OpenAI, pair: tuple[Process, Process]) -> None
     Response.model_validate(response.model_dump())  # strictly: the client itself lets much pass
 
 
-def test_a_stream_tells_the_same(client: OpenAI) -> None:
+def test_a_stream_has_the_same_output(client: OpenAI) -> None:
     whole = client.responses.create(model=MODEL, input="hello", **GREEDY)
     with client.responses.stream(model=MODEL, input="hello", **GREEDY) as stream:
         events = list(stream)
@@ -130,19 +129,19 @@ def test_a_stream_tells_the_same(client: OpenAI) -> None:
     assert "".join(deltas) == whole.output_text
 
 
-def test_a_conversation_goes_on(client: OpenAI, pair: tuple[Process, Process]) -> None:
+def test_previous_response_id_continues_a_conversation(client: OpenAI, pair: tuple[Process, Process]) -> None:
     first = client.responses.create(model=MODEL, input="one", **GREEDY)
     again = client.responses.create(model=MODEL, input="two", previous_response_id=first.id, **GREEDY)
     third = client.responses.create(model=MODEL, input="three", previous_response_id=again.id, **GREEDY)
-    said = ["one", first.output_text, "two", again.output_text, "three"]
-    messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(said)]
+    generated = ["one", first.output_text, "two", again.output_text, "three"]
+    messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(generated)]
     assert third.output_text == text_of(pair, messages=messages, temperature=0, max_tokens=12)
     assert third.previous_response_id == again.id
     by_hand = client.responses.create(model=MODEL, input=messages, **GREEDY)  # type: ignore[arg-type]
     assert by_hand.output_text == third.output_text
 
 
-def test_an_answer_is_input_as_it_came(client: OpenAI) -> None:
+def test_output_items_are_valid_input(client: OpenAI) -> None:
     first = client.responses.create(model=MODEL, input="one", **GREEDY)
     by_id = client.responses.create(model=MODEL, input="two", previous_response_id=first.id, **GREEDY)
     more: Any = [{"role": "user", "content": [{"type": "input_text", "text": "two"}]}]
@@ -152,7 +151,7 @@ def test_an_answer_is_input_as_it_came(client: OpenAI) -> None:
     assert client.responses.create(model=MODEL, input=pointed + more, **GREEDY).output_text == by_id.output_text
 
 
-def test_kept_until_deleted(client: OpenAI) -> None:
+def test_a_response_is_stored_until_it_is_deleted(client: OpenAI) -> None:
     first = client.responses.create(model=MODEL, input="one", **GREEDY)
     second = client.responses.create(model=MODEL, input="two", previous_response_id=first.id, **GREEDY)
     assert client.responses.retrieve(second.id) == second
@@ -168,7 +167,7 @@ def test_kept_until_deleted(client: OpenAI) -> None:
     assert client.responses.retrieve(first.id).id == first.id
 
 
-def test_what_is_not_to_be_kept_is_not(client: OpenAI) -> None:
+def test_store_false_stores_nothing(client: OpenAI) -> None:
     response = client.responses.create(model=MODEL, input="one", store=False, **GREEDY)
     assert response.store is False
     with pytest.raises(openai.NotFoundError):
@@ -178,12 +177,12 @@ def test_what_is_not_to_be_kept_is_not(client: OpenAI) -> None:
     assert refused.value.code == "previous_response_not_found"
 
 
-def test_a_streamed_answer_is_kept_before_its_end_is_told(client: OpenAI) -> None:
+def test_a_stream_is_stored_before_its_last_event(client: OpenAI) -> None:
     last = events_of(client, input="one", **GREEDY)[-1]
     assert client.responses.retrieve(last.response.id).output_text == last.response.output_text
 
 
-def test_nobody_sees_what_is_anothers(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_responses_are_private_to_a_key(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.gateway.Caller", lambda: Caller(name="ann"))
     hers = client.responses.create(model=MODEL, input="one", **GREEDY)
     assert client.responses.retrieve(hers.id).id == hers.id
@@ -197,7 +196,7 @@ def test_nobody_sees_what_is_anothers(client: OpenAI, monkeypatch: pytest.Monkey
         client.responses.create(model=MODEL, input=[{"type": "item_reference", "id": hers.output[0].id or ""}])
 
 
-def test_a_client_that_leaves_ends_it(client: OpenAI, pair: tuple[Process, Process]) -> None:
+def test_a_disconnect_cancels_the_request(client: OpenAI, pair: tuple[Process, Process]) -> None:
     with client.responses.create(model=MODEL, input="hello", max_output_tokens=4000, stream=True) as stream:
         next(event for event in stream if event.type == "response.output_text.delta")
         assert pair[1].status()["slots"]["used"] == 1
@@ -205,7 +204,7 @@ def test_a_client_that_leaves_ends_it(client: OpenAI, pair: tuple[Process, Proce
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("params", "expected"),
     [
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "never cut"),
@@ -215,7 +214,7 @@ def test_a_client_that_leaves_ends_it(client: OpenAI, pair: tuple[Process, Proce
         ({"include": ["message.output_text.logprobs"]}, "logprobs"),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\].*web_search.*function"),
         ({"tools": [{"type": "file_search", "vector_store_ids": []}]}, "file_search"),
-        ({"tool_choice": "required"}, "no tools"),
+        ({"tool_choice": "required"}, "give tools"),
         ({"tool_choice": {"type": "function", "name": "nobody"}}, "nobody"),
         ({"tool_choice": {"type": "web_search_preview"}}, "web_search_preview"),
         ({"text": {"format": {"type": "xml"}}}, r"text\.format.*xml"),
@@ -226,7 +225,7 @@ def test_a_client_that_leaves_ends_it(client: OpenAI, pair: tuple[Process, Proce
         ({"input": [{"type": "computer_call", "id": "x"}]}, "computer_call"),
         ({"input": []}, "^.*input: it is empty"),
         ({"input": None}, "^.*input: it is empty"),
-        ({"n": 2}, "one answer"),
+        ({"n": 2}, "one response"),
         ({"stop": [""]}, r"stop\[0\]"),
         ({"input": 5}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -234,14 +233,14 @@ def test_a_client_that_leaves_ends_it(client: OpenAI, pair: tuple[Process, Proce
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_done_is_refused_with_a_reason(
-    client: OpenAI, asked: dict[str, Any], told: str, stream: bool
+def test_unsupported_requests_are_refused_with_a_reason(
+    client: OpenAI, params: dict[str, Any], expected: str, stream: bool
 ) -> None:
-    with pytest.raises(openai.BadRequestError, match=told):
-        client.post("/responses", body={"model": MODEL, "input": "x", "stream": stream} | asked, cast_to=object)
+    with pytest.raises(openai.BadRequestError, match=expected):
+        client.post("/responses", body={"model": MODEL, "input": "x", "stream": stream} | params, cast_to=object)
 
 
-def test_errors_have_their_status(client: OpenAI) -> None:
+def test_errors_have_openais_status(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match=MODEL):
         client.responses.create(model="nobody", input="x")
     kept = client.responses.create(model=MODEL, input="x", **GREEDY)
@@ -252,8 +251,8 @@ def test_errors_have_their_status(client: OpenAI) -> None:
 # Against answers written by hand.
 
 
-def test_thought_text_and_calls_are_items(client: OpenAI, script: Script) -> None:
-    script.says(
+def test_reasoning_text_and_calls_are_items(client: OpenAI, script: Script) -> None:
+    script.replies(
         ReasoningDelta("Hm"),
         ReasoningDelta("m."),
         TextDelta("I "),
@@ -295,20 +294,20 @@ def test_thought_text_and_calls_are_items(client: OpenAI, script: Script) -> Non
     ]
 
 
-def test_one_call_where_one_is_wanted(client: OpenAI, script: Script) -> None:
+def test_parallel_tool_calls_false_keeps_one_call(client: OpenAI, script: Script) -> None:
     calls: list[ContentDelta] = [
         ToolCallStart(0, "a", "weather"),
         ToolCallArguments(0, "{}"),
         ToolCallStart(1, "b", "weather"),
         ToolCallArguments(1, "{}"),
     ]
-    script.says(*calls, finish="tool_calls")
+    script.replies(*calls, finish="tool_calls")
     response = client.responses.create(model=MODEL, input="x", tools=[WEATHER], parallel_tool_calls=False)
     assert [item.call_id for item in response.output] == ["a"]  # type: ignore[union-attr]
 
 
-def test_what_is_asked_reaches_the_model(client: OpenAI, script: Script) -> None:
-    script.says(TextDelta("yes"))
+def test_all_fields_reach_the_chat_request(client: OpenAI, script: Script) -> None:
+    script.replies(TextDelta("yes"))
     client.responses.create(
         model=MODEL,
         input=[
@@ -330,10 +329,14 @@ def test_what_is_asked_reaches_the_model(client: OpenAI, script: Script) -> None
         include=["reasoning.encrypted_content"],
         extra_body={"of_tomorrow": 1, "seed": 7, "stop": "END", "top_k": -1, "n": 1},
     )
-    turn = script.turns[0]
-    assert {name: turn.options[name] for name in ("seed", "stop", "top_k")} == {"seed": 7, "stop": "END", "top_k": 0}
+    chat_request = script.requests[0]
+    assert {name: chat_request.options[name] for name in ("seed", "stop", "top_k")} == {
+        "seed": 7,
+        "stop": "END",
+        "top_k": 0,
+    }
     calls = [("c1", "Oslo"), ("c2", "Rome")]
-    asked = [
+    params = [
         {
             "id": call,
             "type": "function",
@@ -341,39 +344,40 @@ def test_what_is_asked_reaches_the_model(client: OpenAI, script: Script) -> None
         }
         for call, city in calls
     ]
-    assert turn.messages == [
+    assert chat_request.messages == [
         {"role": "system", "content": "Be brief.\n\nAnd kind."},
         {"role": "user", "content": "Weather?"},
-        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": asked},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": params},
         {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": "cold"},
         {"role": "tool", "tool_call_id": "c2", "name": "weather", "content": "warm"},
     ]
     function = {name: WEATHER[name] for name in ("name", "description", "parameters")}
-    assert turn.tools == [{"type": "function", "function": function}]
-    assert turn.tool_choice == "weather"
-    assert turn.template == {"reasoning_effort": "low", "enable_thinking": True}
-    wanted = {"temperature": 0.5, "top_p": 0.9, "max_tokens": 7, "format": None}
-    assert {name: turn.options[name] for name in wanted} == wanted
+    assert chat_request.tools == [{"type": "function", "function": function}]
+    assert chat_request.tool_choice == "weather"
+    assert chat_request.template == {"reasoning_effort": "low", "enable_thinking": True}
+    wanted = {"temperature": 0.5, "top_p": 0.9, "max_tokens": 7}
+    assert {**chat_request.options, **wanted} == chat_request.options
+    assert chat_request.format is None
 
 
-def test_tools_may_be_narrowed(client: OpenAI, script: Script) -> None:
-    script.says(TextDelta("yes"))
+def test_allowed_tools_limits_the_tools(client: OpenAI, script: Script) -> None:
+    script.replies(TextDelta("yes"))
     other = WEATHER | {"name": "other"}
     choice: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "other"}]}
     response = client.responses.create(model=MODEL, input="x", tools=[WEATHER, other], tool_choice=choice)
-    assert [tool["function"]["name"] for tool in script.turns[0].tools] == ["other"]
-    assert script.turns[0].tool_choice == "required"
+    assert [tool["function"]["name"] for tool in script.requests[0].tools] == ["other"]
+    assert script.requests[0].tool_choice == "required"
     assert len(response.tools) == 2
     assert response.tool_choice.mode == "required"  # type: ignore[union-attr]
 
 
-def test_a_failure_has_its_status_or_is_the_last_event(client: OpenAI, script: Script) -> None:
+def test_an_error_has_a_status_or_is_the_last_event(client: OpenAI, script: Script) -> None:
     script.error = NoDecodeNode()
     for stream in (False, True):
         with pytest.raises(openai.InternalServerError, match="Decode server unavailable") as failed:
             client.responses.create(model=MODEL, input="x", stream=stream)
         assert failed.value.status_code == 503
-    script.parts = [ChatDelta(said=(TextDelta("half"),))]
+    script.deltas = [ChatDelta(content=(TextDelta("half"),))]
     events = events_of(client, input="x")
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
     assert events[-1].type == "response.failed"
@@ -385,35 +389,34 @@ def test_a_failure_has_its_status_or_is_the_last_event(client: OpenAI, script: S
     ]
     assert [(item.status, item.content[0].text) for item in events[-1].response.output] == [("incomplete", "half")]
     assert client.responses.retrieve(events[-1].response.id) == events[-1].response
-    script.parts, script.wait_s = [], 0.4  # too late for a status, and nothing was said yet
+    script.deltas, script.wait_s = [], 0.4  # too late for a status, and nothing was said yet
     with client.responses.stream(model=MODEL, input="x") as late:
         assert [event.type for event in late] == ["response.created", "response.in_progress", "response.failed"]
 
 
-def test_what_goes_wrong_inside_is_not_told(client: OpenAI, script: Script) -> None:
-    script.parts, script.error = [ChatDelta(said=(TextDelta("half"),))], RuntimeError("a secret")
+def test_internal_errors_are_hidden(client: OpenAI, script: Script) -> None:
+    script.deltas, script.error = [ChatDelta(content=(TextDelta("half"),))], RuntimeError("a secret")
     last = events_of(client, input="x")[-1]
     assert last.response.error.code == "server_error"
     assert "secret" not in last.response.error.message
 
 
-def test_a_quiet_stream_stays_alive(url: str, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "_PULSE_S", 0.05)
-    script.says(TextDelta("yes"))
+def test_a_quiet_stream_stays_alive(url: str, script: Script) -> None:
+    script.replies(TextDelta("yes"))
     script.wait_s = 0.6
     body = msgspec.json.encode({"model": MODEL, "input": "x", "stream": True})
     with urllib.request.urlopen(f"{url}/v1/responses", body, timeout=10) as answer:
-        told = [line.partition(b"\n")[0] for line in answer.read().split(b"\n\n")]
-    assert told[:3] == [b"event: response.created", b"event: response.in_progress", b": keep-alive"]
-    assert told.count(b"event: response.created") == 1
+        summary = [line.partition(b"\n")[0] for line in answer.read().split(b"\n\n")]
+    assert summary[:3] == [b"event: response.created", b"event: response.in_progress", b": keep-alive"]
+    assert summary.count(b"event: response.created") == 1
 
 
 # Without HTTP.
 
 
-def test_a_store_has_bounds() -> None:
+def test_the_store_is_limited() -> None:
     now = [0.0]
-    store = ResponseStore(most=3, most_bytes=1000, age_s=10, clock=lambda: now[0])
+    store = ResponseStore(max_count=3, max_bytes=1000, max_age_s=10, clock=lambda: now[0])
     for name in "abcd":
         store.put("me", name, ("x" * 100,), name)
     assert len(store) == 3
@@ -433,7 +436,7 @@ def test_a_store_has_bounds() -> None:
     assert store.size_bytes == 0
 
 
-def test_a_models_items_are_one_message() -> None:
+def test_items_of_the_assistant_are_one_message() -> None:
     items: Any = [
         {"type": "message", "role": "user", "content": "x"},
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
@@ -443,17 +446,17 @@ def test_a_models_items_are_one_message() -> None:
         {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
         {"type": "message", "role": "assistant", "content": "again"},
     ]
-    create = responses_shapes.understood({"input": items})
-    told = responses_shapes.messages_of(None, create.input)  # type: ignore[arg-type]
-    assert [(one["role"], one["content"], len(one.get("tool_calls", []))) for one in told] == [
+    create = responses_requests.read({"input": items})
+    summary = responses_requests.messages_of(None, create.input)  # type: ignore[arg-type]
+    assert [(one["role"], one["content"], len(one.get("tool_calls", []))) for one in summary] == [
         ("user", "x", 0),
         ("assistant", "a", 1),
         ("assistant", "no", 0),
         ("assistant", "again", 0),
     ]
-    assert told[1]["reasoning_content"] == "hm"
+    assert summary[1]["reasoning_content"] == "hm"
     with pytest.raises(BadRequest, match=r"^input\[0\]\.role: "):
-        responses_shapes.understood({"input": [{"role": "x", "content": "x"}]})
+        responses_requests.read({"input": [{"role": "x", "content": "x"}]})
 
 
 # With a real model.
@@ -474,7 +477,7 @@ class City(BaseModel):
     country: str
 
 
-def test_a_real_conversation(real: OpenAI) -> None:
+def test_a_conversation_with_a_real_model(real: OpenAI) -> None:
     first = real.responses.create(
         model="smollm2", input="My name is Ann. Say hello.", temperature=0, max_output_tokens=24
     )
@@ -492,7 +495,7 @@ def test_a_real_conversation(real: OpenAI) -> None:
     assert second
 
 
-def test_parsed_answers(real: OpenAI) -> None:
+def test_responses_parse_returns_a_model(real: OpenAI) -> None:
     ask: dict[str, Any] = {"model": "smollm2", "input": "Name a city.", "text_format": City, "temperature": 0}
     parsed = real.responses.parse(max_output_tokens=200, **ask)
     assert isinstance(parsed.output_parsed, City)

@@ -1,4 +1,4 @@
-"""`disagg gateway` as a process of its own: certificates, browsers, signals, neighbours, silence and frozen nodes."""
+"""`disagg gateway` as a process of its own: TLS, CORS, signals, two gateways, keep-alives and frozen nodes."""
 
 import json
 import re
@@ -25,10 +25,10 @@ from openai import OpenAI
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.key_file import new_key
-from disaggregated_inference.http.tls import Certificate
-from tests.conftest import until
+from disaggregated_inference.http import Certificate
 from tests.support.cluster import Process
 from tests.support.gateway import GatewayProcess, gateway_process, simulated_config, simulated_pair
+from tests.support.waiting import until
 
 MODEL = "simulated:tiny"
 PROFILE = "custom:prefill=20000,decode=400"
@@ -51,7 +51,7 @@ def pair() -> Iterator[tuple[Process, Process]]:
 
 @pytest.fixture(scope="module")
 def plain(pair: tuple[Process, Process], tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
-    """Without keys, for all who change nothing about it."""
+    """A gateway without keys, for tests that do not change it."""
     folder = tmp_path_factory.mktemp("plain")
     with gateway_process(folder, simulated_config(*pair), "--keepalive", "0.1") as gateway:
         yield gateway
@@ -59,12 +59,12 @@ def plain(pair: tuple[Process, Process], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def expected(pair: tuple[Process, Process]) -> Iterator[Expected]:
-    """What the cluster says without a gateway, or its beginning."""
+    """The cluster's completion without a gateway, or its beginning."""
     with DisaggregatedClient(simulated_config(*pair)) as client:
-        yield lambda prompt, count: client.generate(**asked(prompt, count))[0]
+        yield lambda prompt, count: client.generate(**params(prompt, count))[0]
 
 
-def asked(prompt: str, count: int) -> dict[str, Any]:
+def params(prompt: str, count: int) -> dict[str, Any]:
     messages = [{"role": "user", "content": prompt}]
     return {"model": MODEL, "messages": messages, "max_tokens": count, "temperature": 0, "ignore_eos": True}
 
@@ -73,15 +73,15 @@ def official(url: str, key: str = "none") -> OpenAI:
     return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60)
 
 
-def said_by(client: OpenAI, prompt: str, count: int = SHORT) -> str:
-    ask = asked(prompt, count)
+def completion_of(client: OpenAI, prompt: str, count: int = SHORT) -> str:
+    ask = params(prompt, count)
     extra = {"ignore_eos": ask.pop("ignore_eos")}
     return client.chat.completions.create(**ask, extra_body=extra).choices[0].message.content or ""
 
 
 def pieces_of(client: OpenAI, prompt: str, count: int) -> Iterator[str]:
-    """One for each token."""
-    ask = asked(prompt, count)
+    """The text of each event."""
+    ask = params(prompt, count)
     extra = {"ignore_eos": ask.pop("ignore_eos")}
     with client.chat.completions.create(**ask, stream=True, extra_body=extra) as chunks:
         for chunk in chunks:
@@ -90,7 +90,7 @@ def pieces_of(client: OpenAI, prompt: str, count: int) -> Iterator[str]:
 
 
 def post(url: str, path: str = "/v1/chat/completions", **more: Any) -> httpx.Response:
-    body: dict[str, Any] = {} if "content" in more else {"json": asked("hello", SHORT)}
+    body: dict[str, Any] = {} if "content" in more else {"json": params("hello", SHORT)}
     return httpx.post(url + path, timeout=60, **body | more)
 
 
@@ -140,24 +140,24 @@ def test_tls(pair: tuple[Process, Process], expected: Expected, tmp_path: Path) 
         trusting = httpx2.Client(verify=ssl.create_default_context(cafile=mine.cert))
         with OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, http_client=trusting) as client:
             text = expected("over TLS", 40)
-            assert said_by(client, "over TLS", 40) == text
+            assert completion_of(client, "over TLS", 40) == text
             pieces = pieces_of(client, "over TLS", 40)
-            heard = next(pieces)
+            received = next(pieces)
             # A certificate that was renewed is taken with SIGHUP; who is connected goes on. A wrong one is not taken.
             before = mine.shown
             mine.take_over(other)
-            gateway.tell(signal.SIGHUP)
-            assert until(lambda: shown(gateway.url) == other.shown != before, SOON_S), gateway.said()
-            assert heard + "".join(pieces) == text
+            gateway.send_signal(signal.SIGHUP)
+            assert until(lambda: shown(gateway.url) == other.shown != before, SOON_S), gateway.log_text()
+            assert received + "".join(pieces) == text
         with official(gateway.url) as suspicious, pytest.raises(openai.APIConnectionError):
-            said_by(suspicious, "over TLS")
+            completion_of(suspicious, "over TLS")
         Path(mine.key).write_text("nonsense")
-        gateway.tell(signal.SIGHUP)
-        assert until(lambda: "was not read again" in gateway.said(), SOON_S)
+        gateway.send_signal(signal.SIGHUP)
+        assert until(lambda: "was not reloaded" in gateway.log_text(), SOON_S)
         assert shown(gateway.url) == other.shown
 
 
-def test_certificates_that_are_none(tmp_path: Path) -> None:
+def test_invalid_certificates_are_refused(tmp_path: Path) -> None:
     one, other, empty = Pem(tmp_path, "one"), Pem(tmp_path, "other"), tmp_path / "empty.pem"
     empty.touch()
     locked = str(tmp_path / "locked.key")
@@ -177,15 +177,15 @@ def test_certificates_that_are_none(tmp_path: Path) -> None:
             Certificate(*files).require()
     gateway = GatewayProcess(tmp_path, NOBODY, "--tls-cert", one.cert, "--tls-key", other.key)
     assert gateway.ended() == 1
-    said = f"error: --tls-cert {one.cert} --tls-key {other.key}: the key is not this certificate's\n"
-    assert gateway.said() == said
+    output = f"error: --tls-cert {one.cert} --tls-key {other.key}: the key does not match the certificate\n"
+    assert gateway.log_text() == output
     gateway.end()
 
 
-def test_a_port_that_is_taken(plain: GatewayProcess, tmp_path: Path) -> None:
+def test_a_port_in_use_is_refused(plain: GatewayProcess, tmp_path: Path) -> None:
     second = GatewayProcess(tmp_path, NOBODY, "--port", str(httpx.URL(plain.url).port))
     assert second.ended() == 1
-    assert re.fullmatch(r"error: cannot listen on 127\.0\.0\.1:\d+: .* in use; .*\n", second.said())
+    assert re.fullmatch(r"error: cannot listen on 127\.0\.0\.1:\d+: .* in use; .*\n", second.log_text())
     second.end()
 
 
@@ -198,7 +198,7 @@ PREFLIGHT = BROWSER | {
 }
 
 
-def test_browsers_are_let_in_where_they_are_wanted(pair: tuple[Process, Process], tmp_path: Path) -> None:
+def test_cors_allows_the_named_origins(pair: tuple[Process, Process], tmp_path: Path) -> None:
     key = {"Authorization": "Bearer " + new_key("web", tmp_path / "keys.json")} | BROWSER
     arguments = ("--cors", ORIGIN + "/", "--cors", "http://localhost:3000", "--keys", str(tmp_path / "keys.json"))
     with gateway_process(tmp_path, simulated_config(*pair), *arguments) as gateway:
@@ -209,10 +209,10 @@ def test_browsers_are_let_in_where_they_are_wanted(pair: tuple[Process, Process]
         assert "POST" in asking.headers["access-control-allow-methods"]
         allowed = asking.headers["access-control-allow-headers"]
         assert all(name in allowed for name in ("authorization", "content-type", "x-stainless-lang"))
-        unknown = asked("hello", SHORT) | {"model": "x"}
+        unknown = params("hello", SHORT) | {"model": "x"}
         answers = [
             (200, post(url, headers=key)),
-            (200, post(url, headers=key, json=asked("hello", SHORT) | {"stream": True})),
+            (200, post(url, headers=key, json=params("hello", SHORT) | {"stream": True})),
             (200, httpx.get(f"{url}/v1/models", headers=key)),
             (401, post(url, headers=BROWSER)),
             (401, post(url, "/v1/messages", headers=BROWSER)),
@@ -232,7 +232,7 @@ def test_browsers_are_let_in_where_they_are_wanted(pair: tuple[Process, Process]
         assert httpx.options(url, headers=PREFLIGHT | {"Origin": "https://evil.example"}).status_code == 400
 
 
-def test_browsers_are_not_let_in_by_default(plain: GatewayProcess) -> None:
+def test_cors_is_off_by_default(plain: GatewayProcess) -> None:
     preflight = httpx.options(f"{plain.url}/v1/chat/completions", headers=PREFLIGHT)
     assert preflight.status_code == 405
     for answer in (preflight, post(plain.url, headers=BROWSER), httpx.get(f"{plain.url}/v1/models", headers=BROWSER)):
@@ -243,7 +243,7 @@ def test_browsers_are_not_let_in_by_default(plain: GatewayProcess) -> None:
 
 
 def half_sent(url: str, key: str, body: bytes) -> socket.socket:
-    """A request whose body is not all there."""
+    """A request whose body is not complete."""
     sock = socket.create_connection((httpx.URL(url).host, httpx.URL(url).port or 80), timeout=SOON_S)
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n"
     sock.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body[:20])
@@ -255,19 +255,19 @@ def whole_answer(sock: socket.socket) -> Any:
         return json.loads(answer.read().partition(b"\r\n\r\n")[2])
 
 
-def test_a_new_config_and_new_keys(pair: tuple[Process, Process], expected: Expected, tmp_path: Path) -> None:
+def test_sighup_reloads_config_and_keys(pair: tuple[Process, Process], expected: Expected, tmp_path: Path) -> None:
     keys, fresh = tmp_path / "keys.json", tmp_path / "fresh.json"
     alice, bob = new_key("alice", keys), new_key("bob", fresh)
     config = simulated_config(*pair)
     with gateway_process(tmp_path, config, "--keys", str(keys)) as gateway, official(gateway.url, alice) as old:
-        pieces, body = pieces_of(old, "reload", LONG), json.dumps(asked("half", SHORT)).encode()
-        heard = next(pieces)
+        pieces, body = pieces_of(old, "reload", LONG), json.dumps(params("half", SHORT)).encode()
+        received = next(pieces)
         half = half_sent(gateway.url, alice, body)
 
         def reloaded(words: str) -> bool:
-            before = gateway.said().count(words)
-            gateway.tell(signal.SIGHUP)
-            return until(lambda: gateway.said().count(words) > before, SOON_S)
+            before = gateway.log_text().count(words)
+            gateway.send_signal(signal.SIGHUP)
+            return until(lambda: gateway.log_text().count(words) > before, SOON_S)
 
         def names(key: str) -> list[str]:
             with official(gateway.url, key) as client:
@@ -276,12 +276,12 @@ def test_a_new_config_and_new_keys(pair: tuple[Process, Process], expected: Expe
         assert names(alice) == [MODEL]
         gateway.config.write_text(json.dumps(config | {"models": {MODEL: {"aliases": ["new-name"]}}}))
         shutil.copy(fresh, keys)
-        assert reloaded("the config was read again")
+        assert reloaded("the config was reloaded")
         assert httpx.get(f"{gateway.url}/ready").status_code == 200  # at once: a load balancer looks at it
         with pytest.raises(openai.AuthenticationError):
             names(alice)
         with official(gateway.url, bob) as client:
-            ask = asked("hello", SHORT) | {"model": "new-name"}
+            ask = params("hello", SHORT) | {"model": "new-name"}
             extra = {"ignore_eos": ask.pop("ignore_eos")}
             assert client.chat.completions.create(**ask, extra_body=extra).choices[0].message.content == expected(
                 "hello", SHORT
@@ -301,50 +301,51 @@ def test_a_new_config_and_new_keys(pair: tuple[Process, Process], expected: Expe
         assert reloaded("the old one stays")
         assert names(bob) == [MODEL]
         # Through all of it the stream that was open before went on.
-        heard += "".join(islice(pieces, 100))
-        assert heard == expected("reload", 101)
+        received += "".join(islice(pieces, 100))
+        assert received == expected("reload", 101)
         pieces.close()  # type: ignore[attr-defined]
         assert until(lambda: free(pair), SOON_S)
-        assert "Traceback" not in gateway.said()
+        assert "Traceback" not in gateway.log_text()
 
 
-def test_what_was_served_is_remembered_over_a_new_config(pair: tuple[Process, Process], tmp_path: Path) -> None:
+def test_a_reload_keeps_history_and_metrics(pair: tuple[Process, Process], tmp_path: Path) -> None:
     config = simulated_config(*pair)
     with gateway_process(tmp_path, config) as gateway, official(gateway.url) as client:
 
         def reloaded(count: int) -> bool:
-            gateway.tell(signal.SIGHUP)
-            return until(lambda: gateway.said().count("the config was read again") == count, SOON_S)
+            gateway.send_signal(signal.SIGHUP)
+            return until(lambda: gateway.log_text().count("the config was reloaded") == count, SOON_S)
 
         def served() -> tuple[int, int, int]:
-            """Well, cancelled, and as the history has them."""
-            told = httpx.get(f"{gateway.url}/cluster").json()
-            assert told["latency"]["total_time"]
-            return told["served"]["ok"], told["served"]["cancelled"], len(told["history"])
+            """Counts of successful and cancelled requests, and the history's."""
+            response = httpx.get(f"{gateway.url}/cluster").json()
+            assert response["latency"]["total_time"]
+            return response["served"]["ok"], response["served"]["cancelled"], len(response["history"])
 
-        said_by(client, "one")
+        completion_of(client, "one")
         pieces = pieces_of(client, "still going", LONG)
         next(pieces)
         assert reloaded(1)  # as it was
         assert served() == (1, 0, 1)
         gateway.config.write_text(json.dumps(config | {"policies": {"history": 7}}))
         assert reloaded(2)
-        said_by(client, "two")
+        completion_of(client, "two")
         assert served() == (2, 0, 2)
         pieces.close()  # type: ignore[attr-defined]
         assert until(lambda: served() == (2, 1, 3), SOON_S)  # the old orchestrator's last
-        assert "Traceback" not in gateway.said()
+        assert "Traceback" not in gateway.log_text()
 
 
 def refuses(url: str) -> bool:
-    """Nobody listens, or it says that it is busy with ending."""
+    """No connection is accepted, or the gateway answers 503 while it drains."""
     try:
         return httpx.get(f"{url}/ready", timeout=SOON_S).status_code == 503
     except httpx.TransportError:
         return True
 
 
-def test_who_is_there_may_finish(pair: tuple[Process, Process], expected: Expected, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_stop_waits_for_running_requests(pair: tuple[Process, Process], expected: Expected, tmp_path: Path) -> None:
     with gateway_process(tmp_path, simulated_config(*pair)) as gateway, official(gateway.url) as client:
         texts = [expected(f"drain {number}", 1200) for number in range(3)]
         streams = [pieces_of(client, f"drain {number}", 1200) for number in range(2)]
@@ -353,43 +354,43 @@ def test_who_is_there_may_finish(pair: tuple[Process, Process], expected: Expect
             ThreadPoolExecutor(2) as pool,
             httpx.stream("GET", f"{gateway.url}/cluster/events", timeout=SOON_S) as feed,
         ):
-            whole = pool.submit(said_by, client, "drain 2", 1200)
+            whole = pool.submit(completion_of, client, "drain 2", 1200)
             assert until(lambda: pair[1].status()["waiting"] == 3, SOON_S)
-            gateway.tell(signal.SIGTERM)
+            gateway.send_signal(signal.SIGTERM)
             assert until(lambda: refuses(gateway.url), SOON_S)
-            said = [first + "".join(stream) for first, stream in zip(firsts, streams, strict=True)]
-            assert [*said, whole.result(SOON_S)] == texts
+            output = [first + "".join(stream) for first, stream in zip(firsts, streams, strict=True)]
+            assert [*output, whole.result(SOON_S)] == texts
             assert b"event: status" in feed.read()  # to its end
         assert gateway.ended() == 0
         assert refuses(gateway.url)
-        assert "Traceback" not in gateway.said()
+        assert "Traceback" not in gateway.log_text()
 
 
-def test_who_is_too_slow_is_told(pair: tuple[Process, Process], tmp_path: Path) -> None:
+def test_a_stop_ends_requests_after_the_drain_time(pair: tuple[Process, Process], tmp_path: Path) -> None:
     with gateway_process(tmp_path, simulated_config(*pair), "--drain", "1") as gateway, official(gateway.url) as client:
         pieces = pieces_of(client, "slow", LONG)
         next(pieces)
-        gateway.tell(signal.SIGTERM)
+        gateway.send_signal(signal.SIGTERM)
         with pytest.raises(openai.APIError, match="shutting down: the request was not done"):
             list(pieces)
         assert gateway.ended() == 0
-        assert "Traceback" not in gateway.said()
+        assert "Traceback" not in gateway.log_text()
     assert until(lambda: free(pair), SOON_S)
 
 
-def test_who_says_it_twice_means_now(pair: tuple[Process, Process], tmp_path: Path) -> None:
+def test_a_second_signal_stops_at_once(pair: tuple[Process, Process], tmp_path: Path) -> None:
     with gateway_process(tmp_path, simulated_config(*pair)) as gateway, official(gateway.url) as client:
         pieces = pieces_of(client, "twice", LONG)
         next(pieces)
-        gateway.tell(signal.SIGINT)
+        gateway.send_signal(signal.SIGINT)
         assert until(lambda: refuses(gateway.url), SOON_S)
         assert gateway.process.poll() is None
         assert next(pieces)
-        gateway.tell(signal.SIGTERM)
+        gateway.send_signal(signal.SIGTERM)
         gateway.ended()  # long before the drain is over
         with pytest.raises((openai.APIError, httpx2.TransportError)):
             list(pieces)
-        assert "Traceback" not in gateway.said()
+        assert "Traceback" not in gateway.log_text()
     assert until(lambda: free(pair), SOON_S)
 
 
@@ -402,6 +403,7 @@ def second(pair: tuple[Process, Process], tmp_path: Path) -> Iterator[GatewayPro
         yield gateway
 
 
+@pytest.mark.slow
 def test_two_gateways_on_one_cluster(
     plain: GatewayProcess,
     second: GatewayProcess,
@@ -409,16 +411,16 @@ def test_two_gateways_on_one_cluster(
     expected: Expected,
     record_property: Any,
 ) -> None:
-    """Both at once; then one is killed while its answers are written and a prompt is read for it."""
+    """Both gateways work at once; then one is killed during a decode and a prefill."""
     reader, writer = pair
     prompts = [f"neighbour {number}" for number in range(4)]
     texts = [expected(prompt, 100) for prompt in prompts]
     with official(plain.url) as here, official(second.url) as there, ThreadPoolExecutor(8) as pool:
-        both = [pool.submit(said_by, client, prompt, 100) for client in (here, there) for prompt in prompts]
+        both = [pool.submit(completion_of, client, prompt, 100) for client in (here, there) for prompt in prompts]
         assert [answer.result(60) for answer in both] == texts * 2
         going, dying = ([pieces_of(client, prompt, LONG) for prompt in prompts] for client in (here, there))
-        heard = [next(stream) for stream in going + dying][: len(going)]
-        read = pool.submit(said_by, there, "z" * 100_000)  # for five seconds
+        received = [next(stream) for stream in going + dying][: len(going)]
+        read = pool.submit(completion_of, there, "z" * 100_000)  # for five seconds
         assert until(lambda: reader.status()["waiting_tokens"] > 0, SOON_S)
         assert until(lambda: writer.status()["slots"]["used"] == 9, SOON_S)
         second.process.kill()
@@ -430,7 +432,7 @@ def test_two_gateways_on_one_cluster(
             with pytest.raises((openai.APIError, httpx2.TransportError)):
                 list(stream)
         assert isinstance(read.exception(SOON_S), openai.APIConnectionError)
-        assert [first + "".join(islice(stream, 99)) for first, stream in zip(heard, going, strict=True)] == texts
+        assert [first + "".join(islice(stream, 99)) for first, stream in zip(received, going, strict=True)] == texts
         for stream in going:
             stream.close()  # type: ignore[attr-defined]
     assert until(lambda: free(pair), SOON_S)
@@ -439,8 +441,9 @@ def test_two_gateways_on_one_cluster(
 # Silence.
 
 
-def test_a_prompt_that_takes_long_is_no_silence(plain: GatewayProcess, expected: Expected) -> None:
-    """As it is on the line. The simulated prompts differ in their first letter: nobody holds any part of them."""
+@pytest.mark.slow
+def test_a_long_prefill_sends_keepalives(plain: GatewayProcess, expected: Expected) -> None:
+    """On the wire. The prompts differ in their first letter: no prefix cache has a part of them."""
     found: dict[str, tuple[str, bytes]] = {}
     for letter, path in (
         ("a", "/v1/chat/completions"),
@@ -448,7 +451,7 @@ def test_a_prompt_that_takes_long_is_no_silence(plain: GatewayProcess, expected:
         ("c", "/api/chat"),
         ("d", "/v1/responses"),
     ):
-        ask = asked(letter * SLOW, SHORT) | {"stream": True}
+        ask = params(letter * SLOW, SHORT) | {"stream": True}
         if path == "/v1/responses":
             ask = {"model": MODEL, "input": letter * SLOW, "max_output_tokens": SHORT, "temperature": 0, "stream": True}
         if path == "/api/chat":
@@ -466,7 +469,8 @@ def test_a_prompt_that_takes_long_is_no_silence(plain: GatewayProcess, expected:
     assert "".join(line["message"]["content"] for line in lines) == expected("c" * SLOW, SHORT)
 
 
-def test_the_official_clients_do_not_stumble_over_signs_of_life(plain: GatewayProcess, expected: Expected) -> None:
+@pytest.mark.slow
+def test_the_official_clients_ignore_keepalives(plain: GatewayProcess, expected: Expected) -> None:
     with official(plain.url) as client:
         assert "".join(pieces_of(client, "e" * SLOW, SHORT)) == expected("e" * SLOW, SHORT)
         ask: Any = {"model": MODEL, "input": "f" * SLOW, "max_output_tokens": SHORT, "temperature": 0}
@@ -488,8 +492,9 @@ def test_the_official_clients_do_not_stumble_over_signs_of_life(plain: GatewayPr
         assert "".join(line.message.content or "" for line in lines) == expected("h" * SLOW, SHORT)
 
 
+@pytest.mark.slow
 def test_lists_come_from_memory(plain: GatewayProcess, pair: tuple[Process, Process], record_property: Any) -> None:
-    """The last test with this pair, or the next one would have to wait until it is well again."""
+    """The last test with this pair: the nodes need time to recover."""
     with httpx.Client(base_url=plain.url, timeout=SOON_S) as client:
         client.get("/v1/models").raise_for_status()
         for node in pair:

@@ -1,4 +1,4 @@
-"""What models write becomes text, thoughts and calls, however tokens cut it; and nothing of it is lost or made up."""
+"""Parsers split completions into text, reasoning and tool calls. Tokens may cut the text anywhere; nothing is lost."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from tokenizers import AddedToken, Tokenizer
 
+from disaggregated_inference.api import OutputFormat
 from disaggregated_inference.errors import BadRequest
-from disaggregated_inference.gateway.tool_parsers import (
+from disaggregated_inference.gateway.chat import ChatRequest, generate_options
+from disaggregated_inference.gateway.openai.requests import ChatCompletionRequest, read
+from disaggregated_inference.gateway.tool_parsers import parser_of
+from disaggregated_inference.gateway.tool_parsers.base import (
     ContentDelta,
     PlainParser,
     ReasoningDelta,
@@ -22,21 +26,19 @@ from disaggregated_inference.gateway.tool_parsers import (
     ToolCallArguments,
     ToolCallStart,
     ToolParser,
-    parser_of,
-    require_tools,
 )
 from disaggregated_inference.gateway.tool_parsers.forced import either_format, forced_format
 from disaggregated_inference.gateway.tool_parsers.harmony import HarmonyParser
 from disaggregated_inference.gateway.tool_parsers.hermes import HermesParser
-from disaggregated_inference.gateway.tool_parsers.prompted_tools import in_words
+from disaggregated_inference.gateway.tool_parsers.prompted_tools import render_tools_as_text
 from disaggregated_inference.gateway.tool_parsers.qwen import QwenParser
 from disaggregated_inference.gateway.tool_parsers.tagged import TaggedParser
-from disaggregated_inference.models import ModelFiles
-from disaggregated_inference.models.tokenizer import ModelTokenizer
-from disaggregated_inference.node.structured_output import GrammarCompiler, GrammarMatcher, OutputFormat
-from tests.node.test_structured_output import Walk
+from disaggregated_inference.gateway.tool_parsers.tools import require_tools
+from disaggregated_inference.models import ModelFiles, ModelTokenizer
+from disaggregated_inference.node.structured_output import GrammarCompiler, GrammarMatcher
+from tests.support.grammar_walk import Walk
 
-Heard = list[tuple[Any, ...]]
+Parsed = list[tuple[Any, ...]]
 Make = Callable[[], ToolParser]
 Toks = Callable[..., ModelTokenizer]
 
@@ -68,10 +70,10 @@ SCHEMAS = {"weather": SCHEMA, "now": {"type": "object"}}
 KINDS: dict[type[ContentDelta], str] = {TextDelta: "text", ReasoningDelta: "thought"}
 
 
-def heard(said: Iterable[ContentDelta]) -> Heard:
-    """Neighbours joined: what a client has in the end."""
-    found: Heard = []
-    for piece in said:
+def parsed(output: Iterable[ContentDelta]) -> Parsed:
+    """Neighbours joined, as a client sees them at the end."""
+    found: Parsed = []
+    for piece in output:
         if isinstance(piece, ToolCallStart):
             found.append(("call", piece.index, piece.name))
             continue
@@ -83,13 +85,13 @@ def heard(said: Iterable[ContentDelta]) -> Heard:
     return found
 
 
-def run(parser: ToolParser, pieces: Iterable[str]) -> tuple[Heard, bool]:
-    said = [item for piece in pieces for item in parser.push(None, piece)] + parser.finish()
-    assert all(not hasattr(item, "text") or item.text for item in said), "nothing is said that says nothing"
-    return heard(said), parser.called
+def run(parser: ToolParser, pieces: Iterable[str]) -> tuple[Parsed, bool]:
+    output = [item for piece in pieces for item in parser.push(None, piece)] + parser.finish()
+    assert all(not hasattr(item, "text") or item.text for item in output), "nothing is said that says nothing"
+    return parsed(output), parser.called
 
 
-def call(name: str, arguments: Any, index: int = 0) -> Heard:
+def call(name: str, arguments: Any, index: int = 0) -> Parsed:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return [("call", index, name), ("arguments", index, text)]
 
@@ -115,7 +117,7 @@ OSLO = {
     "t": '<tool_call> }\\ "é🙂" </tool_call>',
 }
 
-HERMES: dict[str, tuple[str, Heard, bool]] = {
+HERMES: dict[str, tuple[str, Parsed, bool]] = {
     "text": ("Just text, a < b, <tool", [("text", "Just text, a < b, <tool")], False),
     "many blanks": ("a" + "\n" * 300 + hermes("now", {}), [("text", "a" + "\n" * 44), *call("now", {})], True),
     "blanks stay": (" \n text \n\n", [("text", " \n text \n\n")], False),
@@ -178,7 +180,7 @@ BROKEN = {
 }
 
 
-def check(make: Make, text: str, expected: Heard, called: bool) -> None:
+def check(make: Make, text: str, expected: Parsed, called: bool) -> None:
     for pieces in ([text], list(text), pieces_of(text, range(0, len(text), 3)), ["", *text, ""]):
         assert run(make(), pieces) == (expected, called)
 
@@ -191,11 +193,11 @@ def test_hermes(make: Make, name: str) -> None:
 
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.parametrize("make", [HermesParser, lambda: QwenParser(SCHEMAS)], ids=["hermes", "qwen"])
-def test_what_is_no_call_is_text(make: Make, name: str) -> None:
+def test_text_without_a_call_stays_text(make: Make, name: str) -> None:
     check(make, BROKEN[name], [("text", BROKEN[name])], False)
 
 
-def test_a_call_that_breaks_after_it_began() -> None:
+def test_a_call_that_breaks_after_its_start() -> None:
     begun = '<tool_call>{"name": "f", "arguments": {"a": 1'
     check(HermesParser, begun + "}", [*call("f", '{"a": 1}')], False)
     check(HermesParser, begun + ", oops}", [*call("f", '{"a": 1, '), ("text", "oops}")], False)
@@ -211,11 +213,11 @@ def test_a_broken_call_does_not_hide_the_next() -> None:
     check(HermesParser, text, [("text", '<tool_call>{"name": '), *call("f", "{}")], True)
 
 
-def steps(parser: ToolParser, pieces: Iterable[str]) -> list[Heard]:
-    return [heard(parser.push(None, piece)) for piece in pieces]
+def steps(parser: ToolParser, pieces: Iterable[str]) -> list[Parsed]:
+    return [parsed(parser.push(None, piece)) for piece in pieces]
 
 
-def test_hermes_hands_on_what_is_certain() -> None:
+def test_hermes_emits_early() -> None:
     pieces = ["Hi <", "b>\n", "<tool", "_call>{", '"name": "f', '", "arguments": {', '"a": "on', "e\\", 'n"', "}", "}"]
     assert steps(HermesParser(), pieces) == [
         [("text", "Hi")],
@@ -232,14 +234,14 @@ def test_hermes_hands_on_what_is_certain() -> None:
     ]
 
 
-def test_ids_are_their_own() -> None:
-    said = HermesParser().push(None, hermes("now", {}) * 3)
-    calls = [piece for piece in said if isinstance(piece, ToolCallStart)]
+def test_call_ids_are_unique() -> None:
+    output = HermesParser().push(None, hermes("now", {}) * 3)
+    calls = [piece for piece in output if isinstance(piece, ToolCallStart)]
     assert [piece.index for piece in calls] == [0, 1, 2]
     assert len({piece.id for piece in calls}) == 3
 
 
-THOUGHTS: dict[str, tuple[bool, str, Heard]] = {
+THOUGHTS: dict[str, tuple[bool, str, Parsed]] = {
     "whole": (False, "<think>\nHm.\n\n</think>\n\nYes.", [("thought", "Hm."), ("text", "Yes.")]),
     "empty": (False, "<think>\n\n</think>\n\nYes.", [("text", "Yes.")]),
     "cut off": (False, "\n<think>Hm. </thi", [("thought", "Hm. </thi")]),
@@ -257,14 +259,14 @@ THOUGHTS: dict[str, tuple[bool, str, Heard]] = {
 
 
 @pytest.mark.parametrize("name", THOUGHTS)
-def test_thoughts(name: str) -> None:
+def test_reasoning(name: str) -> None:
     inside, text, expected = THOUGHTS[name]
-    check(lambda: HermesParser(thoughts=True, inside=inside), text, expected, "call" in name)
+    check(lambda: HermesParser(reasons=True, inside=inside), text, expected, "call" in name)
     if "call" not in name:
-        check(lambda: TaggedParser(thoughts=True, inside=inside), text, expected, False)
+        check(lambda: TaggedParser(reasons=True, inside=inside), text, expected, False)
 
 
-QWEN: dict[str, tuple[str, Heard, bool]] = {
+QWEN: dict[str, tuple[str, Parsed, bool]] = {
     "string": (qwen("weather", city="Oslo"), call("weather", {"city": "Oslo"}), True),
     "strings stay": (
         qwen("weather", city="5", unit="true", any="{}", unknown="null"),
@@ -379,7 +381,7 @@ def test_qwen(name: str) -> None:
     check(lambda: QwenParser(SCHEMAS), *QWEN[name])
 
 
-def test_qwen_hands_on_what_is_certain() -> None:
+def test_qwen_emits_early() -> None:
     pieces = [
         "<tool_call>\n<function=weather",
         ">\n",
@@ -472,15 +474,15 @@ SHARDS += [
 ]
 MAKERS: list[Make] = [
     HermesParser,
-    lambda: HermesParser(thoughts=True),
-    lambda: QwenParser(SCHEMAS, thoughts=True, inside=True),
+    lambda: HermesParser(reasons=True),
+    lambda: QwenParser(SCHEMAS, reasons=True, inside=True),
     lambda: QwenParser(SCHEMAS),
 ]
 
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.sampled_from(SHARDS), max_size=25), st.sampled_from(MAKERS), CUTS)
-def test_any_cut_gives_the_same(shards: list[str], make: Make, cuts: list[int]) -> None:
+def test_the_result_does_not_depend_on_how_text_is_cut(shards: list[str], make: Make, cuts: list[int]) -> None:
     text = "".join(shards)
     whole = run(make(), [text])
     assert run(make(), pieces_of(text, cuts)) == run(make(), text) == whole
@@ -524,24 +526,24 @@ def gpt_oss(toks: Toks) -> ModelTokenizer:
 
 def run_tokens(
     parser: ToolParser, tokenizer: ModelTokenizer, text: str, lags: Sequence[int] = ()
-) -> tuple[Heard, bool]:
+) -> tuple[Parsed, bool]:
     """Token by token. `lags`: how much of the text each token holds back, as stop strings make it."""
     stream, held = tokenizer.stream(), ""
-    said: list[ContentDelta] = []
+    output: list[ContentDelta] = []
     for at, token in enumerate(tokenizer.encode(text)):
         held += stream.push(token)
         lag = min(lags[at % len(lags)] if lags else 0, len(held))
-        said += parser.push(token, held[: len(held) - lag])
+        output += parser.push(token, held[: len(held) - lag])
         held = held[len(held) - lag :]
-    said += parser.push(tokenizer.token_id("<|im_end|>"), held)  # the last token, which has no text of its own
-    return heard([*said, *parser.finish()]), parser.called
+    output += parser.push(tokenizer.token_id("<|im_end|>"), held)  # the last token, which has no text of its own
+    return parsed([*output, *parser.finish()]), parser.called
 
 
 WEATHER = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo é🙂"}<|call|>'
 OSLO_CALL = call("weather", '{"city": "Oslo é🙂"}')
 ANALYSIS = "<|channel|>analysis<|message|>Let me see.<|end|>"
 
-HARMONY: dict[str, tuple[str, Heard, bool]] = {
+HARMONY: dict[str, tuple[str, Parsed, bool]] = {
     "final": ("<|channel|>final<|message|>Hello\n you<|return|>", [("text", "Hello\n you")], False),
     "thought": (
         f"{ANALYSIS}<|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
@@ -618,7 +620,7 @@ def test_harmony(gpt_oss: ModelTokenizer, name: str) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_harmony_at_any_lag(gpt_oss: ModelTokenizer, data: st.DataObject) -> None:
+def test_harmony_with_late_text(gpt_oss: ModelTokenizer, data: st.DataObject) -> None:
     words = [
         "assistant",
         "analysis",
@@ -640,18 +642,18 @@ def test_harmony_at_any_lag(gpt_oss: ModelTokenizer, data: st.DataObject) -> Non
         assert any(_is_object(item[2]) for item in prompt[0] if item[0] == "arguments")
 
 
-def test_harmony_hands_on_what_is_certain(gpt_oss: ModelTokenizer) -> None:
+def test_harmony_emits_early(gpt_oss: ModelTokenizer) -> None:
     parser, stream = HarmonyParser(gpt_oss), gpt_oss.stream()
-    said = [heard(parser.push(token, stream.push(token))) for token in gpt_oss.encode(ANALYSIS)]
-    assert said[-1] == []
-    assert [item for step in said for item in step] == [("thought", word) for word in ("Let", " me", " see", ".")]
+    output = [parsed(parser.push(token, stream.push(token))) for token in gpt_oss.encode(ANALYSIS)]
+    assert output[-1] == []
+    assert [item for step in output for item in step] == [("thought", word) for word in ("Let", " me", " see", ".")]
 
 
 def test_harmony_with_a_stop_string(gpt_oss: ModelTokenizer) -> None:
-    """It was found in the content: nothing more comes, of a call as well."""
+    """The stop string was found in the content: the rest of the completion, also of a call, is missing."""
     parser = HarmonyParser(gpt_oss)
-    said = [item for token in gpt_oss.encode(WEATHER.removesuffix("<|call|>")) for item in parser.push(token, "")]
-    assert said + parser.finish() == []
+    output = [item for token in gpt_oss.encode(WEATHER.removesuffix("<|call|>")) for item in parser.push(token, "")]
+    assert output + parser.finish() == []
     assert not parser.called
 
 
@@ -687,7 +689,7 @@ def test_parser_of_harmony(gpt_oss: ModelTokenizer) -> None:
     assert all(isinstance(parser_of(gpt_oss, tools, "none"), HarmonyParser) for tools in ([], TOOLS))
 
 
-def test_prompts_that_open_a_thought(toks: Toks) -> None:
+def test_prompts_that_end_within_the_reasoning(toks: Toks) -> None:
     tokenizer, text = toks(THINKING), "a</think>b"
     apart, plain = [("thought", "a"), ("text", "b")], [("text", text)]
     assert run(parser_of(tokenizer, [], "auto", template={"think": True}), text)[0] == apart
@@ -698,7 +700,7 @@ def test_prompts_that_open_a_thought(toks: Toks) -> None:
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_tags_that_are_tokens(toks: Toks, special: bool) -> None:
+def test_tags_that_are_special_tokens(toks: Toks, special: bool) -> None:
     tags = ("<tool_call>", "</tool_call>", "<think>", "</think>")
     tokenizer = toks("<think><tool_call>", **{"special" if special else "added": tags})
     text = f"<think>a</think>b {hermes('weather', OSLO | {'t': 'é'})}"
@@ -737,7 +739,7 @@ def _end_of(tokenizer: ModelTokenizer) -> int:
 
 
 def forced_guide(tokenizer: ModelTokenizer, tools: list[dict[str, Any]], choice: str) -> GrammarMatcher:
-    return guides_of(tokenizer).start(OutputFormat(**forced_format(tokenizer, tools, choice)))
+    return guides_of(tokenizer).start(forced_format(tokenizer, tools, choice))
 
 
 def walk(tokenizer: ModelTokenizer, grammar: GrammarMatcher, seed: int) -> Walk:
@@ -747,16 +749,16 @@ def walk(tokenizer: ModelTokenizer, grammar: GrammarMatcher, seed: int) -> Walk:
 
 def forced_call(tokenizer: ModelTokenizer, tokens: list[int], choice: str) -> tuple[str, Any]:
     parser, stream = parser_of(tokenizer, FORCED, choice), tokenizer.stream()
-    said = heard([item for token in tokens for item in parser.push(token, stream.push(token))] + parser.finish())
+    output = parsed([item for token in tokens for item in parser.push(token, stream.push(token))] + parser.finish())
     assert parser.called
-    assert [kind for kind, *_ in said] == ["call", "arguments"]
-    return said[0][2], json.loads(said[1][2])
+    assert [kind for kind, *_ in output] == ["call", "arguments"]
+    return output[0][2], json.loads(output[1][2])
 
 
 @pytest.mark.parametrize("choice", ["required", "small", "by_ref", "free"])
 @pytest.mark.parametrize("special", [True, False, None])
 @pytest.mark.parametrize("template", ["<tool_call>", "<tool_call><function=>"])
-def test_forced_calls_are_read_as_calls(toks: Toks, template: str, special: bool | None, choice: str) -> None:
+def test_forced_calls_are_parsed_as_calls(toks: Toks, template: str, special: bool | None, choice: str) -> None:
     tags = ("<tool_call>", "</tool_call>")
     tokenizer = toks(template, **({} if special is None else {"special" if special else "added": tags}))
     names = set()
@@ -770,7 +772,7 @@ def test_forced_calls_are_read_as_calls(toks: Toks, template: str, special: bool
 
 
 @pytest.mark.parametrize("choice", ["required", "small"])
-def test_forced_calls_on_channels(gpt_oss: ModelTokenizer, choice: str) -> None:
+def test_forced_calls_of_harmony(gpt_oss: ModelTokenizer, choice: str) -> None:
     for seed in range(4):
         begun = gpt_oss.encode("<|channel|>commentary to=functions.small <|constrain|>json<|message|>")
         grammar = forced_guide(gpt_oss, FORCED, choice)
@@ -782,7 +784,7 @@ def test_forced_calls_on_channels(gpt_oss: ModelTokenizer, choice: str) -> None:
         assert Draft202012Validator(SMALL).is_valid(arguments)
 
 
-def test_forced_calls_on_channels_after_a_thought(gpt_oss: ModelTokenizer) -> None:
+def test_forced_calls_of_harmony_after_reasoning(gpt_oss: ModelTokenizer) -> None:
     grammar = forced_guide(gpt_oss, FORCED, "required")
     text = f"{ANALYSIS}<|start|>assistant<|channel|>commentary to=functions.free <|constrain|>json<|message|>{{}}"
     grammar.replay(gpt_oss.encode(text))
@@ -796,13 +798,13 @@ def test_forced_calls_on_channels_after_a_thought(gpt_oss: ModelTokenizer) -> No
 
 
 @pytest.mark.parametrize("cut", ["<tool", "<tool_call>", '<tool_call>\n{"na', '<tool_call>\n{"name": "free"'])
-def test_a_forced_call_that_is_cut_off_is_no_text(toks: Toks, cut: str) -> None:
+def test_a_truncated_forced_call_is_no_text(toks: Toks, cut: str) -> None:
     for template in ("<tool_call>", "<tool_call><function=x>"):
         assert run(parser_of(toks(template), FORCED, "required"), cut)[0] == []
         assert run(parser_of(toks(template), FORCED, "auto"), cut)[0] == [("text", cut)]
 
 
-def test_a_tool_without_parameters_takes_none(toks: Toks) -> None:
+def test_a_tool_without_parameters_has_no_arguments(toks: Toks) -> None:
     for parameters in (None, {}, {"type": "object", "properties": {}}):
         tools = [{"type": "function", "function": {"name": "now", "parameters": parameters}}]
         walked = walk(toks(), forced_guide(toks(), tools, "required"), seed=1)
@@ -812,13 +814,13 @@ def test_a_tool_without_parameters_takes_none(toks: Toks) -> None:
 @pytest.mark.parametrize(
     ("format", "answer"),
     [
-        ({"type": "json_schema", "schema": SMALL}, '{"city": "Oslo", "days": 3}'),
-        ({"type": "json_object"}, '{"a": 1}'),
-        ({"type": "choice", "choices": ["yes", "no"]}, "yes"),
+        (OutputFormat(type="json_schema", schema=SMALL), '{"city": "Oslo", "days": 3}'),
+        (OutputFormat(type="json_object"), '{"a": 1}'),
+        (OutputFormat(type="choice", choices=("yes", "no")), "yes"),
     ],
 )
-def test_a_call_or_an_answer_in_its_format(
-    toks: Toks, gpt_oss: ModelTokenizer, format: dict[str, Any], answer: str
+def test_a_call_or_a_completion_in_its_format(
+    toks: Toks, gpt_oss: ModelTokenizer, format: OutputFormat, answer: str
 ) -> None:
     for tokenizer, before, call in (
         (toks(), "", '<tool_call>\n{"name": "free", "arguments": {}}\n</tool_call>'),
@@ -829,18 +831,27 @@ def test_a_call_or_an_answer_in_its_format(
         ),
     ):
         for text in (before + answer, call):
-            grammar = guides_of(tokenizer).start(OutputFormat(**either_format(tokenizer, FORCED, format)))
+            grammar = guides_of(tokenizer).start(either_format(tokenizer, FORCED, format))
             grammar.replay(tokenizer.encode(text))
             assert grammar.finished or grammar.allow()[_end_of(tokenizer)]
         with pytest.raises(BadRequest, match="does not fit"):
-            guides_of(tokenizer).start(OutputFormat(**either_format(tokenizer, FORCED, format))).replay(
-                tokenizer.encode("Well")
-            )
+            guides_of(tokenizer).start(either_format(tokenizer, FORCED, format)).replay(tokenizer.encode("Well"))
 
 
-def test_a_call_or_an_answer_not_for_every_format(toks: Toks) -> None:
-    with pytest.raises(BadRequest, match="give a json_schema"):
-        either_format(toks(), FORCED, {"type": "regex", "regex": "a+"})
+def test_a_format_of_openai_becomes_a_grammar(toks: Toks, gpt_oss: ModelTokenizer) -> None:
+    """Beside tools, and for GPT-OSS always."""
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}
+    completion = read(body, ChatCompletionRequest)
+    for tokenizer, tools in ((toks(), FORCED), (gpt_oss, FORCED), (gpt_oss, [])):
+        chat = ChatRequest(messages=body["messages"], tools=tools, format=completion.format())
+        format = generate_options(chat, tokenizer)["format"]
+        assert isinstance(format, OutputFormat)
+        assert format.type == "grammar"
+
+
+def test_calls_beside_a_format_need_json_or_choices(toks: Toks) -> None:
+    with pytest.raises(BadRequest, match="give json_schema"):
+        either_format(toks(), FORCED, OutputFormat(type="regex", pattern="a+"))
 
 
 @pytest.mark.parametrize("harmony", [True, False])
@@ -849,10 +860,10 @@ def test_many_tools(toks: Toks, gpt_oss: ModelTokenizer, harmony: bool) -> None:
     assert forced_guide(gpt_oss if harmony else toks(), tools, "required").allow().any()
 
 
-def test_forced_calls_refused(toks: Toks) -> None:
-    with pytest.raises(BadRequest, match="there are no tools"):
+def test_invalid_forced_calls_are_refused(toks: Toks) -> None:
+    with pytest.raises(BadRequest, match="give tools"):
         forced_format(toks(), [], "required")
-    with pytest.raises(BadRequest, match="'other'; the tools are weather, now"):
+    with pytest.raises(BadRequest, match="no tool 'other'; tools has weather, now"):
         forced_format(toks(), TOOLS, "other")
     with pytest.raises(BadRequest, match=r"tools\[0\]"):
         forced_format(toks(), [{}], "required")
@@ -877,29 +888,29 @@ def test_forced_calls_refused(toks: Toks) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_tools_refused(tools: Any, reason: str) -> None:
+def test_invalid_tools_are_refused(tools: Any, reason: str) -> None:
     with pytest.raises(BadRequest, match=reason):
         require_tools(tools)
 
 
-def test_tools_taken() -> None:
+def test_valid_tools_are_accepted() -> None:
     require_tools([])
     require_tools(TOOLS)
     require_tools([{"type": "function", "function": {"name": "f", "parameters": None, "description": None}}])
 
 
-def test_a_model_whose_template_knows_no_tools_is_told_in_words() -> None:
+def test_tools_are_described_where_the_template_has_none() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "get_time", "arguments": {"zone": "UTC"}}}
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "12:00"}]},
     ]
-    told = in_words(messages, TOOLS)
-    assert [message["role"] for message in told] == ["system", "assistant", "user"]
-    assert told[0]["content"].startswith("Be brief.\n\nYou can call functions.")
-    assert all(json.dumps(tool["function"], ensure_ascii=False) in told[0]["content"] for tool in TOOLS)
-    assert told[1]["content"] == '<tool_call>\n{"name": "get_time", "arguments": {"zone": "UTC"}}\n</tool_call>'
-    assert told[2]["content"] == "<tool_response>\n12:00\n</tool_response>"
-    assert in_words(messages[1:], TOOLS)[0]["role"] == "system"
-    assert in_words(messages[:1], []) == messages[:1]
+    response = render_tools_as_text(messages, TOOLS)
+    assert [message["role"] for message in response] == ["system", "assistant", "user"]
+    assert response[0]["content"].startswith("Be brief.\n\nYou can call functions.")
+    assert all(json.dumps(tool["function"], ensure_ascii=False) in response[0]["content"] for tool in TOOLS)
+    assert response[1]["content"] == '<tool_call>\n{"name": "get_time", "arguments": {"zone": "UTC"}}\n</tool_call>'
+    assert response[2]["content"] == "<tool_response>\n12:00\n</tool_response>"
+    assert render_tools_as_text(messages[1:], TOOLS)[0]["role"] == "system"
+    assert render_tools_as_text(messages[:1], []) == messages[:1]

@@ -1,147 +1,177 @@
-"""A chat request as every API can be turned into it, and its answer as every API can be made from it.
+"""The chat request that every API makes, and the deltas that every API writes.
 
-Adapters know their API and nothing of models; parsers know how a family of models writes tool calls and thoughts, and
-nothing of APIs. Between them are these types. Messages and tools have OpenAI's shape, because chat templates do.
+APIs know nothing of models, and parsers nothing of APIs: these types are between them. Messages and tools have OpenAI's
+form, because chat templates read it.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from disaggregated_inference.api import OutputFormat, Progress, RequestOptions, TopLogprob
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.tool_parsers import parser_of
-from disaggregated_inference.gateway.tool_parsers.base import ContentDelta, ToolParser
+from disaggregated_inference.gateway.tool_parsers.base import ContentDelta, PlainParser, ToolParser
 from disaggregated_inference.gateway.tool_parsers.forced import either_format, forced_format, framed_format
 from disaggregated_inference.gateway.tool_parsers.harmony import speaks_harmony
 from disaggregated_inference.gateway.tool_parsers.passthrough import PassthroughParser
-from disaggregated_inference.gateway.tool_parsers.prompted_tools import in_words, knows_tools
-from disaggregated_inference.models.text_only import TextOnlyTokenizer
-from disaggregated_inference.models.tokenizer import ModelTokenizer
-from disaggregated_inference.orchestrator import Delta, DisaggregatedInference
-from disaggregated_inference.orchestrator.node_client import Progress
+from disaggregated_inference.gateway.tool_parsers.prompted_tools import knows_tools, render_tools_as_text
+from disaggregated_inference.models import MissingTokenizer, ModelTokenizer
+from disaggregated_inference.orchestrator import Delta, DisaggregatedInference, OnPlan
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = []
+    prompt: str | None = None  # instead of messages: it goes to the model as it is, and the completion is plain text
     tools: list[dict[str, Any]] = []
-    tool_choice: Literal["auto", "none", "required"] | str = "auto"  # or the one function that must be called
-    template: dict[str, Any] = {}  # more for the chat template: reasoning_effort, enable_thinking, ...
-    options: dict[str, Any] = {}  # for the orchestrator: max_tokens, temperature, format, n, timeout, request_id, ...
+    tool_choice: Literal["auto", "none", "required"] | str = "auto"  # or the name of the function to call
+    template: dict[str, Any] = {}  # options of the chat template: reasoning_effort, enable_thinking, ...
+    format: OutputFormat | None = None
+    options: RequestOptions = {}  # without those that the fields above stand for
 
 
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A piece of one choice: what a parser made of some text; with the choice's last piece, why it ended."""
+    """The next piece of one choice, parsed. The last one of a choice has the finish reason."""
 
     choice: int = 0
-    said: Sequence[ContentDelta] = ()
+    content: Sequence[ContentDelta] = ()
     token: int | None = None
     logprob: float | None = None
-    top_logprobs: Sequence[dict[str, float]] = ()
-    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
-    metrics: dict[str, Any] | None = None  # on the very last part, which has no choice
-    progress: Progress | None = None  # on parts before the first token, which have nothing else
+    top_logprobs: Sequence[TopLogprob] = ()
+    finish_reason: str | None = None  # stop, length or tool_calls
+    metrics: dict[str, Any] | None = None  # only on the last delta of a request, which has no choice
+    progress: Progress | None = None  # only before the first token; then nothing else is set
 
 
-Parts = AsyncGenerator[list[ChatDelta], None]
+ChatDeltas = AsyncGenerator[list[ChatDelta], None]
+Item = TypeVar("Item")
 
 
-async def converse(core: DisaggregatedInference, turn: ChatRequest) -> Parts:
-    """The answer in parts, as many at a time as have come. Closing it cancels the request on both nodes."""
-    tokenizer = await core.tokenizer(turn.model)
+async def stream_chat(core: DisaggregatedInference, chat: ChatRequest, on_plan: OnPlan | None = None) -> ChatDeltas:
+    """Deltas in batches, as they come. Closing it cancels the request on both nodes."""
+    tokenizer = await core.tokenizer(chat.model)
     parsers: dict[int, ToolParser] = {}
 
-    def part(delta: Delta) -> ChatDelta:
-        if delta.metrics is not None or delta.progress:
+    def parse(delta: Delta) -> ChatDelta:
+        if delta.metrics is not None or delta.progress is not None:
             return ChatDelta(metrics=delta.metrics, progress=delta.progress)
-        if delta.choice not in parsers:
-            parsers[delta.choice] = _parser(tokenizer, turn)
-        return _part(delta, parsers[delta.choice])
+        if (parser := parsers.get(delta.choice)) is None:
+            parser = parsers[delta.choice] = _new_parser(tokenizer, chat)
+        content, finish = parser.take(delta), delta.finish_reason
+        if finish:
+            content = [*content, *parser.finish()]
+            if finish == "stop" and parser.called:
+                finish = "tool_calls"
+        return ChatDelta(
+            choice=delta.choice,
+            content=content,
+            token=delta.token,
+            logprob=delta.logprob,
+            top_logprobs=delta.top_logprobs,
+            finish_reason=finish,
+        )
 
-    async with aclosing(core.batches(**asked(turn, tokenizer))) as batches:
+    async with aclosing(core.batches(generate_options(chat, tokenizer), on_plan)) as batches:
         async for deltas in batches:
-            yield [part(delta) for delta in deltas]
+            yield [parse(delta) for delta in deltas]
 
 
-def _parser(tokenizer: ModelTokenizer, turn: ChatRequest) -> ToolParser:
-    if isinstance(tokenizer, TextOnlyTokenizer):
+async def encode_all(
+    batches: AsyncGenerator[list[Item], None], encode: Callable[[Item], bytes], end: Callable[[], bytes] = bytes
+) -> AsyncGenerator[bytes, None]:
+    """The bytes of a stream. What comes together is sent together."""
+    async with aclosing(batches):
+        async for items in batches:
+            if encoded := b"".join([encode(item) for item in items]):
+                yield encoded
+    if last := end():
+        yield last
+
+
+async def consume(batches: AsyncGenerator[list[Item], None], take: Callable[[Item], object]) -> None:
+    async with aclosing(batches):
+        async for items in batches:
+            for item in items:
+                take(item)
+
+
+def _new_parser(tokenizer: ModelTokenizer, chat: ChatRequest) -> ToolParser:
+    if chat.prompt is not None:
+        return PlainParser()
+    if isinstance(tokenizer, MissingTokenizer):
         return PassthroughParser()
-    guided = bool(turn.options.get("format"))
-    return parser_of(tokenizer, turn.tools, turn.tool_choice, template=turn.template, guided=guided)
+    guided = chat.format is not None
+    return parser_of(tokenizer, chat.tools, chat.tool_choice, template=chat.template, guided=guided)
 
 
-def asked(turn: ChatRequest, tokenizer: ModelTokenizer) -> dict[str, Any]:
-    """For the orchestrator."""
-    tools = turn.tools if turn.tool_choice != "none" else []
-    template = turn.template | ({"tools": tools} if tools else {})
-    options = dict(turn.options)
-    _require_eyes(turn, tokenizer)
-    if isinstance(tokenizer, TextOnlyTokenizer):  # whoever has it also has the template, the parser and the grammars
-        if turn.tool_choice not in ("auto", "none"):
-            raise BadRequest(f"tool_choice: {turn.model} is served by an engine that cannot be made to call a tool")
-        return options | {"model": turn.model, "messages": turn.messages, "template": template}
-    if turn.tool_choice not in ("auto", "none"):
-        if options.get("format"):
-            raise BadRequest(
-                "a forced tool call has a format of its own: leave out response_format, or that tool_choice"
-            )
-        options["format"] = forced_format(tokenizer, turn.tools, turn.tool_choice)
-    elif options.get("format"):
-        form = options["format"]
-        options["format"] = either_format(tokenizer, tools, form) if tools else framed_format(tokenizer, form)
-    messages = [_for_template(message, speaks_harmony(tokenizer)) for message in turn.messages]
-    if not knows_tools(tokenizer):
-        messages = in_words(messages, tools)
-    return options | {"model": turn.model, "messages": messages, "template": template}
+def generate_options(chat: ChatRequest, tokenizer: ModelTokenizer) -> RequestOptions:
+    """The orchestrator's options."""
+    if chat.prompt is not None:
+        return chat.options | {"model": chat.model, "prompt": chat.prompt, "format": chat.format}
+    tools = chat.tools if chat.tool_choice != "none" else []
+    template = chat.template | ({"tools": tools} if tools else {})
+    _require_vision(chat, tokenizer)
+    messages, format = chat.messages, chat.format
+    if not isinstance(tokenizer, MissingTokenizer):  # such a node has the template, the parser and the grammars
+        format = _format(chat, tools, tokenizer)
+        messages = [_for_template(message, speaks_harmony(tokenizer)) for message in messages]
+        messages = messages if knows_tools(tokenizer) else render_tools_as_text(messages, tools)
+    elif chat.tool_choice not in ("auto", "none"):
+        raise BadRequest(f"tool_choice: the engine of {chat.model} cannot force a tool call", param="tool_choice")
+    own: RequestOptions = {"model": chat.model, "messages": messages, "template": template, "format": format}
+    return chat.options | own
 
 
-def _require_eyes(turn: ChatRequest, tokenizer: ModelTokenizer) -> None:
-    """A template would leave pictures out in silence."""
-    sees = isinstance(tokenizer, TextOnlyTokenizer) and tokenizer.sees
-    if not sees and any(message.get("images") for message in turn.messages):
-        raise BadRequest("messages: this model reads text alone: leave the images out, or ask one with vision")
+def render_prompt(chat: ChatRequest, tokenizer: ModelTokenizer) -> str:
+    """The prompt as the model reads it."""
+    options = generate_options(chat, tokenizer)
+    return chat.prompt or tokenizer.render_chat(options["messages"] or [], **(options["template"] or {}))
+
+
+def _format(chat: ChatRequest, tools: list[dict[str, Any]], tokenizer: ModelTokenizer) -> OutputFormat | None:
+    if chat.tool_choice in ("auto", "none"):
+        if not chat.format:
+            return None
+        return either_format(tokenizer, tools, chat.format) if tools else framed_format(tokenizer, chat.format)
+    if chat.format:
+        reason = "a forced tool call has its own format: leave out response_format, or tool_choice"
+        raise BadRequest(reason, param="tool_choice")
+    return forced_format(tokenizer, chat.tools, chat.tool_choice)
+
+
+def _require_vision(chat: ChatRequest, tokenizer: ModelTokenizer) -> None:
+    """A chat template would drop images silently."""
+    sees = isinstance(tokenizer, MissingTokenizer) and tokenizer.sees
+    if not sees and any(message.get("images") for message in chat.messages):
+        reason = "this model reads text only: leave out the images, or use a model with vision"
+        raise BadRequest(f"messages: {reason}", param="messages")
 
 
 def _for_template(message: dict[str, Any], harmony: bool) -> dict[str, Any]:
-    """Templates read a call's arguments as an object; APIs carry them as text. GPT-OSS's reads the thoughts before a
-    call as `thinking`, and only where nothing else was said."""
+    """Templates read the arguments of a call as an object; APIs send them as a string. GPT-OSS's template reads the
+    reasoning before a call as `thinking`, and only where the message has no content."""
     if harmony and message.get("reasoning_content"):
-        thoughts = message["reasoning_content"]
+        reasoning = message["reasoning_content"]
         message = {name: value for name, value in message.items() if name != "reasoning_content"}
         if message.get("tool_calls") and not message.get("content"):
-            message |= {"thinking": thoughts}
+            message |= {"thinking": reasoning}
     calls = message.get("tool_calls")
     if not calls:
         return message
-    return message | {"tool_calls": [_call(call) for call in calls]}
+    return message | {"tool_calls": [_with_parsed_arguments(call) for call in calls]}
 
 
-def _call(call: dict[str, Any]) -> dict[str, Any]:
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRequest("every tool call in messages needs a function with a name")
+        raise BadRequest("messages: every tool call needs a function with a name", param="messages")
     arguments = function.get("arguments") or {}
     try:
         parsed = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError) as error:  # halves of characters, too: no tokenizer takes them
-        raise BadRequest(f"the arguments of the call of {function['name']} are not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # also invalid Unicode, which no tokenizer takes
+        reason = f"the arguments of a call of {function['name']} are not JSON: {error}"
+        raise BadRequest(f"messages: {reason}", param="messages") from error
     return call | {"function": function | {"arguments": parsed}}
-
-
-def _part(delta: Delta, parser: ToolParser) -> ChatDelta:
-    said = parser.take(delta)
-    finish = delta.finish_reason
-    if finish:
-        said = [*said, *parser.finish()]
-        if finish == "stop" and parser.called:
-            finish = "tool_calls"
-    return ChatDelta(
-        choice=delta.choice,
-        said=said,
-        token=delta.token,
-        logprob=delta.logprob,
-        top_logprobs=delta.top_logprobs,
-        finish_reason=finish,  # type: ignore[arg-type]
-    )

@@ -1,4 +1,4 @@
-"""What happens in the cluster, to all who listen: server-sent events, one look a second however many they are."""
+"""Server-sent events about the cluster. One poll of the status serves all subscribers."""
 
 import asyncio
 import logging
@@ -8,105 +8,108 @@ from typing import Any
 
 import msgspec
 
+from disaggregated_inference.api import RequestRecord
 from disaggregated_inference.errors import QueueFull
 from disaggregated_inference.orchestrator import DisaggregatedInference
+from disaggregated_inference.timeouts import GatewayTimeouts
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 1.0
-_QUIET_S = 5.0  # a status that says nothing new comes no more often than this: it keeps the connection alive
-_MOST_WAITING = 256  # events before a listener that does not read; then it is let go
-_MOST_LISTENERS = 64
-_RESTLESS = ("heard_s_ago", "warmth")  # of a node: they always change, and say nothing new
+_MAX_QUEUED = 256  # events for a subscriber that does not read; then it is dropped
+_CHANGING_FIELDS = ("heard_s_ago", "warmth")  # of a node: they always change and are no news
 
 
 class Subscriber:
     def __init__(self) -> None:
-        self.events: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_WAITING)
+        self.events: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_QUEUED)
 
-    def put(self, some: bytes) -> bool:
-        """False: it did not read for too long, and this was the end."""
+    def put(self, event: bytes) -> bool:
+        """False: the subscriber did not read for too long, and its stream ends."""
         if self.events.full():
             self.end()
             return False
-        self.events.put_nowait(some)
+        self.events.put_nowait(event)
         return True
 
     def end(self) -> None:
-        """Nothing more: what waits is let go, and so is the memory that it takes."""
+        """Events that were not sent are dropped, and their memory is freed."""
         while not self.events.empty():
             self.events.get_nowait()
         self.events.put_nowait(None)
 
 
 class EventStream:
-    """`core` is asked for each time: a new config brings another one."""
+    """`core` is called each time: a new config brings another orchestrator."""
 
-    def __init__(self, core: Callable[[], DisaggregatedInference]) -> None:
-        self._core = core
-        self.listeners: set[Subscriber] = set()
-        self._looking: asyncio.Task[None] | None = None
+    def __init__(
+        self,
+        core: Callable[[], DisaggregatedInference],
+        timeouts: GatewayTimeouts = GatewayTimeouts(),
+        max_subscribers: int = 64,
+    ) -> None:
+        self._core, self._timeouts, self._max_subscribers = core, timeouts, max_subscribers
+        self.subscribers: set[Subscriber] = set()
+        self._polling: asyncio.Task[None] | None = None
         core().on_end.append(self.ended)
 
     def require_room(self) -> None:
-        if len(self.listeners) >= _MOST_LISTENERS:
-            raise QueueFull(f"{_MOST_LISTENERS} listen already", round(_QUIET_S))
+        if len(self.subscribers) >= self._max_subscribers:
+            message = f"all {self._max_subscribers} event streams are in use"
+            raise QueueFull(message, round(self._timeouts.event_quiet_s))
 
     async def listen(self) -> AsyncGenerator[bytes, None]:
-        """Events until whoever listens leaves or is too slow."""
-        listener = Subscriber()
-        self.listeners.add(listener)
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._look())
+        """Events until the client leaves or is too slow."""
+        subscriber = Subscriber()
+        self.subscribers.add(subscriber)
+        if self._polling is None:
+            self._polling = asyncio.create_task(self._poll())
         try:
-            yield event("status", await self._core().status())
-            while (some := await listener.events.get()) is not None:
-                yield some
+            yield encode_event("status", await self._core().status())
+            while (event := await subscriber.events.get()) is not None:
+                yield event
         finally:
-            self._leave(listener)
+            self._remove(subscriber)
 
     def close(self) -> None:
-        """Every stream ends: the server is stopping."""
-        for listener in list(self.listeners):
-            listener.end()
-            self._leave(listener)
+        """Ends every stream: the server is stopping."""
+        for subscriber in list(self.subscribers):
+            subscriber.end()
+            self._remove(subscriber)
 
-    def ended(self, record: dict[str, Any]) -> None:
-        """A record of the history."""
-        if self.listeners:
-            self._tell(list(self.listeners), event("request", record))
+    def ended(self, record: RequestRecord) -> None:
+        if self.subscribers:
+            self._publish(encode_event("request", record.row()))
 
-    def _tell(self, listeners: list[Subscriber], some: bytes) -> None:
-        for listener in listeners:
-            if not listener.put(some):
-                self._leave(listener)
+    def _publish(self, event: bytes) -> None:
+        for subscriber in list(self.subscribers):
+            if not subscriber.put(event):
+                self._remove(subscriber)
 
-    def _leave(self, listener: Subscriber) -> None:
-        self.listeners.discard(listener)
-        if not self.listeners and self._looking:
-            self._looking.cancel()
-            self._looking = None
+    def _remove(self, subscriber: Subscriber) -> None:
+        self.subscribers.discard(subscriber)
+        if not self.subscribers and self._polling:
+            self._polling.cancel()
+            self._polling = None
 
-    async def _look(self) -> None:
-        said, said_at = b"", time.monotonic()
+    async def _poll(self) -> None:
+        sent, sent_at = b"", time.monotonic()
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(self._timeouts.event_poll_s)
             try:
                 status = await self._core().status()
-            except Exception:  # the next look may see more
+            except Exception:  # the next poll may succeed
                 log.exception("the cluster's status is not known")
                 continue
-            now, steady = time.monotonic(), _steady(status)
-            if steady != said or now - said_at >= _QUIET_S:
-                said, said_at = steady, now
-                self._tell(list(self.listeners), event("status", status))
+            now, news = time.monotonic(), _without_changing_fields(status)
+            if news != sent or now - sent_at >= self._timeouts.event_quiet_s:
+                sent, sent_at = news, now
+                self._publish(encode_event("status", status))
 
 
-def event(name: str, content: Any) -> bytes:
+def encode_event(name: str, content: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(content))
 
 
-def _steady(status: dict[str, Any]) -> bytes:
-    """Of a status, what is news when it changes."""
-    nodes = [{name: value for name, value in node.items() if name not in _RESTLESS} for node in status["nodes"]]
+def _without_changing_fields(status: dict[str, Any]) -> bytes:
+    nodes = [{name: value for name, value in node.items() if name not in _CHANGING_FIELDS} for node in status["nodes"]]
     return msgspec.json.encode(status | {"nodes": nodes})

@@ -1,27 +1,23 @@
-"""SIGHUP: config, keys and certificate are read again, and nobody who is being served notices."""
+"""SIGHUP: the gateway reloads config, keys and certificate without disturbing running requests."""
 
 import asyncio
 import logging
 
-import uvicorn
 from starlette.applications import Starlette
 
-from disaggregated_inference.cluster.config import load_config
+from disaggregated_inference.cluster import load_config
 from disaggregated_inference.gateway.auth import Keys
 from disaggregated_inference.gateway.key_file import read_keys
-from disaggregated_inference.http.tls import Certificate
-from disaggregated_inference.orchestrator import DisaggregatedInference
-from disaggregated_inference.orchestrator.threads import in_thread
+from disaggregated_inference.http import Certificate, HttpServer
+from disaggregated_inference.orchestrator import DisaggregatedInference, in_thread
+from disaggregated_inference.timeouts import GatewayTimeouts
 
 log = logging.getLogger(__name__)
 
-_NEWS_S = 3.0  # for the nodes of a new config to say that they are there
-_BEGIN_S = 60.0  # for a request whose body is still on its way
-
 
 class Reloader:
-    """A new config is a new orchestrator for new requests; the old one ends when its last request has. One that says
-    what it said before changes nothing, and what is wrong with any of the files leaves everything as it is."""
+    """A new config gets a new orchestrator, which takes all new requests; the old one ends with its last request. The
+    same config changes nothing. An error in any of the files leaves everything as it is."""
 
     def __init__(
         self,
@@ -30,14 +26,15 @@ class Reloader:
         keys: Keys,
         key_file: str,
         certificate: Certificate,
-        server: uvicorn.Server,
+        server: HttpServer,
+        timeouts: GatewayTimeouts = GatewayTimeouts(),
     ) -> None:
         self._app, self._config, self._keys, self._key_file = app, config, keys, key_file
-        self._certificate, self._server = certificate, server
+        self._certificate, self._server, self._timeouts = certificate, server, timeouts
         self._tasks: set[asyncio.Task[None]] = set()
-        self._one_at_a_time = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
-    def begin(self) -> None:
+    def start(self) -> None:
         task = asyncio.create_task(self._reload())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -49,53 +46,50 @@ class Reloader:
         await self._app.state.core.aclose()
 
     async def _reload(self) -> None:
-        async with self._one_at_a_time:
-            old, fresh = self._app.state.core, self._read()
-            if fresh is None:
+        async with self._lock:
+            old, new = self._app.state.core, self._load()
+            if new is None:
                 return
-            if fresh is not old:
-                await self._replaced(old, fresh)
-        log.warning("the config was read again: %s", ", ".join(fresh.config.names))
-        if fresh is not old:
-            await self._retired(old)
+            if new is not old:
+                await self._replace(old, new)
+        log.warning("the config was reloaded: %s", ", ".join(new.config.names))
+        if new is not old:
+            await self._retire(old)
 
-    async def _replaced(self, old: DisaggregatedInference, fresh: DisaggregatedInference) -> None:
-        try:
-            await _heard(fresh)
-        except BaseException:
-            await fresh.aclose()
-            raise
-        unneeded, self._app.state.core = fresh.inherit(old), fresh
-        await in_thread(unneeded.close)
-
-    def _read(self) -> DisaggregatedInference | None:
-        """All of it or nothing; where the config is what it was, the orchestrator that is there."""
+    def _load(self) -> DisaggregatedInference | None:
+        """All files or none. Returns the running orchestrator where the config has not changed."""
         try:
             read_keys(self._key_file or None)
             self._certificate.require()
             config, old = load_config(self._config), self._app.state.core
-            fresh = old if config == old.config else DisaggregatedInference(config)
+            new = old if config == old.config else DisaggregatedInference(config)
             self._keys.reload(self._key_file or None)
             if self._server.config.ssl:
                 self._certificate.load_into(self._server.config.ssl)
         except Exception as error:
-            log.error("the config was not read again, the old one stays: %s", error)
+            log.error("the config was not reloaded, the old one stays: %s", error)
             return None
-        for warning in fresh.config.warnings:
+        for warning in new.config.warnings:
             log.warning("%s", warning)
-        return fresh
+        return new
 
-    async def _retired(self, old: DisaggregatedInference) -> None:
-        """Requests know their orchestrator before it knows them: while their bodies are read."""
+    async def _replace(self, old: DisaggregatedInference, new: DisaggregatedInference) -> None:
+        """The new orchestrator first gets the status of its nodes, so that a load balancer finds the gateway ready at
+        every moment."""
         try:
-            if begun := set(self._server.server_state.tasks):
-                await asyncio.wait(begun, timeout=_BEGIN_S)
+            registry = await new.start()
+            await asyncio.gather(*(registry.wait_for_status(model) for model in new.config.names))
+        except BaseException:
+            await new.aclose()
+            raise
+        unneeded, self._app.state.core = new.replace(old), new
+        await in_thread(unneeded.close)
+
+    async def _retire(self, old: DisaggregatedInference) -> None:
+        """A request picks its orchestrator before its body is read, so the old one waits for those requests, too."""
+        try:
+            if running := set(self._server.server_state.tasks):
+                await asyncio.wait(running, timeout=self._timeouts.reload_body_s)
             await old.idle()
         finally:
             await old.aclose()
-
-
-async def _heard(fresh: DisaggregatedInference) -> None:
-    """Before anyone asks it: or the gateway would not be ready for a moment, and a load balancer would see it."""
-    watch = await fresh.start()
-    await asyncio.gather(*(watch.heard_of(model, _NEWS_S) for model in fresh.config.names))

@@ -1,6 +1,6 @@
-"""Answers that a later request may go on from: so many, so large, so old at most, and each caller's alone.
+"""Responses that a later request may continue from: limited in number, size and age, and private to each API key.
 
-In memory: a gateway that starts again has forgotten them, and another gateway never knew them.
+The store is in memory: a restarted gateway, or another one, does not have them.
 """
 
 import time
@@ -17,64 +17,63 @@ class ResponseNotFound(BadRequest):
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """`read` is what the answer answers, with everything that was said before it."""
+    """`prompt`: all items that the model read, those of earlier responses included."""
 
-    read: tuple[Any, ...]
+    prompt: tuple[Any, ...]
     response: Any
     size_bytes: int
-    kept_at: float
+    stored_at: float
 
 
 class ResponseStore:
     def __init__(
         self,
-        most: int = 1000,
-        most_bytes: int = 256 << 20,
-        age_s: float = 24 * 3600.0,
+        max_count: int = 1000,
+        max_bytes: int = 256 << 20,
+        max_age_s: float = 24 * 3600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._most, self._most_bytes, self._age_s, self._clock = most, most_bytes, age_s, clock
-        self._kept: dict[tuple[str, str], StoredResponse] = {}  # oldest first
+        self._max_count, self._max_bytes, self._max_age_s, self._clock = max_count, max_bytes, max_age_s, clock
+        self._responses: dict[tuple[str, str], StoredResponse] = {}  # oldest first
         self.size_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._responses)
 
-    def put(self, owner: str, name: str, read: tuple[Any, ...], response: Any) -> None:
-        # A conversation's answers share what was said before them, and each is counted with all of it: any of them may
-        # be the last to hold it.
-        size_bytes = len(msgspec.json.encode((read, response)))
-        self._drop((owner, name))
-        self._kept[owner, name] = StoredResponse(
-            read=read, response=response, size_bytes=size_bytes, kept_at=self._clock()
+    def put(self, owner: str, id: str, prompt: tuple[Any, ...], response: Any) -> None:
+        # Responses of one conversation share the earlier items. Each is counted with all of them, because any of them
+        # may be the last one in the store.
+        size_bytes = len(msgspec.json.encode((prompt, response)))
+        self._drop((owner, id))
+        self._responses[owner, id] = StoredResponse(
+            prompt=prompt, response=response, size_bytes=size_bytes, stored_at=self._clock()
         )
         self.size_bytes += size_bytes
-        self._make_room()
+        self._evict()
 
-    def get(self, owner: str, name: str) -> StoredResponse:
-        """Somebody else's is not there."""
-        self._make_room()
-        if found := self._kept.get((owner, name)):
+    def get(self, owner: str, id: str) -> StoredResponse:
+        self._evict()
+        if found := self._responses.get((owner, id)):
             return found
-        raise ResponseNotFound(f"no response {name!r} is kept here: it was never stored, was deleted, or is too old")
+        raise ResponseNotFound(f"no response {id!r} is stored: it was never stored, was deleted, or is too old")
 
-    def delete(self, owner: str, name: str) -> None:
-        self.get(owner, name)
-        self._drop((owner, name))
+    def delete(self, owner: str, id: str) -> None:
+        self.get(owner, id)
+        self._drop((owner, id))
 
     def owned(self, owner: str) -> list[StoredResponse]:
         """Newest first."""
-        self._make_room()
-        return [kept for (name, _), kept in reversed(self._kept.items()) if name == owner]
+        self._evict()
+        return [stored for (name, _), stored in reversed(self._responses.items()) if name == owner]
 
-    def _make_room(self) -> None:
-        while self._kept and self._too_much(next(iter(self._kept.values()))):
-            self._drop(next(iter(self._kept)))
+    def _evict(self) -> None:
+        while self._responses and self._over_limit(next(iter(self._responses.values()))):
+            self._drop(next(iter(self._responses)))
 
-    def _too_much(self, oldest: StoredResponse) -> bool:
-        too_old = self._clock() - oldest.kept_at > self._age_s
-        return too_old or len(self._kept) > self._most or self.size_bytes > self._most_bytes
+    def _over_limit(self, oldest: StoredResponse) -> bool:
+        too_old = self._clock() - oldest.stored_at > self._max_age_s
+        return too_old or len(self._responses) > self._max_count or self.size_bytes > self._max_bytes
 
     def _drop(self, key: tuple[str, str]) -> None:
-        if dropped := self._kept.pop(key, None):
+        if dropped := self._responses.pop(key, None):
             self.size_bytes -= dropped.size_bytes

@@ -1,6 +1,6 @@
-"""What the cluster should reach, beside what it does: from the history in memory and the nodes' last word.
+"""Service level targets beside measured values, from the history in memory and the nodes' last status.
 
-Nothing is invented. Where nothing was measured, `measured` and `met` are null.
+`measured` and `met` are null where nothing was measured.
 """
 
 import statistics
@@ -14,17 +14,17 @@ from disaggregated_inference.gateway.metrics import STATUS_OF
 
 Record = dict[str, Any]
 
-_LATELY_S = 60.0
+_RECENT_S = 60.0
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """Below `goal`, or above it, as `better` says."""
+    """Met below `goal` or above it, by `better`."""
 
     name: str
     unit: str
     goal: float
     better: str  # "lower" or "higher"
-    what: str  # of which figures `measured` is made
+    what: str  # what `measured` is
     measured: float | None = None
     met: bool | None = None
 
@@ -43,23 +43,24 @@ _TARGETS = (
 
 
 def targets(records: Sequence[Record], nodes: Sequence[Record], now: float | None = None) -> list[Record]:
-    """`records` are the history's, `nodes` as the orchestrator's status has them."""
-    lately = [record for record in records if _ended_at(record) > (now or time.time()) - _LATELY_S]
+    """`records`: the history. `nodes`: as in the orchestrator's status."""
+    recent = [record for record in records if _span(record)[1] > (now or time.time()) - _RECENT_S]
     answered = [record for record in records if record.get("ok")]
+    energy_wh = _mean(record.get("energy_wh") for record in answered)
     measured = {
         "end_to_end": _p95([record["total_time"] for record in answered if record.get("total_time")]),
-        "requests_per_second": sum(bool(record.get("ok")) for record in lately) / _LATELY_S if lately else None,
-        "parallel_efficiency": parallel_efficiency(lately),
+        "requests_per_second": sum(bool(record.get("ok")) for record in recent) / _RECENT_S if recent else None,
+        "parallel_efficiency": parallel_efficiency(recent),
         "errors": error_share(records),
         "failover": max(_stalls(records), default=None),
         "cost_per_request": _mean(record.get("cost") for record in answered),
-        "requests_per_kwh": _per(_mean(record.get("energy_wh") for record in answered), 1000),
+        "requests_per_kwh": 1000 / energy_wh if energy_wh else None,
         "utilisation": _utilisation(nodes),
     }
-    return [msgspec.to_builtins(_held_against(target, measured.get(target.name))) for target in _TARGETS]
+    return [msgspec.to_builtins(_measured(target, measured.get(target.name))) for target in _TARGETS]
 
 
-def _held_against(target: Target, measured: float | None) -> Target:
+def _measured(target: Target, measured: float | None) -> Target:
     if measured is None:
         return target
     met = measured < target.goal if target.better == "lower" else measured > target.goal
@@ -67,8 +68,8 @@ def _held_against(target: Target, measured: float | None) -> Target:
 
 
 def parallel_efficiency(records: Sequence[Record]) -> float | None:
-    """What they would have taken one after the other, over the time in which at least one was under way."""
-    spans = sorted((_began_at(record), _ended_at(record)) for record in records if record.get("total_time"))
+    """The sum of all durations over the time in which at least one request was running."""
+    spans = sorted(_span(record) for record in records if record.get("total_time"))
     wall_s, until = 0.0, float("-inf")
     for start, end in spans:
         wall_s += max(0.0, end - max(start, until))
@@ -77,24 +78,19 @@ def parallel_efficiency(records: Sequence[Record]) -> float | None:
 
 
 def error_share(records: Sequence[Record]) -> float | None:
-    """Per cent. Whoever asked for what cannot be, or left, is no error of the cluster's."""
-    counted = [record for record in records if record.get("ok") or _is_ours(record)]
+    """Per cent. Refused and cancelled requests do not count."""
+    counted = [record for record in records if record.get("ok") or _is_cluster_error(record)]
     return 100 * sum(not record.get("ok") for record in counted) / len(counted) if counted else None
 
 
-def _is_ours(record: Record) -> bool:
+def _is_cluster_error(record: Record) -> bool:
     code = str((record.get("error") or {}).get("code"))
     return record.get("outcome") == "failed" and STATUS_OF.get(code, 500) >= 500
 
 
-def _ended_at(record: Record) -> float:
-    ended_at: float = _began_at(record) + (record.get("total_time") or 0.0)
-    return ended_at
-
-
-def _began_at(record: Record) -> float:
-    began_at: float = record.get("time") or 0.0
-    return began_at
+def _span(record: Record) -> tuple[float, float]:
+    start: float = record.get("time") or 0.0
+    return start, start + (record.get("total_time") or 0.0)
 
 
 def _stalls(records: Sequence[Record]) -> list[float]:
@@ -112,11 +108,7 @@ def _mean(values: Any) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _per(value: float | None, whole: float) -> float | None:
-    return whole / value if value else None
-
-
 def _utilisation(nodes: Sequence[Record]) -> float | None:
-    writers = [node["slots"] for node in nodes if node["usable"] and node["role"] != "prefill"]
-    slots = sum(each["most"] for each in writers)
-    return 100 * sum(each["used"] for each in writers) / slots if slots else None
+    slots = [node["slots"] for node in nodes if node["usable"] and node["role"] != "prefill"]
+    total = sum(each["most"] for each in slots)
+    return 100 * sum(each["used"] for each in slots) / total if total else None

@@ -1,4 +1,4 @@
-"""What Ollama's programs are told: one JSON object a line, times in nanoseconds."""
+"""What Ollama's API writes: one JSON object per line, times in nanoseconds."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -12,13 +12,13 @@ from disaggregated_inference.gateway.tool_parsers.base import (
     ToolCallArguments,
     ToolCallStart,
 )
-from disaggregated_inference.models.tokenizer import ModelTokenizer
+from disaggregated_inference.models import ModelTokenizer
 
-_BEFORE_READING = ("queue", "admission", "canary", "prefill queue", "load")  # of the waterfall
+_BEFORE_PREFILL = ("queue", "admission", "canary", "prefill queue", "load")  # phases of the waterfall
 
 
 class OllamaChunk(msgspec.Struct):
-    """Of an answer, what is told together."""
+    """The content of one line."""
 
     text: str = ""
     thinking: str = ""
@@ -36,81 +36,95 @@ class OllamaChunk(msgspec.Struct):
 
 
 class OllamaWriter:
-    """One answer. `name` is the model's as it was asked for: programs compare. A tool call is told when it is whole."""
+    """Writes one completion. `name`: the model as the client named it, because programs compare. A tool call is written
+    once it is complete."""
 
-    def __init__(self, name: str, in_chat: bool, tokenizer: ModelTokenizer) -> None:
-        self._name, self._in_chat, self._tokenizer = name, in_chat, tokenizer
+    def __init__(self, name: str, is_chat: bool, tokenizer: ModelTokenizer) -> None:
+        self._name, self._is_chat, self._tokenizer = name, is_chat, tokenizer
         self._call: ToolCallStart | None = None
         self._arguments = ""
-        self._reason = "stop"
+        self._done_reason = "stop"
+        self._taken, self._metrics = OllamaChunk(), dict[str, Any]()
 
-    def piece(self, part: ChatDelta) -> OllamaChunk:
-        piece = OllamaChunk(logprobs=self._likely(part))
-        for said in part.said:
-            if isinstance(said, TextDelta):
-                piece.text += said.text
-            elif isinstance(said, ReasoningDelta):
-                piece.thinking += said.text
-            elif isinstance(said, ToolCallArguments):
-                self._arguments += said.text
+    def take(self, delta: ChatDelta) -> None:
+        """Without a stream: `end` has all of the content."""
+        self._taken.add(self.chunk(delta))
+        self._metrics = delta.metrics or {}
+
+    def line(self, delta: ChatDelta) -> bytes:
+        """Empty if there is nothing to send."""
+        if delta.metrics is not None:
+            self._metrics = delta.metrics
+            return encode_line(self.end())
+        chunk = self.chunk(delta)
+        return encode_line(self.body(chunk)) if chunk else b""
+
+    def chunk(self, delta: ChatDelta) -> OllamaChunk:
+        chunk = OllamaChunk(logprobs=self._logprobs(delta))
+        for piece in delta.content:
+            if isinstance(piece, TextDelta):
+                chunk.text += piece.text
+            elif isinstance(piece, ReasoningDelta):
+                chunk.thinking += piece.text
+            elif isinstance(piece, ToolCallArguments):
+                self._arguments += piece.text
             else:
-                self._close_call(piece)
-                self._call = said
-        if part.finish_reason:
-            self._close_call(piece)
-            self._reason = "length" if part.finish_reason == "length" else "stop"
-        return piece
+                self._close_call(chunk)
+                self._call = piece
+        if delta.finish_reason:
+            self._close_call(chunk)
+            self._done_reason = "length" if delta.finish_reason == "length" else "stop"
+        return chunk
 
-    def _close_call(self, piece: OllamaChunk) -> None:
-        """One that was cut off is told as text: half of its arguments must not be taken for all of them."""
+    def _close_call(self, chunk: OllamaChunk) -> None:
+        """A call that was cut off becomes text: its arguments are not complete."""
         if not self._call:
             return
         try:
             function = {"name": self._call.name, "arguments": msgspec.json.decode(self._arguments or "{}")}
-            piece.calls.append({"id": self._call.id, "function": function})
+            chunk.calls.append({"id": self._call.id, "function": function})
         except (ValueError, RecursionError):
-            piece.text += self._arguments
+            chunk.text += self._arguments
         self._call, self._arguments = None, ""
 
-    def _likely(self, part: ChatDelta) -> list[dict[str, Any]]:
-        if part.logprob is None or part.token is None:
+    def _logprobs(self, delta: ChatDelta) -> list[dict[str, Any]]:
+        if delta.logprob is None or delta.token is None:
             return []
-        others = [self._one(int(each["token"]), each["logprob"]) for each in part.top_logprobs]
-        return [self._one(part.token, part.logprob) | ({"top_logprobs": others} if others else {})]
+        top = [self._logprob(each.token, each.logprob) for each in delta.top_logprobs]
+        return [self._logprob(delta.token, delta.logprob) | ({"top_logprobs": top} if top else {})]
 
-    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+    def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
         raw = self._tokenizer.token_bytes(token)
         return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
 
-    def told(self, piece: OllamaChunk, **last: Any) -> dict[str, Any]:
+    def body(self, chunk: OllamaChunk, **last: Any) -> dict[str, Any]:
         head = {"model": self._name, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
-        likely = {"logprobs": piece.logprobs} if piece.logprobs else {}
-        return head | self._content(piece) | likely | {"done": False} | last
+        logprobs = {"logprobs": chunk.logprobs} if chunk.logprobs else {}
+        return head | self._content(chunk) | logprobs | {"done": False} | last
 
-    def _content(self, piece: OllamaChunk) -> dict[str, Any]:
-        thinking = {"thinking": piece.thinking} if piece.thinking else {}
-        if not self._in_chat:
-            return {"response": piece.text} | thinking
-        calls = {"tool_calls": piece.calls} if piece.calls else {}
-        return {"message": {"role": "assistant", "content": piece.text} | thinking | calls}
+    def _content(self, chunk: OllamaChunk) -> dict[str, Any]:
+        thinking = {"thinking": chunk.thinking} if chunk.thinking else {}
+        if not self._is_chat:
+            return {"response": chunk.text} | thinking
+        calls = {"tool_calls": chunk.calls} if chunk.calls else {}
+        return {"message": {"role": "assistant", "content": chunk.text} | thinking | calls}
 
-    def end(self, metrics: dict[str, Any], whole: OllamaChunk | None = None) -> dict[str, Any]:
-        """The last line; the only one, where all of the answer is in it."""
-        return self.told(whole or OllamaChunk(), done=True, done_reason=self._reason, **_figures(metrics))
+    def end(self) -> dict[str, Any]:
+        """The last line; without a stream the only one."""
+        return self.body(self._taken, done=True, done_reason=self._done_reason, **_durations(self._metrics))
 
     def loaded(self) -> dict[str, Any]:
-        return self.told(OllamaChunk(), done=True, done_reason="load")
+        return self.body(OllamaChunk(), done=True, done_reason="load")
 
 
-def line(content: dict[str, Any]) -> bytes:
+def encode_line(content: dict[str, Any]) -> bytes:
     return msgspec.json.encode(content) + b"\n"
 
 
-def _figures(metrics: dict[str, Any]) -> dict[str, int]:
-    """No duration is 0: programs divide by them. Only an Ollama loads for a request, so what stands for it is all the
-    waiting before its prompt was read."""
+def _durations(metrics: dict[str, Any]) -> dict[str, int]:
+    """No duration is 0, because programs divide by them. The load duration is all waiting before the prefill."""
     phases = metrics.get("waterfall") or ()
-    waited_s = sum(phase["seconds"] for phase in phases if phase["name"] in _BEFORE_READING)
+    waited_s = sum(phase["seconds"] for phase in phases if phase["name"] in _BEFORE_PREFILL)
     return {
         "total_duration": _nanoseconds(metrics["total_time"]),
         "load_duration": _nanoseconds(waited_s),

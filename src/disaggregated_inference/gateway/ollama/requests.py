@@ -1,20 +1,22 @@
-"""What Ollama's programs ask for. Null is absent; fields and options nobody knows are let be, as Ollama does; what
-would change the answer and cannot be had is refused."""
+"""Requests of Ollama's API. null = unset; unknown fields and options are ignored, as Ollama does."""
 
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from disaggregated_inference.api import OutputFormat, RequestOptions
+from disaggregated_inference.api.sampling import Logprobs, Penalty, RepetitionPenalty, Share, Stops, Temperature
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.reasoning_effort import can_think
 from disaggregated_inference.gateway.tool_parsers.tools import require_tools
-from disaggregated_inference.models.tokenizer import ModelTokenizer
+from disaggregated_inference.gateway.validation import read_request, without_nulls
+from disaggregated_inference.models import ModelTokenizer
 
-_REFUSED = {
-    "template": "the model's own chat template is used; leave it out, or send a whole prompt with raw",
-    "suffix": "these models write what comes after the prompt; write the gap into the prompt yourself",
-    "context": "tokens of an earlier answer are not taken; send the conversation to /api/chat",
+_REFUSED = {  # they would change the completion
+    "template": "the model's own chat template is used; leave it out, or send a rendered prompt with raw",
+    "suffix": "the models write what follows the prompt; describe the gap in the prompt",
+    "context": "tokens of an earlier completion are not supported; send the conversation to /api/chat",
 }
 
 _NUMBER = r"\d+(\.\d+)?"
@@ -24,39 +26,43 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Those that have a meaning here, and samplers that cannot be had. Others are about how a model is loaded."""
+    """Options that are supported, and samplers that are refused. Others are about loading a model and are ignored."""
 
     num_predict: int | None = None
-    num_ctx: int | None = None  # room for it is there, up to the window, as in Ollama; what does not fit is refused
-    temperature: float | None = None
+    num_ctx: int | None = None  # ignored: a prompt may always fill the context window
+    temperature: Temperature | None = None
     top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Stops | None = None
     mirostat: int | None = None
     typical_p: float | None = None
 
-    def require_possible(self) -> None:
+    def require_supported(self) -> None:
         for name, value, harmless in (("mirostat", self.mirostat, 0), ("typical_p", self.typical_p, 1)):
             if value not in (None, harmless):
-                raise BadRequest(f"options.{name}: there is no such sampler; use temperature, top_k, top_p or min_p")
+                raise BadRequest(f"options.{name}: not supported; use temperature, top_k, top_p or min_p")
 
     @property
     def fills_window(self) -> bool:
-        """-1 (without an end) and -2 (until the window is full) are the same here: the window is an end."""
+        """-1 (no limit) and -2 (until the context window is full) mean the same here."""
         return self.num_predict is not None and self.num_predict <= 0
 
-    def plain(self) -> dict[str, Any]:
-        """For the orchestrator; what was not said is None there too."""
-        self.require_possible()
-        same = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
-        return {name: getattr(self, name) for name in same} | {
+    def plain(self) -> RequestOptions:
+        """For the orchestrator; None: unset."""
+        self.require_supported()
+        return {
             "max_tokens": None if self.fills_window else self.num_predict,
+            "temperature": self.temperature,
             "top_k": None if self.top_k is None else max(0, self.top_k),
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": self.repeat_penalty,
             "seed": None if self.seed is None or self.seed < 0 else self.seed,
             "stop": self.stop or None,
@@ -64,44 +70,44 @@ class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What both endpoints take."""
+    """The fields of both endpoints."""
 
     model: str = ""
     stream: bool | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: dict[str, Any] | None = None
-    keep_alive: float | _Duration | None = None  # models stay: it is taken and changes nothing
+    keep_alive: float | _Duration | None = None  # has no effect: models stay loaded
     think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Logprobs | None = None
 
     @property
-    def streams(self) -> bool:
+    def is_streamed(self) -> bool:
         return self.stream is not False
 
     @property
     def unloads(self) -> bool:
-        """With nothing to answer: the way to be rid of a model."""
+        """Without a prompt, a keep_alive of 0 unloads a model."""
         return self.keep_alive is not None and str(self.keep_alive).rstrip("smh") in ("0", "0.0")
 
-    def tuning(self) -> OllamaOptions:
-        # Ollama takes a whole number with a point for an integer.
+    def sampling(self) -> OllamaOptions:
+        # Ollama reads 5.0 as an integer.
         given = {name: int(value) if _is_whole(value) else value for name, value in (self.options or {}).items()}
         return read(given, OllamaOptions)
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> RequestOptions:
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs: set it to true")
-        likely = {"logprobs": self.top_logprobs or 0} if self.logprobs else {}
-        return self.tuning().plain() | likely | ({"format": self._format()} if self.format else {})
+        return self.sampling().plain() | {"logprobs": self.top_logprobs or 0 if self.logprobs else None}
 
-    def _format(self) -> dict[str, Any]:
-        if self.format == "json":
-            return {"type": "json_object"}
-        return {"type": "json_schema", "schema": self.format}
+    def output_format(self) -> OutputFormat | None:
+        if not self.format:
+            return None
+        schema = self.format if isinstance(self.format, dict) else None
+        return OutputFormat(type="json_schema" if schema else "json_object", schema=schema)
 
     def template(self, tokenizer: ModelTokenizer) -> dict[str, Any]:
-        """What the chat template gets to hear of thinking. Models call it differently; none minds the others' names."""
+        """Templates have different names for thinking. Each ignores the names that it does not know."""
         if self.think is None:
             return {}
         text, thinks = tokenizer.chat_template, bool(self.think)
@@ -122,7 +128,7 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
     images: list[Any] | None = None
     context: list[Any] | None = None
 
-    def require_possible(self) -> None:
+    def require_supported(self) -> None:
         given = {"template": self.template_given, "suffix": self.suffix, "context": self.context}
         for name, value in given.items():
             if value:
@@ -130,11 +136,11 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
         if self.raw and self.system:
             raise BadRequest("raw mode does not support system: write it into the prompt")
         if self.raw and self.images:
-            raise BadRequest("raw mode does not support images: leave out raw, or ask /api/chat")
+            raise BadRequest("raw mode does not support images: leave out raw, or use /api/chat")
 
     def messages(self) -> list[dict[str, Any]]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, {"role": "user", "content": self.prompt} | _pictures(self.images)]
+        return [*system, {"role": "user", "content": self.prompt} | _images(self.images)]
 
 
 class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,15 +153,15 @@ class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As OpenAI has it, and so chat templates; pictures as an Ollama's node has them."""
-        found: dict[str, Any] = {"role": self.role, "content": self.content or ""} | _pictures(self.images)
+        """In OpenAI's form, which chat templates read; images in the form of Ollama nodes."""
+        plain: dict[str, Any] = {"role": self.role, "content": self.content or ""} | _images(self.images)
         if self.thinking:
-            found |= {"reasoning_content": self.thinking, "thinking": self.thinking}  # Qwen's name, and GPT-OSS's
+            plain |= {"reasoning_content": self.thinking, "thinking": self.thinking}  # Qwen's name and GPT-OSS's
         if self.tool_calls:
-            found["tool_calls"] = [{"type": "function"} | call for call in self.tool_calls]
+            plain["tool_calls"] = [{"type": "function"} | call for call in self.tool_calls]
         if self.tool_name:
-            found["name"] = self.tool_name
-        return found | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
+            plain["name"] = self.tool_name
+        return plain | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
 
 
 class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
@@ -165,32 +171,28 @@ class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
     def plain_tools(self, tokenizer: ModelTokenizer) -> list[dict[str, Any]]:
         tools = [{"type": "function"} | tool for tool in self.tools or ()]
         require_tools(tools)
-        if tools and not can_call(tokenizer):
+        if tools and not can_call_tools(tokenizer):
             raise BadRequest(f'"{self.model}" does not support tools: leave them out, or use another model')
         return tools
 
 
 class OllamaModelRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One model, by the name of today or the one that Ollama had for it before."""
+    """`name` is the old name of the field `model`."""
 
     model: str | None = None
     name: str | None = None
 
 
-def can_call(tokenizer: ModelTokenizer) -> bool:
+def can_call_tools(tokenizer: ModelTokenizer) -> bool:
     return "tools" in tokenizer.chat_template
 
 
-def _pictures(images: list[Any] | None) -> dict[str, Any]:
+def _images(images: list[Any] | None) -> dict[str, Any]:
     return {"images": images} if images else {}
 
 
 def read(body: dict[str, Any], kind: type[Kind]) -> Kind:
-    given = {name: value for name, value in body.items() if value is not None}
-    try:
-        return msgspec.convert(given, kind)
-    except msgspec.ValidationError as error:
-        raise BadRequest(f"the request cannot be understood: {error}") from error
+    return read_request(without_nulls(body), kind)
 
 
 def _is_whole(value: Any) -> bool:

@@ -1,8 +1,6 @@
-"""Ollama's API: programs written for it move over by changing the host."""
+"""Ollama's API: the routes. Programs written for Ollama change the host only."""
 
-import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -11,10 +9,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from disaggregated_inference.errors import DisaggError, ModelNotFound, NoDecodeNode, NotOffered
-from disaggregated_inference.gateway.chat import ChatDelta, ChatRequest, Parts, asked, converse
-from disaggregated_inference.gateway.cluster.routes import SERVES, window_of
+from disaggregated_inference.gateway.chat import ChatRequest, consume, encode_all, render_prompt, stream_chat
+from disaggregated_inference.gateway.cluster.routes import context_window
 from disaggregated_inference.gateway.ollama.models import model_of, ps, show, tags
-from disaggregated_inference.gateway.ollama.output import OllamaChunk, OllamaWriter, line
+from disaggregated_inference.gateway.ollama.output import OllamaChunk, OllamaWriter, encode_line
 from disaggregated_inference.gateway.ollama.requests import (
     OllamaChatRequest,
     OllamaGenerateRequest,
@@ -23,24 +21,20 @@ from disaggregated_inference.gateway.ollama.requests import (
     read,
 )
 from disaggregated_inference.gateway.request_context import RequestContext
-from disaggregated_inference.gateway.tool_parsers.base import TextDelta
-from disaggregated_inference.http.sse import body_of, json_response, streamed, unless_gone
-from disaggregated_inference.models.tokenizer import ModelTokenizer
-from disaggregated_inference.orchestrator import Delta, DisaggregatedInference
-from disaggregated_inference.orchestrator.threads import in_thread
+from disaggregated_inference.http import json_response, read_json, stream_response, unless_disconnected
+from disaggregated_inference.models import ModelTokenizer
+from disaggregated_inference.orchestrator import DisaggregatedInference, in_thread
 
-log = logging.getLogger(__name__)
-
-VERSION = "0.13.0"  # of the Ollama whose API this is: programs look before they think, call tools or ask for a schema
-_LINES = "application/x-ndjson"
-_ABSENT = {
-    "/api/push": "models are not published from here; share their folder",
-    "/api/create": "models come with the nodes; start one with it: `disagg serve --model ...`",
+VERSION = "0.13.0"  # programs check it before they use thinking, tools or schemas
+_NDJSON = "application/x-ndjson"
+_NOT_OFFERED = {
+    "/api/push": "the gateway publishes no models; share their folder",
+    "/api/create": "models come with the nodes; start one: `disagg serve --model ...`",
     "/api/copy": "a second name for a model is an alias in the cluster file",
-    "/api/delete": "models stay; take its nodes out of the cluster file",
-    "/api/embed": "no node makes embeddings; ask an Ollama for them",
-    "/api/embeddings": "no node makes embeddings; ask an Ollama for them",
-    "/api/blobs/{digest}": "models come with the nodes; start one with it: `disagg serve --model ...`",
+    "/api/delete": "models stay; take the model's nodes out of the cluster file",
+    "/api/embed": "no node makes embeddings; use an Ollama for them",
+    "/api/embeddings": "no node makes embeddings; use an Ollama for them",
+    "/api/blobs/{digest}": "models come with the nodes; start one: `disagg serve --model ...`",
 }
 
 
@@ -54,16 +48,17 @@ def routes() -> list[Route]:
         Route("/api/ps", ps),
         Route("/api/version", _version),
         Route("/api/pull", _pull, methods=["POST"]),
-        *(Route(path, _absent(words), methods=["GET", "POST", "DELETE"]) for path, words in _ABSENT.items()),
+        *(Route(path, _refuse(reason), methods=["GET", "POST", "DELETE"]) for path, reason in _NOT_OFFERED.items()),
     ]
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    return {"error": str(error) if isinstance(error, DisaggError) else "something went wrong here"}
+    """Unexpected errors are for the log, not for the client."""
+    return {"error": str(error) if isinstance(error, DisaggError) else "internal error; see the gateway's log"}
 
 
 async def _running(request: Request) -> Response:
-    """What programs look for to see whether anyone is there."""
+    """Programs check for an Ollama with it."""
     return PlainTextResponse("Ollama is running")
 
 
@@ -72,150 +67,87 @@ async def _version(request: Request) -> Response:
 
 
 async def _pull(request: Request) -> Response:
-    """Many programs pull before they ask. What the cluster has is there already."""
-    call, named = RequestContext(request), read(await body_of(request), OllamaModelRequest)
+    """Many programs pull first. It succeeds where the cluster has the model."""
+    context, wanted = RequestContext(request), read(await read_json(request), OllamaModelRequest)
     try:
-        model_of(call, named.model or named.name)
+        model_of(context, wanted.model or wanted.name)
     except ModelNotFound as error:
-        raise NotOffered(f"{error}; models are not fetched from here: start a node with it, `disagg serve`") from error
-    return Response(line({"status": "success"}), media_type=_LINES)
+        raise NotOffered(f"{error}; the gateway downloads no models: start a node with it, `disagg serve`") from error
+    return Response(encode_line({"status": "success"}), media_type=_NDJSON)
 
 
-def _absent(words: str) -> Callable[[Request], Awaitable[Response]]:
+def _refuse(reason: str) -> Callable[[Request], Awaitable[Response]]:
     async def refuse(request: Request) -> Response:
-        raise NotOffered(f"{request.url.path}: {words}")
+        raise NotOffered(f"{request.url.path}: {reason}")
 
     return refuse
 
 
 async def _generate(request: Request) -> Response:
-    call, wanted = RequestContext(request), read(await body_of(request), OllamaGenerateRequest)
-    wanted.require_possible()
-    model = model_of(call, wanted.model)
+    context, wanted = RequestContext(request), read(await read_json(request), OllamaGenerateRequest)
+    wanted.require_supported()
+    model = model_of(context, wanted.model)
     if not wanted.prompt:
-        return await _loaded(call, model, wanted)
-    tokenizer, options = await call.core.tokenizer(model), wanted.plain() | call.options()
+        return await _loaded(context, model, wanted)
+    tokenizer = await context.core.tokenizer(model)
     if wanted.raw or not (tokenizer.chat_template or wanted.images):
-        parts = _plain_parts(call.core, await _prompted(call, model, wanted, options))
-    else:
-        template = wanted.template(tokenizer)
-        turn = ChatRequest(model=model, messages=wanted.messages(), template=template, options=options)
-        parts = converse(call.core, await _roomy(call.core, turn, wanted))
-    return await _answer(request, call, wanted, parts, tokenizer)
+        return await _respond(context, wanted, ChatRequest(model=model, prompt=wanted.prompt), tokenizer)
+    chat = ChatRequest(model=model, messages=wanted.messages(), template=wanted.template(tokenizer))
+    return await _respond(context, wanted, chat, tokenizer)
 
 
 async def _chat(request: Request) -> Response:
-    call, wanted = RequestContext(request), read(await body_of(request), OllamaChatRequest)
-    model = model_of(call, wanted.model)
+    context, wanted = RequestContext(request), read(await read_json(request), OllamaChatRequest)
+    model = model_of(context, wanted.model)
     if not wanted.messages:
-        return await _loaded(call, model, wanted)
-    tokenizer = await call.core.tokenizer(model)
-    turn = ChatRequest(
+        return await _loaded(context, model, wanted)
+    tokenizer = await context.core.tokenizer(model)
+    chat = ChatRequest(
         model=model,
         messages=[message.plain() for message in wanted.messages],
         tools=wanted.plain_tools(tokenizer),
         template=wanted.template(tokenizer),
-        options=wanted.plain() | call.options(),
     )
-    return await _answer(request, call, wanted, converse(call.core, await _roomy(call.core, turn, wanted)), tokenizer)
+    return await _respond(context, wanted, chat, tokenizer)
 
 
-async def _roomy(core: DisaggregatedInference, turn: ChatRequest, wanted: OllamaRequest) -> ChatRequest:
-    """Where an answer may go on until the window is full: with what the prompt leaves of it."""
-    if not wanted.tuning().fills_window:
-        return turn
-    tokenizer = await core.tokenizer(turn.model)
-    plain = asked(turn, tokenizer)
-    text = tokenizer.render_chat(plain["messages"], **plain["template"])
-    assert turn.model
-    left = await _left(core, turn.model, tokenizer, text)
-    return msgspec.structs.replace(turn, options=turn.options | left)
-
-
-async def _prompted(
-    call: RequestContext, model: str, wanted: OllamaGenerateRequest, options: dict[str, Any]
-) -> dict[str, Any]:
-    assert wanted.prompt
-    left: dict[str, Any] = {}
-    if wanted.tuning().fills_window:
-        left = await _left(call.core, model, await call.core.tokenizer(model), wanted.prompt)
-    return options | left | {"model": model, "prompt": wanted.prompt}
-
-
-async def _left(core: DisaggregatedInference, model: str, tokenizer: ModelTokenizer, text: str) -> dict[str, Any]:
-    window = await window_of(core, model)
-    assert window  # who handed out the tokenizer has said it
-    tokens = await in_thread(lambda: tokenizer.encode_within(text, window))
-    return {"max_tokens": max(1, window - len(tokens))}
-
-
-async def _plain_parts(core: DisaggregatedInference, options: dict[str, Any]) -> Parts:
-    """Without a template before it and a parser behind it."""
-    async with aclosing(core.batches(**options)) as batches:
-        async for deltas in batches:
-            yield [_part(delta) for delta in deltas]
-
-
-def _part(delta: Delta) -> ChatDelta:
-    return ChatDelta(
-        said=(TextDelta(delta.text),) if delta.text else (),
-        token=delta.token,
-        logprob=delta.logprob,
-        top_logprobs=delta.top_logprobs,
-        finish_reason=delta.finish_reason,  # type: ignore[arg-type]
-        metrics=delta.metrics,
-    )
-
-
-async def _answer(
-    request: Request, call: RequestContext, wanted: OllamaRequest, parts: Parts, tokenizer: ModelTokenizer
+async def _respond(
+    context: RequestContext, wanted: OllamaRequest, chat: ChatRequest, tokenizer: ModelTokenizer
 ) -> Response:
-    telling = OllamaWriter(wanted.model or call.model(None), isinstance(wanted, OllamaChatRequest), tokenizer)
-    if not wanted.streams:
-        return json_response(await unless_gone(request, _whole(parts, telling)), headers=call.headers())
-    # NDJSON has no comments: what keeps the connection alive is a piece of nothing.
-    pulse = line(telling.told(OllamaChunk()))
-    return await streamed(request, _lines(parts, telling), _failure, call.headers, pulse, _LINES)
+    request, options = context.request, wanted.plain() | context.options()
+    chat = msgspec.structs.replace(chat, format=wanted.output_format(), options=options)
+    if wanted.sampling().fills_window:
+        limit = await _remaining_window(context.core, chat, tokenizer)
+        chat = msgspec.structs.replace(chat, options=options | {"max_tokens": limit})
+    batches = stream_chat(context.core, chat, context.on_plan)
+    writer = OllamaWriter(wanted.model or context.model(None), isinstance(wanted, OllamaChatRequest), tokenizer)
+    if not wanted.is_streamed:
+        await unless_disconnected(request, consume(batches, writer.take))
+        return json_response(writer.end(), headers=context.headers())
+
+    def failed(error: Exception) -> bytes:
+        return encode_line(error_body(error))
+
+    keepalive = encode_line(writer.body(OllamaChunk()))  # NDJSON has no comments: an empty line of content
+    lines = encode_all(batches, writer.line)
+    return await stream_response(request, lines, failed, context.headers, keepalive, _NDJSON)
 
 
-async def _lines(batches: Parts, telling: OllamaWriter) -> AsyncGenerator[bytes, None]:
-    async with aclosing(batches):
-        async for parts in batches:
-            if lines := b"".join([_line(telling, part) for part in parts]):
-                yield lines
+async def _remaining_window(core: DisaggregatedInference, chat: ChatRequest, tokenizer: ModelTokenizer) -> int:
+    """What the prompt leaves of the context window, for a completion without a limit."""
+    text, window = render_prompt(chat, tokenizer), await context_window(core, chat.model or "")
+    assert window  # known: it comes with the tokenizer
+    tokens = await in_thread(lambda: tokenizer.encode_within(text, window))
+    return max(1, window - len(tokens))
 
 
-def _line(telling: OllamaWriter, part: ChatDelta) -> bytes:
-    if part.metrics is not None:
-        return line(telling.end(part.metrics))
-    piece = telling.piece(part)
-    return line(telling.told(piece)) if piece else b""
-
-
-async def _whole(batches: Parts, telling: OllamaWriter) -> dict[str, Any]:
-    whole, metrics = OllamaChunk(), {}
-    async with aclosing(batches):
-        async for parts in batches:
-            for part in parts:
-                whole.add(telling.piece(part))
-                metrics = part.metrics or {}
-    return telling.end(metrics, whole)
-
-
-def _failure(error: Exception) -> bytes:
-    """A stream's last line, where it ends in an error."""
-    if not isinstance(error, DisaggError):
-        log.error("a stream failed", exc_info=error)
-    return line(error_body(error))
-
-
-async def _loaded(call: RequestContext, model: str, wanted: OllamaRequest) -> Response:
-    """Without anything to answer it is about the model alone: is it there?"""
+async def _loaded(context: RequestContext, model: str, wanted: OllamaRequest) -> Response:
+    """A request without a prompt: whether the model is available."""
     if wanted.unloads:
-        raise NotOffered("models stay loaded here: their nodes decide, see `disagg serve --idle-unload`")
-    telling = OllamaWriter(
-        wanted.model or model, isinstance(wanted, OllamaChatRequest), await call.core.tokenizer(model)
-    )
-    if (await call.core.status())["models"][model] not in SERVES:
+        raise NotOffered("models stay loaded: their nodes decide, see `disagg serve --idle-unload`")
+    tokenizer = await context.core.tokenizer(model)
+    writer = OllamaWriter(wanted.model or model, isinstance(wanted, OllamaChatRequest), tokenizer)
+    if not (await context.core.status())["models"][model].serves:
         raise NoDecodeNode()
-    return Response(line(telling.loaded()), media_type=_LINES if wanted.streams else "application/json")
+    media_type = _NDJSON if wanted.is_streamed else "application/json"
+    return Response(encode_line(writer.loaded()), media_type=media_type)

@@ -1,16 +1,20 @@
 """POST /v1/chat/completions."""
 
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from disaggregated_inference.gateway.chat import ChatDelta, ChatRequest, converse
-from disaggregated_inference.gateway.openai.errors import error_body
+from disaggregated_inference.gateway.chat import ChatDelta, ChatRequest, consume, encode_all, stream_chat
 from disaggregated_inference.gateway.openai.messages import plain_messages
-from disaggregated_inference.gateway.openai.output import CompletionWriter, TokenLogprob, failure, in_chat, likely
+from disaggregated_inference.gateway.openai.output import (
+    ChoiceLogprobs,
+    CompletionWriter,
+    chat_logprobs,
+    encode,
+    stream_events,
+)
 from disaggregated_inference.gateway.openai.requests import ChatCompletionRequest, read
 from disaggregated_inference.gateway.request_context import RequestContext
 from disaggregated_inference.gateway.tool_parsers.base import (
@@ -20,163 +24,161 @@ from disaggregated_inference.gateway.tool_parsers.base import (
     ToolCallArguments,
     ToolCallStart,
 )
-from disaggregated_inference.http.sse import body_of, json_response, streamed, unless_gone
-from disaggregated_inference.models.tokenizer import ModelTokenizer
+from disaggregated_inference.http import json_response, read_json, unless_disconnected
+from disaggregated_inference.models import ModelTokenizer
 
 
 async def chat_completions(request: Request) -> Response:
-    call, asked = RequestContext(request), read(await body_of(request), ChatCompletionRequest)
-    turn = turn_of(call, asked)
-    if asked.stream:
-        return await streamed(request, _events(call, asked, turn), failure(error_body), call.headers)
-    return json_response(await unless_gone(request, _whole(call, asked, turn)), headers=call.headers())
+    context, completion = RequestContext(request), read(await read_json(request), ChatCompletionRequest)
+    chat = chat_request(context, completion)
+    tokenizer = await context.core.tokenizer(chat.model) if completion.logprobs else None
+    choices = _ChatChoices(completion, tokenizer, CompletionWriter(context, completion, "chatcmpl", "chat.completion"))
+    batches = stream_chat(context.core, chat, context.on_plan)
+    if completion.stream:
+        return await stream_events(context, encode_all(batches, choices.event, choices.end))
+    await unless_disconnected(request, consume(batches, choices.take))
+    return json_response(choices.body(), headers=context.headers())
 
 
-def turn_of(call: RequestContext, asked: ChatCompletionRequest) -> ChatRequest:
+def chat_request(context: RequestContext, completion: ChatCompletionRequest) -> ChatRequest:
     return ChatRequest(
-        model=call.model(asked.model),
-        messages=plain_messages(asked.messages),
-        tools=[tool.plain() for tool in asked.tools or []],
-        tool_choice=asked.choice(),
-        template=asked.template(),
-        options=asked.options() | call.options(),
+        model=context.model(completion.model),
+        messages=plain_messages(completion.messages),
+        tools=[tool.plain() for tool in completion.tools or []],
+        tool_choice=completion.choice(),
+        template=completion.template(),
+        format=completion.format(),
+        options=completion.options() | context.options(),
     )
 
 
 class ChatChoice:
-    """What one choice has said and nobody was told yet: in a stream since the last event, else all of it."""
+    """Collects the content of one choice: in a stream since the last event, otherwise all of it."""
 
-    def __init__(self, index: int, asked: ChatCompletionRequest, tokenizer: ModelTokenizer | None) -> None:
-        self.index, self._tokenizer = index, tokenizer
-        self._one_call = asked.parallel_tool_calls is False
-        self._opening: dict[str, Any] = {"role": "assistant", "content": None if asked.tools else ""}
-        self._said: list[ContentDelta] = []
-        self._likely: list[TokenLogprob] = []
-        self._finish: str | None = None
+    def __init__(
+        self,
+        index: int,
+        request: ChatCompletionRequest,
+        tokenizer: ModelTokenizer | None,
+        text_frame: tuple[bytes, bytes] = (b"", b""),
+    ) -> None:
+        self.index, self._logprobs = index, ChoiceLogprobs(tokenizer, chat_logprobs)
+        self._before, self._after = text_frame
+        self._single_call = request.parallel_tool_calls is False
+        self._role: dict[str, Any] = {"role": "assistant", "content": None if request.tools else ""}
+        self._text_only = False  # once the role was sent, and without logprobs
+        self._content: list[ContentDelta] = []
+        self._finish_reason: str | None = None
         self._thinking = False
-        self.thought_tokens = 0
+        self.reasoning_tokens = 0
 
-    def take(self, part: ChatDelta) -> None:
-        for said in part.said:
-            self._thinking = isinstance(said, ReasoningDelta)
-            if not (self._one_call and isinstance(said, ToolCallStart | ToolCallArguments) and said.index):
-                self._said.append(said)
-        self.thought_tokens += self._thinking
-        self._finish = part.finish_reason
-        if self._tokenizer and part.token is not None and part.logprob is not None:
-            found = likely(self._tokenizer, part.token, part.logprob, part.top_logprobs)
-            self._likely += [found] if found else []
+    def take(self, delta: ChatDelta) -> None:
+        for piece in delta.content:
+            self._thinking = isinstance(piece, ReasoningDelta)
+            if not (self._single_call and isinstance(piece, ToolCallStart | ToolCallArguments) and piece.index):
+                self._content.append(piece)
+        self.reasoning_tokens += self._thinking
+        self._finish_reason = delta.finish_reason
+        self._logprobs.add(delta)
 
-    def line(self, part: ChatDelta, told: CompletionWriter) -> bytes:
-        """The part as an event, or nothing, if there is nothing to tell."""
-        plain = not (self._opening or self._tokenizer or part.finish_reason)
-        if plain and len(part.said) == 1 and isinstance(part.said[0], TextDelta):
+    def event(self, delta: ChatDelta, writer: CompletionWriter) -> bytes:
+        """The delta as an event; empty if there is nothing to send. Nearly all deltas take the first way."""
+        content = delta.content
+        if self._text_only and len(content) == 1 and type(content[0]) is TextDelta and not delta.finish_reason:
             self._thinking = False
-            return told.text(self.index, part.said[0].text)
-        self.take(part)
-        news = self.told()
-        return told.event(news) if news else b""
+            return self._before + encode(content[0].text) + self._after
+        self.take(delta)
+        chunk = self.chunk()
+        return writer.event(chunk) if chunk else b""
 
-    def silent(self) -> dict[str, Any]:
-        """As an event that says nothing but, the first time, whose turn it is. llama.cpp says so every time; OpenAI's
-        own client would put the words together: assistantassistant."""
-        delta, self._opening = self._opening, {}
-        return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
+    def empty_chunk(self) -> dict[str, Any]:
+        """The first chunk has the role. llama.cpp sends it every time, but OpenAI's client joins the values."""
+        return {"index": self.index, "delta": self._take_role(), "logprobs": None, "finish_reason": None}
 
-    def told(self) -> dict[str, Any] | None:
-        """As an event, if there is anything to tell; the first one says whose turn it is."""
-        if not self._said and not self._finish and not self._opening:
+    def chunk(self) -> dict[str, Any] | None:
+        """The content since the last chunk, if there is any."""
+        if not self._content and not self._finish_reason and not self._role:
             return None
-        delta = delta_of(self._said)
-        if self._opening:
-            delta, self._opening = self._opening | delta, {}
-        logprobs = in_chat(self._likely) if self._tokenizer else None
-        self._said, self._likely = [], []
-        return {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": self._finish}
+        delta = self._take_role() | content_fields(self._content)
+        self._content, logprobs = [], self._logprobs.take()
+        return {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": self._finish_reason}
 
-    def whole(self) -> dict[str, Any]:
-        """A message is the delta of everything."""
-        message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None} | delta_of(self._said)
+    def _take_role(self) -> dict[str, Any]:
+        role, self._role = self._role, {}
+        self._text_only = not self._logprobs.wanted
+        return role
+
+    def body(self) -> dict[str, Any]:
+        """The whole message."""
+        content = content_fields(self._content)
+        message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None} | content
         if "tool_calls" not in message:
             message["content"] = message["content"] or ""
         for call in message.get("tool_calls", ()):
             del call["index"]
-        logprobs = in_chat(self._likely) if self._tokenizer else None
-        return {"index": self.index, "message": message, "logprobs": logprobs, "finish_reason": self._finish}
+        logprobs = self._logprobs.take()
+        return {"index": self.index, "message": message, "logprobs": logprobs, "finish_reason": self._finish_reason}
 
 
-def delta_of(said: list[ContentDelta]) -> dict[str, Any]:
-    """All of it in one: clients put deltas together by key, and tool calls by index."""
-    if len(said) == 1 and isinstance(said[0], TextDelta):
-        return {"content": said[0].text}  # nearly always
-    delta: dict[str, Any] = {}
-    if text := "".join(piece.text for piece in said if isinstance(piece, TextDelta)):
-        delta["content"] = text
-    if thought := "".join(piece.text for piece in said if isinstance(piece, ReasoningDelta)):
-        delta |= {"reasoning_content": thought, "reasoning": thought}  # there is no one name for it
-    calls = _calls(piece for piece in said if isinstance(piece, ToolCallStart | ToolCallArguments))
-    return delta | ({"tool_calls": calls} if calls else {})
+def content_fields(content: list[ContentDelta]) -> dict[str, Any]:
+    """The fields of one delta or message. Clients join deltas by key, and tool calls by index."""
+    if len(content) == 1 and isinstance(content[0], TextDelta):
+        return {"content": content[0].text}
+    fields: dict[str, Any] = {}
+    if text := "".join(piece.text for piece in content if isinstance(piece, TextDelta)):
+        fields["content"] = text
+    if reasoning := "".join(piece.text for piece in content if isinstance(piece, ReasoningDelta)):
+        fields |= {"reasoning_content": reasoning, "reasoning": reasoning}  # clients know one name or the other
+    calls = _tool_calls(piece for piece in content if isinstance(piece, ToolCallStart | ToolCallArguments))
+    return fields | ({"tool_calls": calls} if calls else {})
 
 
-def _calls(said: Iterable[ToolCallStart | ToolCallArguments]) -> list[dict[str, Any]]:
+def _tool_calls(content: Iterable[ToolCallStart | ToolCallArguments]) -> list[dict[str, Any]]:
     heads: dict[int, dict[str, Any]] = {}
     arguments: dict[int, list[str]] = {}
-    for piece in said:
+    for piece in content:
         pieces = arguments.setdefault(piece.index, [])
         if isinstance(piece, ToolCallStart):
             heads[piece.index] = {"id": piece.id, "type": "function", "function": {"name": piece.name}}
         else:
             pieces.append(piece.text)
-    return [_call(index, heads.get(index, {}), "".join(pieces)) for index, pieces in arguments.items()]
+    return [_tool_call(index, heads.get(index, {}), "".join(pieces)) for index, pieces in arguments.items()]
 
 
-def _call(index: int, head: dict[str, Any], arguments: str) -> dict[str, Any]:
+def _tool_call(index: int, head: dict[str, Any], arguments: str) -> dict[str, Any]:
     return {"index": index} | head | {"function": head.get("function", {}) | {"arguments": arguments}}
 
 
 class _ChatChoices:
-    def __init__(self, asked: ChatCompletionRequest, tokenizer: ModelTokenizer | None) -> None:
-        self._all = [ChatChoice(index, asked, tokenizer) for index in range(asked.n or 1)]
-        self.records: list[dict[str, Any]] = []
+    def __init__(
+        self, request: ChatCompletionRequest, tokenizer: ModelTokenizer | None, writer: CompletionWriter
+    ) -> None:
+        self._writer = writer
+        self._choices = [
+            ChatChoice(index, request, tokenizer, writer.text_frame(index)) for index in range(request.n or 1)
+        ]
+        self._records: list[dict[str, Any]] = []
 
-    def of(self, part: ChatDelta) -> ChatChoice | None:
-        """Whose part it is, if it is of the answer."""
-        if part.token is None and (part.metrics is not None or part.progress):
-            self.records += [part.metrics] if part.metrics is not None else []
-            return None
-        return self._all[part.choice]
+    def take(self, delta: ChatDelta) -> None:
+        if delta.metrics is not None:
+            self._records.append(delta.metrics)
+        elif delta.progress is None:
+            self._choices[delta.choice].take(delta)
 
-    def line(self, part: ChatDelta, told: CompletionWriter) -> bytes:
-        if choice := self.of(part):
-            return choice.line(part, told)
-        return told.progress(self._all[0].silent(), part.progress) if part.progress else b""
+    def event(self, delta: ChatDelta) -> bytes:
+        if delta.progress is not None:
+            return self._writer.progress(self._choices[0].empty_chunk(), delta.progress)
+        if delta.metrics is not None:
+            self._records.append(delta.metrics)
+            return b""
+        return self._choices[delta.choice].event(delta, self._writer)
 
-    def whole(self) -> list[dict[str, Any]]:
-        return [choice.whole() for choice in self._all]
+    def body(self) -> dict[str, Any]:
+        return self._writer.body([choice.body() for choice in self._choices], self._records, self._reasoning_tokens)
+
+    def end(self) -> bytes:
+        return self._writer.end(self._records, self._reasoning_tokens)
 
     @property
-    def thought_tokens(self) -> int:
-        return sum(choice.thought_tokens for choice in self._all)
-
-
-async def _begun(call: RequestContext, asked: ChatCompletionRequest, turn: ChatRequest) -> _ChatChoices:
-    return _ChatChoices(asked, await call.core.tokenizer(turn.model) if asked.logprobs else None)
-
-
-async def _whole(call: RequestContext, asked: ChatCompletionRequest, turn: ChatRequest) -> dict[str, Any]:
-    told, choices = CompletionWriter(call, asked, "chatcmpl", "chat.completion"), await _begun(call, asked, turn)
-    async with aclosing(converse(call.core, turn)) as batches:
-        async for parts in batches:
-            for part in parts:
-                if choice := choices.of(part):
-                    choice.take(part)
-    return told.whole(choices.whole(), choices.records, choices.thought_tokens)
-
-
-async def _events(call: RequestContext, asked: ChatCompletionRequest, turn: ChatRequest) -> AsyncGenerator[bytes, None]:
-    told, choices = CompletionWriter(call, asked, "chatcmpl", "chat.completion.chunk"), await _begun(call, asked, turn)
-    async with aclosing(converse(call.core, turn)) as batches:
-        async for parts in batches:
-            if lines := b"".join([choices.line(part, told) for part in parts]):
-                yield lines
-    yield told.end(choices.records, choices.thought_tokens)
+    def _reasoning_tokens(self) -> int:
+        return sum(choice.reasoning_tokens for choice in self._choices)

@@ -1,12 +1,12 @@
-"""Messages and tools of chat requests, as chat templates take them: known fields, in one order, without nulls."""
+"""Messages and tools of chat requests, and their form for chat templates: known fields, in one order, no nulls."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta
 
 from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.gateway.tool_parsers.tools import FunctionName, function_tool
 
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64", re.IGNORECASE)
 
@@ -16,8 +16,6 @@ class ImageURL(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a content that comes in parts."""
-
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -42,11 +40,11 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same, by the name that others gave it
+    reasoning: str | None = None  # another name for the same
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    name: Annotated[str, Meta(pattern=r"^[\w.:/-]{1,128}$")]
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
@@ -56,18 +54,17 @@ class ChatTool(msgspec.Struct, frozen=True, kw_only=True):
     function: Function
 
     def plain(self) -> dict[str, Any]:
-        plain: dict[str, Any] = msgspec.to_builtins(self)
-        plain["function"].setdefault("parameters", {"type": "object", "properties": {}})
-        return plain
+        return function_tool(self.function.name, self.function.description, self.function.parameters)
 
 
 def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """As chat templates read them."""
     return [_plain(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
 def _plain(message: ChatMessage, place: str) -> dict[str, Any]:
     plain: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,  # the one that templates know
+        "role": "system" if message.role == "developer" else message.role,  # which templates know
         "content": _text(message, place),
         "images": _images(message, place) or None,
         "name": message.name,
@@ -81,32 +78,32 @@ def _plain(message: ChatMessage, place: str) -> dict[str, Any]:
 def _text(message: ChatMessage, place: str) -> str:
     content = message.content
     if content is None and message.role != "assistant":
-        raise BadRequest(f"{place}.content: it is missing")
+        raise BadRequest(f"{place}.content: it is missing", param=f"{place}.content")
     if not isinstance(content, list):
         return content or ""
-    return "".join(_text_of(piece, f"{place}.content[{number}]") for number, piece in enumerate(content))
+    return "".join(_part_text(part, f"{place}.content[{number}]") for number, part in enumerate(content))
 
 
 def _images(message: ChatMessage, place: str) -> list[str]:
-    """In base64, as an Ollama's node has them."""
-    pieces = enumerate(message.content if isinstance(message.content, list) else ())
-    return [_image(piece, f"{place}.content[{number}]") for number, piece in pieces if piece.type == "image_url"]
+    """In base64, as Ollama nodes take them."""
+    parts = enumerate(message.content if isinstance(message.content, list) else ())
+    return [_image(part, f"{place}.content[{number}]") for number, part in parts if part.type == "image_url"]
 
 
-def _image(piece: ContentPart, place: str) -> str:
-    head, _, data = piece.image_url.url.partition(",") if piece.image_url else ("", "", "")
+def _image(part: ContentPart, place: str) -> str:
+    head, _, data = part.image_url.url.partition(",") if part.image_url else ("", "", "")
     if not _DATA_URL.fullmatch(head):
-        form = "data:image/png;base64,... is needed: nothing is fetched from here"
-        raise BadRequest(f"{place}: an image_url such as {form}. Models without vision read text alone")
+        form = "data:image/png;base64,...: the gateway downloads nothing, and models without vision read text only"
+        raise BadRequest(f"{place}: image_url must be such as {form}", param=place)
     return data
 
 
-def _text_of(piece: ContentPart, place: str) -> str:
-    text = piece.refusal if piece.type == "refusal" else piece.text
-    if piece.type == "image_url":
+def _part_text(part: ContentPart, place: str) -> str:
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type == "image_url":
         return ""
-    if piece.type not in ("text", "refusal"):
-        raise BadRequest(f"{place}: a part of type {piece.type[:40]!r}; text is read here, and an image_url")
+    if part.type not in ("text", "refusal"):
+        raise BadRequest(f"{place}: the type {part.type[:40]!r} is not supported: give text or image_url", param=place)
     if text is None:
-        raise BadRequest(f"{place}.{piece.type}: it is missing")
+        raise BadRequest(f"{place}.{part.type}: it is missing", param=f"{place}.{part.type}")
     return text

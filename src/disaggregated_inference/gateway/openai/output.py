@@ -1,145 +1,157 @@
-"""What both of OpenAI's endpoints tell: events, usage, how likely a token was."""
+"""What OpenAI's completions endpoints write: events, usage, logprobs."""
 
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from itertools import accumulate
 from typing import Any
 
 import msgspec
+from starlette.responses import Response
 
-from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.api import Progress
+from disaggregated_inference.gateway.chat import ChatDelta
+from disaggregated_inference.gateway.openai.errors import error_body
 from disaggregated_inference.gateway.openai.requests import OpenAIRequest
 from disaggregated_inference.gateway.request_context import RequestContext
-from disaggregated_inference.models.tokenizer import ModelTokenizer
-from disaggregated_inference.orchestrator.node_client import Progress
-
-log = logging.getLogger(__name__)
+from disaggregated_inference.http import sse_event, stream_response
+from disaggregated_inference.models import ModelTokenizer
+from disaggregated_inference.orchestrator import Delta
 
 DONE = b"data: [DONE]\n\n"
-_TEXT = b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b'
 METRICS_HEADER = "x-disagg-metrics"
 
-_ANSWER = ("response", "tokens", "logprobs", "choices", "finish_reason")  # of a record: the answer, not about it
+_COMPLETION_FIELDS = ("response", "tokens", "logprobs", "choices", "finish_reason")  # of a record
+
+encode = msgspec.json.Encoder().encode
 
 
 class CompletionWriter:
-    """The frame around one request's choices, whole or in events."""
+    """The frame around the choices of one request, as one body or as events."""
 
-    def __init__(self, call: RequestContext, asked: OpenAIRequest, prefix: str, kind: str) -> None:
-        self._asked = asked
-        self._with_metrics = asked.include_metrics or call.request.headers.get(METRICS_HEADER) in ("1", "true")
+    def __init__(self, context: RequestContext, request: OpenAIRequest, prefix: str, kind: str) -> None:
+        self._request = request
+        self._with_metrics = request.include_metrics or context.request.headers.get(METRICS_HEADER) in ("1", "true")
         self._head = {
-            "id": f"{prefix}-{call.id}",
-            "object": kind,
+            "id": f"{prefix}-{context.id}",
+            "object": f"{kind}.chunk" if request.stream and kind == "chat.completion" else kind,
             "created": int(time.time()),
-            "model": asked.model or call.model(None),
+            "model": request.model or context.model(None),
             "system_fingerprint": None,
         }
-        # Most of an event is the same every time: it is written once.
-        self._before = b"data: " + msgspec.json.encode(self._head)[:-1] + b',"choices":['
-        self._after = b'],"usage":null}\n\n' if asked.wants_usage else b"]}\n\n"
+        # Most bytes of an event never change: they are encoded once.
+        self._before = b"data: " + encode(self._head)[:-1] + b',"choices":['
+        self._after = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
 
-    def whole(self, choices: list[dict[str, Any]], records: list[dict[str, Any]], thought: int = 0) -> dict[str, Any]:
-        told = self._head | {"choices": choices, "usage": usage_of(records, thought)}
-        return told | self._metrics(records)
+    def body(self, choices: list[dict[str, Any]], records: list[dict[str, Any]], reasoning: int = 0) -> dict[str, Any]:
+        usage = {"usage": usage_of(records, reasoning)}
+        return self._head | {"choices": choices} | usage | self._metrics(records)
 
     def event(self, choice: dict[str, Any]) -> bytes:
-        return self._before + msgspec.json.encode(choice) + self._after
+        return self._before + encode(choice) + self._after
 
-    def text(self, index: int, text: str) -> bytes:
-        """The event of a chat that is nearly every event."""
-        return _TEXT % (self._before, index, msgspec.json.encode(text), self._after)
+    def text_frame(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the text in an event of chat completions that has nothing but text."""
+        before = b'%b{"index":%d,"delta":{"content":' % (self._before, index)
+        return before, b'},"logprobs":null,"finish_reason":null}' + self._after
 
     def progress(self, choice: dict[str, Any], progress: Progress) -> bytes:
-        """As llama.cpp does it: a choice that says nothing, and beside it how much of the prompt was read."""
-        usage = {"usage": None} if self._asked.wants_usage else {}
-        return event(self._head | {"choices": [choice]} | usage | {"prompt_progress": progress})
+        """As llama.cpp does it: an empty choice, and beside it how much of the prompt was read."""
+        usage = {"usage": None} if self._request.include_usage else {}
+        return sse_event(self._head | {"choices": [choice]} | usage | {"prompt_progress": progress})
 
-    def end(self, records: list[dict[str, Any]], thought: int = 0) -> bytes:
-        """What comes after the last choice's end."""
-        if not self._asked.wants_usage and not self._with_metrics:
+    def end(self, records: list[dict[str, Any]], reasoning: int = 0) -> bytes:
+        """What follows the last choice."""
+        if not self._request.include_usage and not self._with_metrics:
             return DONE
-        usage = {"usage": usage_of(records, thought)} if self._asked.wants_usage else {}
-        return event(self._head | {"choices": []} | usage | self._metrics(records)) + DONE
+        usage = {"usage": usage_of(records, reasoning)} if self._request.include_usage else {}
+        return sse_event(self._head | {"choices": []} | usage | self._metrics(records)) + DONE
 
     def _metrics(self, records: list[dict[str, Any]]) -> dict[str, Any]:
         if not self._with_metrics:
             return {}
-        told = [{name: value for name, value in record.items() if name not in _ANSWER} for record in records]
-        return {"disagg": told[0] if len(told) == 1 else told}
+        metrics = [{k: v for k, v in record.items() if k not in _COMPLETION_FIELDS} for record in records]
+        return {"disagg": metrics[0] if len(metrics) == 1 else metrics}
 
 
-def event(content: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+async def stream_events(context: RequestContext, events: AsyncGenerator[bytes, None]) -> Response:
+    """No [DONE] follows an error: the completion is not complete."""
+    return await stream_response(context.request, events, lambda error: sse_event(error_body(error)), context.headers)
 
 
-def failure(error_body: Callable[[Exception], dict[str, Any]]) -> Callable[[Exception], bytes]:
-    """A stream's last event, where it ends in an error. Without a [DONE]: nobody should take it for a whole answer."""
-
-    def describe(error: Exception) -> bytes:
-        if not isinstance(error, DisaggError):
-            log.error("a stream failed", exc_info=error)
-        return event(error_body(error))
-
-    return describe
-
-
-def usage_of(records: list[dict[str, Any]], thought: int) -> dict[str, Any]:
-    """Over all prompts of a request."""
-    read, written, cached = (
+def usage_of(records: list[dict[str, Any]], reasoning_tokens: int) -> dict[str, Any]:
+    """The sum over all prompts of a request."""
+    prompt, completion, cached = (
         sum(record[name] for record in records) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
     )
     return {
-        "prompt_tokens": read,
-        "completion_tokens": written,
-        "total_tokens": read + written,
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": thought},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
-    """A token's bytes, how likely it was, and what else was likely there."""
+class TokenBytesLogprob(msgspec.Struct, frozen=True):
+    """A token's bytes, its logprob, and the alternatives."""
 
     raw: bytes
     logprob: float
-    top: tuple[tuple[bytes, float], ...]
+    alternatives: tuple[tuple[bytes, float], ...]
 
     @property
     def text(self) -> str:
         return _text(self.raw)
 
 
-def likely(
-    tokenizer: ModelTokenizer, token: int, logprob: float, top: Sequence[dict[str, float]]
-) -> TokenLogprob | None:
-    """None for what is no text: the tokens that end an answer."""
-    if not tokenizer.decode([token]):
-        return None
-    others = tuple((tokenizer.token_bytes(int(other["token"])), other["logprob"]) for other in top)
-    return TokenLogprob(tokenizer.token_bytes(token), logprob, others)
+class ChoiceLogprobs:
+    """The logprobs of one choice since they were last taken. Without a tokenizer there are none."""
+
+    def __init__(
+        self, tokenizer: ModelTokenizer | None, describe: Callable[[list[TokenBytesLogprob], int], dict[str, Any]]
+    ) -> None:
+        self._tokenizer, self._describe, self.wanted = tokenizer, describe, tokenizer is not None
+        self._items: list[TokenBytesLogprob] = []
+        self._offset = 0
+
+    def add(self, delta: Delta | ChatDelta) -> None:
+        if self._tokenizer and delta.token is not None and delta.logprob is not None:
+            to_bytes = self._tokenizer.token_bytes
+            if self._tokenizer.decode([delta.token]):  # a token without text ends the completion
+                alternatives = tuple((to_bytes(each.token), each.logprob) for each in delta.top_logprobs)
+                self._items.append(TokenBytesLogprob(to_bytes(delta.token), delta.logprob, alternatives))
+
+    def take(self) -> dict[str, Any] | None:
+        if not self._tokenizer:
+            return None
+        described = self._describe(self._items, self._offset)
+        self._offset += sum(len(item.text) for item in self._items)
+        self._items = []
+        return described
 
 
 def _text(raw: bytes) -> str:
-    return raw.decode("utf-8", "replace")  # a token may be half a character; its bytes tell which
+    return raw.decode("utf-8", "replace")  # a token may be a part of a character; its bytes are sent too
 
 
-def in_chat(items: list[TokenLogprob]) -> dict[str, Any]:
-    def shown(raw: bytes, logprob: float) -> dict[str, Any]:
+def chat_logprobs(items: list[TokenBytesLogprob], offset: int) -> dict[str, Any]:
+    def described(raw: bytes, logprob: float) -> dict[str, Any]:
         return {"token": _text(raw), "logprob": logprob, "bytes": list(raw)}
 
-    told = [shown(i.raw, i.logprob) | {"top_logprobs": [shown(*other) for other in i.top]} for i in items]
-    return {"content": told, "refusal": None}
+    content = [
+        described(item.raw, item.logprob) | {"top_logprobs": [described(*each) for each in item.alternatives]}
+        for item in items
+    ]
+    return {"content": content, "refusal": None}
 
 
-def in_completion(items: list[TokenLogprob], offset: int) -> dict[str, Any]:
-    """`offset`: where in the text the first of them begins. Of tokens that look the same the likeliest is told."""
-    texts = [i.text for i in items]
-    tops = [{_text(raw): logprob for raw, logprob in reversed(i.top)} for i in items]
+def completion_logprobs(items: list[TokenBytesLogprob], offset: int) -> dict[str, Any]:
+    """`offset`: where the first token begins in the text. Of alternatives with the same text the likeliest stays."""
+    texts = [item.text for item in items]
+    top = [{_text(raw): logprob for raw, logprob in reversed(item.alternatives)} for item in items]
     return {
         "tokens": texts,
-        "token_logprobs": [i.logprob for i in items],
-        "top_logprobs": tops if any(tops) else None,
+        "token_logprobs": [item.logprob for item in items],
+        "top_logprobs": top if any(top) else None,
         "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if items else [],
     }

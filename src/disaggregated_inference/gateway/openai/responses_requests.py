@@ -1,25 +1,35 @@
-"""OpenAI's Responses API: what a request may say, and the conversation that it is for a model.
+"""OpenAI's Responses API: requests, and the conversation that they make for a model.
 
-Items go in and come out in the same types, so an answer's items can be the next request's.
+Input and output items have the same types, so the output of one response can be the input of the next.
 """
 
 import secrets
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import msgspec
 
+from disaggregated_inference.api import OutputFormat, RequestOptions
+from disaggregated_inference.api.sampling import MaxTokens, Seed, Share, Temperature
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.chat import ChatRequest
-from disaggregated_inference.gateway.openai.requests import Seed, Stop, TopK
-from disaggregated_inference.gateway.reasoning_effort import Effort, for_template
-from disaggregated_inference.gateway.tool_parsers.forced_name import forced_name
+from disaggregated_inference.gateway.openai.requests import Stop, TopK
+from disaggregated_inference.gateway.reasoning_effort import Effort, template_options
+from disaggregated_inference.gateway.tool_parsers.tools import (
+    FunctionName,
+    forced_tool,
+    function_call,
+    function_result,
+    function_tool,
+    required_tool,
+)
+from disaggregated_inference.gateway.validation import read_request
 
-Chat = dict[str, Any]  # as chat templates know it
+Message = dict[str, Any]  # as chat templates read it
 
 
 class _ResponsesStruct(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that nobody knows are tolerated: the API grows faster than its servers."""
+    """Unknown fields are ignored: the API grows faster than its servers."""
 
 
 class InputText(_ResponsesStruct, frozen=True, kw_only=True, tag="input_text"):
@@ -79,7 +89,7 @@ class Reasoning(_ResponsesStruct, frozen=True, kw_only=True, tag="reasoning"):
     status: Status | None = "completed"
     summary: list[SummaryText] = []
     content: list[ReasoningText] | None = None
-    encrypted_content: str | None = None  # never ours: thoughts are not hidden here
+    encrypted_content: str | None = None  # not used: reasoning is not encrypted here
 
 
 class ItemReference(_ResponsesStruct, frozen=True, kw_only=True, tag="item_reference"):
@@ -91,7 +101,7 @@ _PREFIXES = {InputMessage: "msg", FunctionCall: "fc", FunctionCallOutput: "fco",
 
 
 class FunctionTool(_ResponsesStruct, frozen=True, kw_only=True, tag="function"):
-    name: Annotated[str, msgspec.Meta(pattern=r"^[\w.:/-]{1,128}$")]
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -141,11 +151,11 @@ class CreateResponse(_ResponsesStruct, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    max_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)] | None = None
+    max_output_tokens: MaxTokens | None = None
     max_tool_calls: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: TopK | None = None  # this, seed and stop are not in OpenAI's: other servers have them
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None  # top_k, seed and stop are not OpenAI's; other servers have them
     seed: Seed | None = None
     stop: Stop | None = None
     n: int | None = None
@@ -160,61 +170,52 @@ class CreateResponse(_ResponsesStruct, frozen=True, kw_only=True):
     prompt: Any = None
     user: str | None = None
 
-    @property
-    def _says_nothing(self) -> bool:
-        return self.input in (None, []) and not self.instructions and not self.previous_response_id
-
     def require_supported(self) -> None:
-        for wanted, why_not in (
-            (self.background, "background: nothing runs here for a client that left; stream instead"),
-            (self.truncation == "auto", "truncation: prompts are never cut; leave it out, and send what fits"),
-            (self.conversation, "conversation: none are kept here; use previous_response_id"),
-            (self.prompt, "prompt: no prompts are kept here; send instructions and input"),
-            (self.top_logprobs, "top_logprobs: not here; /v1/chat/completions has them"),
-            (self.n not in (None, 1), "n: one answer to a request here; /v1/chat/completions has more"),
-            (self._says_nothing, "input: it is empty; give a text, or at least one item"),
-            (_LOGPROBS in (self.include or ()), f"include: no {_LOGPROBS} here; /v1/chat/completions has logprobs"),
+        empty = self.input in (None, []) and not self.instructions and not self.previous_response_id
+        for refused, field, reason in (
+            (self.background, "background", "requests do not run without their client; stream instead"),
+            (self.truncation == "auto", "truncation", "prompts are never cut; leave it out, and send what fits"),
+            (self.conversation, "conversation", "conversations are not stored; use previous_response_id"),
+            (self.prompt, "prompt", "prompts are not stored; send instructions and input"),
+            (self.top_logprobs, "top_logprobs", "not supported here; /v1/chat/completions has them"),
+            (self.n not in (None, 1), "n", "one response per request; /v1/chat/completions has several choices"),
+            (empty, "input", "it is empty; give a text, or at least one item"),
+            (_LOGPROBS in (self.include or ()), "include", f"no {_LOGPROBS} here; /v1/chat/completions has logprobs"),
         ):
-            if wanted:
-                raise BadRequest(why_not)
+            if refused:
+                raise BadRequest(f"{field}: {reason}", param=field)
 
 
 _LOGPROBS = "message.output_text.logprobs"
+_ONLY_FUNCTIONS = "only tools of type function are supported"
+_HINTS = {
+    "tools[": _ONLY_FUNCTIONS,
+    "tool_choice": _ONLY_FUNCTIONS,
+    "input": "text, function calls and their outputs are supported",
+}
 
 
-def understood(body: dict[str, Any]) -> CreateResponse:
+def read(body: dict[str, Any]) -> CreateResponse:
     """Messages may come without their type."""
     items = body.get("input")
     if isinstance(items, list):
-        body = body | {"input": [_typed(item) for item in items]}
-    try:
-        create = msgspec.convert(body, CreateResponse)
-    except msgspec.ValidationError as error:
-        reason, _, place = str(error).partition(" - at ")
-        raise BadRequest(f"{place.strip('`').removeprefix('$.') or 'body'}: {reason}{_remedy(str(error))}") from error
+        body = body | {"input": [_with_type(item) for item in items]}
+    create = read_request(body, CreateResponse, _HINTS)
     create.require_supported()
     return create
 
 
-def _typed(item: Any) -> Any:
+def _with_type(item: Any) -> Any:
     untyped = isinstance(item, dict) and "role" in item and item.get("type") is None
     return item | {"type": "message"} if untyped else item
-
-
-def _remedy(error: str) -> str:
-    if "Invalid value" not in error:
-        return ""
-    if "`$.tools[" in error or "`$.tool_choice" in error:
-        return ": tools of type function can be used, nothing here runs any other"
-    return ": text, calls of functions and their outputs are read here" if "`$.input" in error else ""
 
 
 def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
-def named(item: Item) -> Item:
-    """As it is listed: with an id, and its text in parts."""
+def as_listed(item: Item) -> Item:
+    """With an id, and its text in parts."""
     item = msgspec.structs.replace(item, id=item.id or new_id(_PREFIXES[type(item)]), status=item.status or "completed")
     if isinstance(item, InputMessage) and isinstance(item.content, str):
         part = OutputText if item.role == "assistant" else InputText
@@ -222,114 +223,99 @@ def named(item: Item) -> Item:
     return item
 
 
-def turn_of(create: CreateResponse, model: str, items: Iterable[Item], options: dict[str, Any]) -> ChatRequest:
+def chat_request(create: CreateResponse, model: str, items: Iterable[Item], options: RequestOptions) -> ChatRequest:
     tools, choice = _tools(create)
-    asked = {name: getattr(create, name) for name in ("temperature", "top_p", "seed", "stop")}
-    asked |= {"max_tokens": create.max_output_tokens, "top_k": 0 if create.top_k == -1 else create.top_k}
+    sampling: RequestOptions = {
+        "max_tokens": create.max_output_tokens,
+        "temperature": create.temperature,
+        "top_p": create.top_p,
+        "top_k": 0 if create.top_k == -1 else create.top_k,
+        "seed": create.seed,
+        "stop": create.stop,
+    }
     return ChatRequest(
         model=model,
         messages=messages_of(create.instructions, items),
-        tools=[_tool(tool) for tool in tools],
+        tools=[function_tool(tool.name, tool.description, tool.parameters or None) for tool in tools],
         tool_choice=choice,
         template=_template(create),
-        options=options | asked | {"format": _format(create.text)},
+        format=_format(create.text),
+        options=options | sampling,
     )
 
 
 def _tools(create: CreateResponse) -> tuple[list[FunctionTool], str]:
-    """Those that may be used, and whether one must be."""
+    """The tools that may be called, and auto, none, required or the name of one."""
     tools, choice = create.tools or [], create.tool_choice or "auto"
     if isinstance(choice, AllowedToolsChoice):
         allowed = {tool.name for tool in choice.tools}
         tools, choice = [tool for tool in tools if tool.name in allowed], choice.mode
-    names = {tool.name for tool in tools}
+    names = [tool.name for tool in tools]
     if isinstance(choice, FunctionToolChoice):
-        if choice.name not in names:
-            raise BadRequest(f"tool_choice: no {choice.name!r} among tools; there are {', '.join(names) or 'none'}")
-        return tools, forced_name(choice.name)
-    if choice == "required" and not tools:
-        raise BadRequest("tool_choice: a call is required, and there are no tools")
-    return tools, choice
-
-
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    described = {"description": tool.description} if tool.description else {}
-    parameters = tool.parameters or {"type": "object", "properties": {}}
-    return {"type": "function", "function": {"name": tool.name, **described, "parameters": parameters}}
+        return tools, forced_tool(choice.name, names)
+    return tools, required_tool(names) if choice == "required" else choice
 
 
 def _template(create: CreateResponse) -> dict[str, Any]:
     effort = create.reasoning.effort if create.reasoning else None
     verbosity = create.text.verbosity if create.text else None
-    return for_template(effort) | ({"verbosity": verbosity} if verbosity else {})
+    return template_options(effort) | ({"verbosity": verbosity} if verbosity else {})
 
 
-def _format(asked: TextConfig | None) -> dict[str, Any] | None:
-    match asked.format if asked else None:
+def _format(text: TextConfig | None) -> OutputFormat | None:
+    match text.format if text else None:
         case JsonSchemaFormat(schema=schema):
-            return {"type": "json_schema", "schema": schema}
+            return OutputFormat(type="json_schema", schema=schema)
         case JsonObjectFormat():
-            return {"type": "json_object"}
+            return OutputFormat(type="json_object")
     return None
 
 
-def messages_of(instructions: str | None, items: Iterable[Item]) -> list[Chat]:
-    told: list[Chat] = [{"role": "system", "content": instructions}] if instructions else []
-    names: dict[str, str] = {}  # of calls
+def messages_of(instructions: str | None, items: Iterable[Item]) -> list[Message]:
+    messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
+    names: dict[str, str] = {}  # of functions, by call id
     for item in items:
         match item:
             case FunctionCall():
                 names[item.call_id] = item.name
-                _assistant(told, "tool_calls").setdefault("tool_calls", []).append(_call(item))
+                call = function_call(item.call_id, item.name, item.arguments)
+                _assistant(messages, "tool_calls").setdefault("tool_calls", []).append(call)
             case FunctionCallOutput():
-                told.append(_output(item, names))
+                messages.append(function_result(item.call_id, names, _text(item.output), "input"))
             case Reasoning():
-                _assistant(told, "reasoning_content")["reasoning_content"] = _thought(item)
+                _assistant(messages, "reasoning_content")["reasoning_content"] = _text(item.content or item.summary)
             case InputMessage(role="assistant"):
-                _assistant(told, "content")["content"] = _text(item.content)
+                _assistant(messages, "content")["content"] = _text(item.content)
             case InputMessage(role="user"):
-                told.append({"role": "user", "content": _text(item.content)})
+                messages.append({"role": "user", "content": _text(item.content)})
             case InputMessage():
-                _instruct(told, _text(item.content))
-    return told
+                _add_system(messages, _text(item.content))
+    return messages
 
 
-# A model's thought, text and calls are items of their own here, and one message for a template: what is not free in the
-# last message begins the next one.
-_TAKES = {
+# Reasoning, text and calls are separate items here, and one message for a template. An item starts a new message where
+# the last one already has one of these fields.
+_STARTS_NEW = {
     "reasoning_content": ("reasoning_content", "content", "tool_calls"),
     "content": ("content",),
     "tool_calls": (),
 }
 
 
-def _assistant(told: list[Chat], what: str) -> Chat:
-    if not told or told[-1]["role"] != "assistant" or any(told[-1].get(name) for name in _TAKES[what]):
-        told.append({"role": "assistant", "content": ""})
-    return told[-1]
+def _assistant(messages: list[Message], field: str) -> Message:
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or any(last.get(name) for name in _STARTS_NEW[field]):
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
 
 
-def _instruct(told: list[Chat], text: str) -> None:
-    """Developers' words are the system's to most templates; some read one such message, so neighbours are joined."""
-    if told and told[-1]["role"] == "system":
-        told[-1] = {"role": "system", "content": f"{told[-1]['content']}\n\n{text}"}
+def _add_system(messages: list[Message], text: str) -> None:
+    """Templates know the system role; some of them read one such message only, so neighbours are joined."""
+    if messages and messages[-1]["role"] == "system":
+        messages[-1] = {"role": "system", "content": f"{messages[-1]['content']}\n\n{text}"}
     else:
-        told.append({"role": "system", "content": text})
+        messages.append({"role": "system", "content": text})
 
 
-def _call(item: FunctionCall) -> Chat:
-    return {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
-
-
-def _output(item: FunctionCallOutput, names: dict[str, str]) -> Chat:
-    if item.call_id not in names:
-        raise BadRequest(f"input: an output of the call {item.call_id!r}, and no such call before it")
-    return {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": _text(item.output)}
-
-
-def _thought(item: Reasoning) -> str:
-    return "".join(part.text for part in item.content or item.summary)
-
-
-def _text(content: str | list[Content]) -> str:
+def _text(content: str | Sequence[Content | ReasoningText | SummaryText]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -1,4 +1,4 @@
-"""OpenAI's API: chat completions, completions, models. Responses have a file of their own."""
+"""OpenAI's API: chat completions, completions, models. Responses are in `responses`."""
 
 import time
 from typing import Any
@@ -7,12 +7,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from disaggregated_inference.gateway.cluster.routes import window_of
+from disaggregated_inference.gateway.cluster.routes import context_window
 from disaggregated_inference.gateway.openai.chat import chat_completions
 from disaggregated_inference.gateway.openai.completions import completions
 from disaggregated_inference.gateway.openai.errors import error_body
 from disaggregated_inference.gateway.request_context import RequestContext
-from disaggregated_inference.http.sse import json_response
+from disaggregated_inference.http import json_response
 
 __all__ = ["error_body", "routes"]
 
@@ -29,18 +29,18 @@ def routes() -> list[Route]:
 
 
 async def models(request: Request) -> Response:
-    call = RequestContext(request)
-    found = [await _about(call, name, name) for name in call.models()]
-    return json_response({"object": "list", "data": found}, headers=call.headers())
+    context = RequestContext(request)
+    found = [await _description(context, name, name) for name in context.models()]
+    return json_response({"object": "list", "data": found}, headers=context.headers())
 
 
 async def model(request: Request) -> Response:
-    """By its name or an alias, and called as it was asked for."""
-    call, asked = RequestContext(request), request.path_params["name"]
-    return json_response(await _about(call, asked, call.model(asked)), headers=call.headers())
+    """By name or alias; the response has the name that the client used."""
+    context, name = RequestContext(request), request.path_params["name"]
+    return json_response(await _description(context, name, context.model(name)), headers=context.headers())
 
 
-async def _about(call: RequestContext, shown: str, name: str) -> dict[str, Any]:
-    about = {"id": shown, "object": "model", "created": _STARTED, "owned_by": "disaggregated-inference", "root": name}
-    window = await window_of(call.core, name)
-    return about | ({"context_window": window} if window else {})
+async def _description(context: RequestContext, id: str, name: str) -> dict[str, Any]:
+    found = {"id": id, "object": "model", "created": _STARTED, "owned_by": "disaggregated-inference", "root": name}
+    window = await context_window(context.core, name)
+    return found | ({"context_window": window} if window else {})

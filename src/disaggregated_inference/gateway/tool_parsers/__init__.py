@@ -1,23 +1,57 @@
-"""How families of models write tool calls and thoughts: one file each."""
+"""How model families write tool calls and reasoning: one file per family."""
 
 from typing import Any
+from weakref import WeakKeyDictionary
+
+import msgspec
 
 from disaggregated_inference.errors import DisaggError
-from disaggregated_inference.gateway.tool_parsers.base import (
-    ContentDelta,
-    PlainParser,
-    ReasoningDelta,
-    TextDelta,
-    ToolCallArguments,
-    ToolCallStart,
-    ToolParser,
-)
+from disaggregated_inference.gateway.tool_parsers.base import PlainParser, ToolParser
 from disaggregated_inference.gateway.tool_parsers.harmony import HarmonyParser, speaks_harmony
 from disaggregated_inference.gateway.tool_parsers.hermes import CALL, CALL_END, HermesParser
 from disaggregated_inference.gateway.tool_parsers.qwen import FUNCTION, QwenParser
 from disaggregated_inference.gateway.tool_parsers.tagged import THINK, THINK_END, TaggedParser, stripped_tags
-from disaggregated_inference.gateway.tool_parsers.tools import require_tools, schemas_of
-from disaggregated_inference.models.tokenizer import ModelTokenizer
+from disaggregated_inference.gateway.tool_parsers.tools import schemas_of
+from disaggregated_inference.models import ModelTokenizer
+
+_MAX_TEMPLATE_OPTIONS = 64  # sets of options that are remembered per tokenizer
+
+
+class ModelSyntax:
+    """What a tokenizer and its chat template show about a model. It is the same for every request."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self.harmony = speaks_harmony(tokenizer)
+        self.reasons = THINK in tokenizer.chat_template
+        self.qwen = FUNCTION in tokenizer.chat_template
+        self.stripped = stripped_tags(tokenizer, (THINK, THINK_END, CALL, CALL_END))
+        self._opens_reasoning: dict[bytes, bool] = {}
+
+    def opens_reasoning(self, tokenizer: ModelTokenizer, template: dict[str, Any]) -> bool:
+        """Whether prompts end within the reasoning, as those of Qwen3-Thinking and DeepSeek-R1 do."""
+        key = msgspec.json.encode(template)
+        if key not in self._opens_reasoning:
+            if len(self._opens_reasoning) >= _MAX_TEMPLATE_OPTIONS:
+                self._opens_reasoning.clear()
+            self._opens_reasoning[key] = _ends_with_think(tokenizer, template)
+        return self._opens_reasoning[key]
+
+
+def _ends_with_think(tokenizer: ModelTokenizer, template: dict[str, Any]) -> bool:
+    try:
+        prompt = tokenizer.render_chat([{"role": "user", "content": "?"}], **template)
+    except DisaggError:
+        return False
+    return prompt.rstrip().endswith(THINK)
+
+
+_syntaxes: WeakKeyDictionary[ModelTokenizer, ModelSyntax] = WeakKeyDictionary()
+
+
+def _syntax_of(tokenizer: ModelTokenizer) -> ModelSyntax:
+    if (found := _syntaxes.get(tokenizer)) is None:
+        found = _syntaxes[tokenizer] = ModelSyntax(tokenizer)
+    return found
 
 
 def parser_of(
@@ -28,44 +62,21 @@ def parser_of(
     template: dict[str, Any] | None = None,
     guided: bool = False,
 ) -> ToolParser:
-    """One choice's parser, by what the model's chat template speaks of. `template` are the request's own options for it
-    (`enable_thinking`); `guided`: the answer has a forced form, and so begins outside of any thought.
+    """The parser of one choice. `template`: the request's options for the chat template (`enable_thinking`). `guided`:
+    the completion has a forced format, so it does not begin within the reasoning.
 
-    Not known here: models that begin within a thought though their prompt did not open it; theirs is text.
+    Models that begin within the reasoning although the prompt did not open it are not supported: it becomes text.
     """
-    if speaks_harmony(tokenizer):
+    syntax = _syntax_of(tokenizer)
+    if syntax.harmony:
         return HarmonyParser(tokenizer, schemas_of(tools))
-    thoughts = THINK in tokenizer.chat_template
     free = not guided and tool_choice in ("auto", "none")
     options: dict[str, Any] = {
-        "stripped": stripped_tags(tokenizer, (THINK, THINK_END, CALL, CALL_END)),
-        "thoughts": thoughts,
-        "inside": thoughts and free and _opens_thought(tokenizer, template or {}),
+        "stripped": syntax.stripped,
+        "reasons": syntax.reasons,
+        "inside": syntax.reasons and free and syntax.opens_reasoning(tokenizer, template or {}),
         "forced": tool_choice not in ("auto", "none"),
     }
     if tools and tool_choice != "none":
-        qwen = FUNCTION in tokenizer.chat_template
-        return QwenParser(schemas_of(tools), **options) if qwen else HermesParser(**options)
-    return TaggedParser(**options) if thoughts else PlainParser()
-
-
-def _opens_thought(tokenizer: ModelTokenizer, template: dict[str, Any]) -> bool:
-    """Whether prompts end within a thought, as Qwen3-Thinking's and DeepSeek-R1's do."""
-    try:
-        prompt = tokenizer.render_chat([{"role": "user", "content": "?"}], **template)
-    except DisaggError:
-        return False
-    return prompt.rstrip().endswith(THINK)
-
-
-__all__ = [
-    "ContentDelta",
-    "PlainParser",
-    "ReasoningDelta",
-    "TextDelta",
-    "ToolCallArguments",
-    "ToolCallStart",
-    "ToolParser",
-    "parser_of",
-    "require_tools",
-]
+        return QwenParser(schemas_of(tools), **options) if syntax.qwen else HermesParser(**options)
+    return TaggedParser(**options) if syntax.reasons else PlainParser()

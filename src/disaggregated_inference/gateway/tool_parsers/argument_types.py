@@ -1,4 +1,4 @@
-"""A value written as bare text becomes JSON of the type that the tool's schema asks for."""
+"""Turns bare text into JSON of the type that the tool's schema requires."""
 
 import json
 from typing import Any
@@ -15,11 +15,11 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "string": str,
 }
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
-_MOST_STEPS = 8  # references may lead in a circle
+_MAX_STEPS = 8  # references may be circular
 
 
-def types_of(schema: Any, root: Any, steps: int = _MOST_STEPS) -> set[str]:
-    """The JSON types that a schema permits; none where it does not say."""
+def types_of(schema: Any, root: Any, steps: int = _MAX_STEPS) -> set[str]:
+    """The JSON types that a schema allows; empty if it does not say."""
     if not isinstance(schema, dict) or not steps:
         return set()
     if isinstance(schema.get("$ref"), str):
@@ -34,7 +34,7 @@ def types_of(schema: Any, root: Any, steps: int = _MOST_STEPS) -> set[str]:
 
 
 def typed(text: str, types: set[str]) -> str:
-    """As JSON: text where nothing else is permitted, or where it cannot be read as what is."""
+    """As JSON: a string if nothing else is allowed, or if the text is not of an allowed type."""
     written = _PYTHON.get(text.strip(), text.strip())
     try:
         value = strict_json(written)
@@ -49,7 +49,7 @@ def _is(value: Any, name: str) -> bool:
     if isinstance(value, bool):
         return name == "boolean"
     if name == "integer" and isinstance(value, float):
-        return value.is_integer()  # 5.0 is one, says JSON Schema
+        return value.is_integer()  # JSON Schema counts 5.0 as one
     return isinstance(value, _KINDS.get(name, ()))
 
 
@@ -58,7 +58,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _referred(reference: str, root: Any) -> Any:
-    """Of the schema's own definitions; others are unknown here."""
+    """Only references within the schema are resolved."""
     found = root
     for name in reference.removeprefix("#").split("/")[1:]:
         found = found.get(name) if isinstance(found, dict) else None

@@ -1,4 +1,4 @@
-"""What a parser makes of a model's text."""
+"""What a tool parser makes of a model's text."""
 
 from abc import ABC, abstractmethod
 
@@ -7,28 +7,24 @@ import msgspec
 from disaggregated_inference.orchestrator import Delta
 
 
-class TextDelta(msgspec.Struct, frozen=True):
-    """For the reader."""
-
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
     text: str
 
 
-class ReasoningDelta(msgspec.Struct, frozen=True):
-    """Reasoning: kept apart, shown where an API has a place for it."""
-
+class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
     text: str
 
 
-class ToolCallStart(msgspec.Struct, frozen=True):
-    """A tool call: its place among the answer's calls, an id, and the function's name, once."""
+class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
+    """The start of a tool call: its number within the completion, its id, and the function's name."""
 
     index: int
     id: str
     name: str
 
 
-class ToolCallArguments(msgspec.Struct, frozen=True):
-    """The next piece of its arguments: all pieces together are one JSON object."""
+class ToolCallArguments(msgspec.Struct, frozen=True, gc=False):
+    """A piece of the arguments. All pieces of a call together are one JSON object."""
 
     index: int
     text: str
@@ -38,25 +34,27 @@ ContentDelta = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
 
 
 class ToolParser(ABC):
-    """One choice's. `called` says whether a whole tool call was seen."""
+    """The parser of one choice. `called`: it has parsed a complete tool call."""
 
     called = False
 
     def take(self, delta: Delta) -> list[ContentDelta]:
-        """The next piece of the answer."""
         return self.push(delta.token, delta.text)
 
     @abstractmethod
     def push(self, token: int | None, text: str) -> list[ContentDelta]:
-        """The next token and the text that it completes (which may be empty)."""
+        """The next token, and the text that it completes (which may be empty)."""
 
     @abstractmethod
     def finish(self) -> list[ContentDelta]:
-        """No more comes: what was held back."""
+        """The completion has ended: returns what was held back."""
 
 
 class PlainParser(ToolParser):
-    """Text is text."""
+    """Everything is text."""
+
+    def take(self, delta: Delta) -> list[ContentDelta]:
+        return [TextDelta(delta.text)] if delta.text else []
 
     def push(self, token: int | None, text: str) -> list[ContentDelta]:
         return [TextDelta(text)] if text else []

@@ -1,70 +1,64 @@
-"""Tool calls that must happen (`tool_choice` required, or a name): a grammar that lets the model write nothing else."""
+"""Forced tool calls (`tool_choice` required, or a name): a grammar that allows nothing else."""
 
 import json
 from collections.abc import Iterable
 from typing import Any
 
+from disaggregated_inference.api import OutputFormat
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.tool_parsers.harmony import speaks_harmony
 from disaggregated_inference.gateway.tool_parsers.hermes import CALL, CALL_END
-from disaggregated_inference.gateway.tool_parsers.tools import require_tools, schemas_of
-from disaggregated_inference.models.tokenizer import ModelTokenizer
+from disaggregated_inference.gateway.tool_parsers.tools import forced_tool, require_tools, required_tool, schemas_of
+from disaggregated_inference.models import ModelTokenizer
 
-# As chat templates write JSON, which is what models have read.
+# As chat templates write JSON, which models were trained on.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_REASONING = 'thought: <|channel|> "analysis" <|message|> /(.|\\n)*/ <|end|> <|start|> "assistant"'
 
 
-_THOUGHT = 'thought: <|channel|> "analysis" <|message|> /(.|\\n)*/ <|end|> <|start|> "assistant"'
+def forced_format(tokenizer: ModelTokenizer, tools: list[dict[str, Any]], tool_choice: str) -> OutputFormat:
+    """A Lark grammar for llguidance, for one call of any tool, or of the named one.
 
-
-def forced_format(tokenizer: ModelTokenizer, tools: list[dict[str, Any]], tool_choice: str) -> dict[str, Any]:
-    """A node's `format`: llguidance's Lark. One call, of any of the tools, or of the one that is named.
-
-    Models that write tags get Hermes' JSON between them, Qwen3-Coder too: its bare values cannot be held to a schema.
-    GPT-OSS may think first; a model whose prompt opens a thought has no time for it.
+    Models with tags get Hermes' JSON between them, also Qwen3-Coder, whose bare values cannot follow a schema. GPT-OSS
+    may reason first; other models cannot.
     """
     require_tools(tools)
-    chosen = _chosen(schemas_of(tools), tool_choice)
-    rules = _harmony(chosen) if speaks_harmony(tokenizer) else _hermes(tokenizer, chosen)
-    return {"type": "grammar", "grammar": "\n".join(rules)}
+    schemas = schemas_of(tools)
+    if required_tool(list(schemas)) != tool_choice:
+        schemas = {tool_choice: schemas[forced_tool(tool_choice, list(schemas))]}
+    return _grammar(_harmony(schemas) if speaks_harmony(tokenizer) else _hermes(tokenizer, schemas))
 
 
-def either_format(tokenizer: ModelTokenizer, tools: list[dict[str, Any]], format: dict[str, Any]) -> dict[str, Any]:
-    """A call of a tool, or an answer in its format, as the model likes."""
+def either_format(tokenizer: ModelTokenizer, tools: list[dict[str, Any]], format: OutputFormat) -> OutputFormat:
+    """Either a tool call or a completion in `format`, as the model decides."""
     require_tools(tools)
     schemas, body = schemas_of(tools), _body(format)
-    rules = _harmony_either(schemas, body) if speaks_harmony(tokenizer) else _hermes(tokenizer, schemas, f" | {body}")
-    return {"type": "grammar", "grammar": "\n".join(rules)}
+    if speaks_harmony(tokenizer):
+        return _grammar(_harmony(schemas, f' | "final" <|message|> {body}'))
+    return _grammar(_hermes(tokenizer, schemas, f" | {body}"))
 
 
-def framed_format(tokenizer: ModelTokenizer, format: dict[str, Any]) -> dict[str, Any]:
-    """A format for the answer itself: GPT-OSS writes headers around it, and may think first. Others just write it."""
+def framed_format(tokenizer: ModelTokenizer, format: OutputFormat) -> OutputFormat:
+    """The format for the whole completion: GPT-OSS writes headers around its text, and may reason first."""
     if not speaks_harmony(tokenizer):
         return format
-    rules = [f'start: thought? <|channel|> "final" <|message|> {_body(format)}', _THOUGHT]
-    return {"type": "grammar", "grammar": "\n".join(rules)}
+    return _grammar([f'start: thought? <|channel|> "final" <|message|> {_body(format)}', _REASONING])
 
 
-def _body(format: dict[str, Any]) -> str:
-    """The answer itself, as a part of a grammar."""
-    kind = format.get("type")
-    if kind == "json_schema" and isinstance(format.get("schema"), dict):
-        return _json(format["schema"])
-    if kind == "json_object":
+def _grammar(rules: Iterable[str]) -> OutputFormat:
+    return OutputFormat(type="grammar", grammar="\n".join(rules))
+
+
+def _body(format: OutputFormat) -> str:
+    """The text itself, as a part of a grammar."""
+    if isinstance(format.schema, dict):
+        return _json(format.schema)
+    if format.type == "json_object":
         return _json({"type": "object"})
-    if kind == "choice" and format.get("choices"):
-        return "(" + " | ".join(_literal(choice) for choice in format["choices"]) + ")"
-    raise BadRequest(f"format: {kind} is not offered here: give a json_schema, json_object or choice")
-
-
-def _chosen(schemas: dict[str, dict[str, Any]], tool_choice: str) -> dict[str, dict[str, Any]]:
-    if not schemas:
-        raise BadRequest("tool_choice asks for a tool call, and there are no tools")
-    if tool_choice == "required":
-        return schemas
-    if tool_choice not in schemas:
-        raise BadRequest(f"tool_choice names {tool_choice!r}; the tools are {', '.join(schemas)}")
-    return {tool_choice: schemas[tool_choice]}
+    if format.choices:
+        return "(" + " | ".join(_literal(choice) for choice in format.choices) + ")"
+    forms = "json_schema, json_object or choice"
+    raise BadRequest(f"format: {format.type} is not supported here: give {forms}", param="format")
 
 
 def _hermes(tokenizer: ModelTokenizer, schemas: dict[str, dict[str, Any]], otherwise: str = "") -> Iterable[str]:
@@ -75,25 +69,15 @@ def _hermes(tokenizer: ModelTokenizer, schemas: dict[str, dict[str, Any]], other
         yield f"call{number}: {before} {_json(schema)}"
 
 
-def _harmony(schemas: dict[str, dict[str, Any]]) -> Iterable[str]:
-    yield f'start: thought? <|channel|> "commentary to=functions." ({_any(schemas)})'
-    yield from _harmony_calls(schemas)
-
-
-def _harmony_either(schemas: dict[str, dict[str, Any]], body: str) -> Iterable[str]:
-    call, answer = f'"commentary to=functions." ({_any(schemas)})', f'"final" <|message|> {body}'
-    yield f"start: thought? <|channel|> ({call} | {answer})"
-    yield from _harmony_calls(schemas)
-
-
-def _harmony_calls(schemas: dict[str, dict[str, Any]]) -> Iterable[str]:
-    yield _THOUGHT
+def _harmony(schemas: dict[str, dict[str, Any]], otherwise: str = "") -> Iterable[str]:
+    yield f'start: thought? <|channel|> ("commentary to=functions." ({_any(schemas)}){otherwise})'
+    yield _REASONING
     for number, (name, schema) in enumerate(schemas.items()):
         yield f'call{number}: {_literal(f"{name} ")} <|constrain|> "json" <|message|> {_json(schema)}'
 
 
 def _tag(tokenizer: ModelTokenizer, tag: str) -> str:
-    """A tag that is one token must be named as such: as text, llguidance proposes that token and then refuses it."""
+    """A tag that is one token must be named as a token: as text, llguidance proposes the token and then refuses it."""
     return tag if tokenizer.token_id(tag) is not None else _literal(tag)
 
 

@@ -1,4 +1,4 @@
-"""Hermes, Qwen 2.5 and 3, and many after them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+"""Hermes, Qwen 2.5 and 3, and many others: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
 
 import json
 
@@ -10,8 +10,8 @@ CALL, CALL_END = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(TaggedParser):
-    """A call begins, for the reader, with its arguments: until then it may turn out to be text. If it breaks later,
-    what was given as arguments stays so, and the rest is text."""
+    """A call is emitted from its arguments on: until then it may be text. If it is malformed later, the arguments so
+    far stay, and the rest is text."""
 
     openers: tuple[str, ...] = (CALL,)
 
@@ -21,7 +21,7 @@ class HermesParser(TaggedParser):
         yield from self.end_call()
 
     def end_call(self) -> Waits[None]:
-        """The call is whole: that its closing tag is missing, or cut off, changes nothing."""
+        """The call is complete, also if its closing tag is missing or cut off."""
         self.source.accept()
         yield from self.source.blanks()
         if not (yield from self.source.which(CALL_END)) and not self.source.cut_off(CALL_END):
@@ -29,20 +29,20 @@ class HermesParser(TaggedParser):
 
 
 class JsonCall:
-    """`{"name": ..., "arguments": {...}}` as it comes, in any order. `parameters` is taken for `arguments`, and so is a
-    text that holds them as JSON."""
+    """`{"name": ..., "arguments": {...}}` while it comes, with the keys in any order. `parameters` counts as
+    `arguments`, and so does a string that holds them as JSON."""
 
     def __init__(self, source: TextBuffer, out: ContentBuffer) -> None:
         self._source, self._out = source, out
         self._name, self._arguments, self._field = "", "", ""
-        self._begun = False
+        self._started = False
 
     def read(self) -> Waits[None]:
         yield from JsonObjectReader(self._source, self._take).read()
-        if not self._begun:
+        if not self._started:
             arguments = _object(self._arguments)
-            self._begin()
-            self._say(arguments)
+            self._start()
+            self._emit(arguments)
 
     def _take(self, text: str, key: str | None) -> None:
         if key == "name":
@@ -54,27 +54,27 @@ class JsonCall:
         if self._field not in ("", field):
             raise MalformedCall
         self._field = field
-        if self._begun:
-            return self._say(text)
+        if self._started:
+            return self._emit(text)
         self._arguments += text
         if self._name and self._arguments == "{":
-            self._begin()
-            self._say(text)
+            self._start()
+            self._emit(text)
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         name = json.loads(self._name or "null")
         if not name or not isinstance(name, str):
             raise MalformedCall
-        self._out.begin(name)
-        self._begun = True
+        self._out.start_call(name)
+        self._started = True
 
-    def _say(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         self._out.arguments(text)
         self._source.accept()
 
 
 def _object(text: str) -> str:
-    """The arguments as JSON, however they were given; none are an empty object."""
+    """The arguments as JSON, whatever their form; an empty object if there are none."""
     try:
         given = strict_json(text or "null")
         inner = strict_json(given or "null") if isinstance(given, str) else given

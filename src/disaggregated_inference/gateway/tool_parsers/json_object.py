@@ -1,4 +1,4 @@
-"""One JSON object read while it is being written: strict, so that what came out of it so far can still become JSON."""
+"""Parses one JSON object while it comes. Strict, so that the part so far can still become valid JSON."""
 
 import json
 import re
@@ -15,7 +15,7 @@ _IN_STRING = re.compile(r'(?:[^"\\\x00-\x1f]+|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))
 _CUT_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 _MARK = re.compile(r"[{}\[\]:,]")
 
-# What may come next is one of: a value; an item or "]"; a key; a member or "}"; a colon; a comma or a closing bracket.
+# The next thing may be: a value; an item or "]"; a key; a member or "}"; a colon; a comma or a closing bracket.
 _OPENS = {"{": "member", "[": "item"}
 _CLOSES = {"}": ("{", "member"), "]": ("[", "item")}
 
@@ -23,7 +23,7 @@ Take = Callable[[str, str | None], None]
 
 
 class JsonObjectReader:
-    """`take` gets every piece of its text, and the outermost key whose value the piece is part of, or None."""
+    """`take` gets every piece of text, and the outermost key whose value the piece belongs to, or None."""
 
     def __init__(self, source: TextBuffer, take: Take) -> None:
         self._source, self._take = source, take
@@ -41,7 +41,7 @@ class JsonObjectReader:
 
     def _piece(self, first: str) -> Waits[None]:
         if first in BLANKS:
-            self._say(_SPACE, self._key if len(self._open) > 1 else None)
+            self._emit(_SPACE, self._key if len(self._open) > 1 else None)
         elif first == '"':
             yield from self._string()
         elif first in "{}[]:,":
@@ -50,12 +50,12 @@ class JsonObjectReader:
             yield from self._scalar()
 
     def _mark(self, mark: str) -> None:
-        key, follows = self._of, self._after(mark)
-        self._say(_MARK, key)
+        key, follows = self._outer_key, self._after(mark)
+        self._emit(_MARK, key)
         self._next = follows
 
     def _after(self, mark: str) -> str:
-        """What may follow it, where it may stand."""
+        """What may follow this mark. Raises where the mark itself must not stand."""
         if mark in _OPENS and self._next in ("value", "item"):
             self._open.append(mark)
             return _OPENS[mark]
@@ -74,47 +74,47 @@ class JsonObjectReader:
         word = _WORD.match(self._source.ahead)
         if self._next not in ("value", "item") or not (word and _SCALAR.fullmatch(word[0])):
             raise MalformedCall
-        self._say(_WORD, self._of)
+        self._emit(_WORD, self._outer_key)
         self._next = "comma"
 
     def _string(self) -> Waits[None]:
-        """A long one is handed on while it comes."""
+        """A long string is passed on while it comes."""
         if self._next in ("comma", "colon"):
             raise MalformedCall
-        is_key, key = self._next in ("key", "member"), self._of
-        whole = self._say(_QUOTE, key)
+        is_key, key = self._next in ("key", "member"), self._outer_key
+        whole = self._emit(_QUOTE, key)
         while (yield from self._source.peek()) != '"':
-            if piece := self._say(_IN_STRING, key):
+            if piece := self._emit(_IN_STRING, key):
                 whole += piece if is_key else ""
             elif _CUT_ESCAPE.fullmatch(self._source.ahead) and not self._source.ended:
                 yield
             else:
                 raise MalformedCall
-        whole += self._say(_QUOTE, key)
+        whole += self._emit(_QUOTE, key)
         self._next = self._after_key(whole) if is_key else "comma"
 
     def _after_key(self, text: str) -> str:
         if len(self._open) == 1:
             self._key = str(json.loads(text))
-            if self._key in self._keys:  # which of the two is meant?
+            if self._key in self._keys:  # twice the same key
                 raise MalformedCall
             self._keys.add(self._key)
         return "colon"
 
-    def _say(self, pattern: re.Pattern[str], key: str | None) -> str:
+    def _emit(self, pattern: re.Pattern[str], key: str | None) -> str:
         text = self._source.take(pattern)
         if text:
             self._take(text, key)
         return text
 
     @property
-    def _of(self) -> str | None:
-        """The outermost key whose value the next piece is part of."""
+    def _outer_key(self) -> str | None:
+        """The outermost key whose value the next piece belongs to."""
         return self._key if len(self._open) > 1 or self._next == "value" else None
 
 
 def strict_json(text: str) -> Any:
-    """Without the NaN that Python takes for JSON; too deep is a ValueError like any other."""
+    """Without NaN, which Python accepts. Too deep nesting is a ValueError too."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except RecursionError as error:

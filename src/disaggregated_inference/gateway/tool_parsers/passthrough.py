@@ -1,4 +1,4 @@
-"""Engines that tell thoughts and tool calls apart by themselves: there is nothing left to parse."""
+"""For engines that parse reasoning and tool calls themselves."""
 
 import secrets
 from typing import Any
@@ -17,21 +17,21 @@ from disaggregated_inference.orchestrator import Delta
 
 
 class PassthroughParser(PlainParser):
-    """A call comes whole, and its arguments as an object."""
+    """A call comes complete, with its arguments as an object."""
 
     def __init__(self) -> None:
         self._calls = 0
 
     def take(self, delta: Delta) -> list[ContentDelta]:
-        said: list[ContentDelta] = [ReasoningDelta(delta.thinking)] if delta.thinking else []
-        said += [TextDelta(delta.text)] if delta.text else []
+        content: list[ContentDelta] = [ReasoningDelta(delta.thinking)] if delta.thinking else []
+        content += [TextDelta(delta.text)] if delta.text else []
         for call in delta.tool_calls:
-            said += self._called(call)
-        return said
+            content += self._convert(call)
+        return content
 
-    def _called(self, call: dict[str, Any]) -> list[ContentDelta]:
+    def _convert(self, call: dict[str, Any]) -> list[ContentDelta]:
         function, index = call.get("function") or {}, self._calls
         self._calls, self.called = index + 1, True
-        name = str(call.get("id") or f"call_{secrets.token_hex(12)}")
+        id = str(call.get("id") or f"call_{secrets.token_hex(12)}")
         arguments = msgspec.json.encode(function.get("arguments") or {}).decode()
-        return [ToolCallStart(index, name, str(function.get("name", ""))), ToolCallArguments(index, arguments)]
+        return [ToolCallStart(index, id, str(function.get("name", ""))), ToolCallArguments(index, arguments)]

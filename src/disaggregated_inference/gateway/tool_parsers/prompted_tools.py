@@ -1,15 +1,15 @@
-"""Models whose chat template knows no tools: they are told of them in words, and their calls and results are shown to
-them as text, in Hermes' form, which is what is read from their answers."""
+"""For models whose chat template has no tools: the prompt describes them, and calls and results become text in Hermes'
+form, which is also the form that is parsed from their completions."""
 
 import json
 from typing import Any
 
 from disaggregated_inference.gateway.tool_parsers.hermes import CALL, CALL_END
-from disaggregated_inference.models.tokenizer import ModelTokenizer
+from disaggregated_inference.models import ModelTokenizer
 
 Message = dict[str, Any]
 
-_WORDS = """You can call functions. These are their signatures:
+_DESCRIPTION = """You can call functions. These are their signatures:
 <tools>
 {tools}
 </tools>
@@ -23,15 +23,17 @@ def knows_tools(tokenizer: ModelTokenizer) -> bool:
     return "tools" in tokenizer.chat_template
 
 
-def in_words(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
-    """The same conversation for a template that renders roles and content alone."""
+def render_tools_as_text(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
+    """The same conversation for a template that renders only roles and content."""
     plain = [_plain(message) for message in messages]
     if not tools:
         return plain
-    told = _WORDS.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
+    description = _DESCRIPTION.format(
+        tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    )
     if plain and plain[0].get("role") in ("system", "developer"):
-        return [plain[0] | {"content": f"{_text(plain[0])}\n\n{told}"}, *plain[1:]]
-    return [{"role": "system", "content": told}, *plain]
+        return [plain[0] | {"content": f"{_text(plain[0])}\n\n{description}"}, *plain[1:]]
+    return [{"role": "system", "content": description}, *plain]
 
 
 def _plain(message: Message) -> Message:
@@ -49,7 +51,7 @@ def _call(call: dict[str, Any]) -> str:
 
 
 def _text(message: Message) -> str:
-    """Of content in parts, too."""
+    """The content may come in parts."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content

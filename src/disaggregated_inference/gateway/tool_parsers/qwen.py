@@ -13,16 +13,16 @@ PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 
 _NAME = re.compile(r"[\w.-]+")
 _KEY = re.compile(r"[^<>\n]+")
-_LINE = "\n"
+_BREAK = "\n"
 
-# One line break before the closing tag is layout. Where that tag was forgotten, the next one on a line of its own ends
-# the value as well.
-_VALUE_ENDS = (_LINE + PARAMETER_END, PARAMETER_END, _LINE + PARAMETER, _LINE + FUNCTION_END)
+# One line break before the closing tag is layout. Where that tag is missing, the next tag on its own line ends the
+# value.
+_VALUE_ENDS = (_BREAK + PARAMETER_END, PARAMETER_END, _BREAK + PARAMETER, _BREAK + FUNCTION_END)
 
 
 class QwenParser(HermesParser):
-    """Also takes JSON between the tags, which is what a forced call has. `<tool_call>` may be missing, as it often is:
-    then the function must be one of the tools, because text may speak of `<function=` too."""
+    """Also parses JSON between the tags, which a forced call has. `<tool_call>` is often missing: then the function
+    must be one of the tools, because text may contain `<function=` too."""
 
     openers: tuple[str, ...] = (CALL, FUNCTION)
 
@@ -42,18 +42,18 @@ class QwenParser(HermesParser):
             yield from self.end_call()
 
     def _function(self, name: str) -> Waits[str]:
-        """Up to the tag that closes it, which is returned."""
+        """Returns the tag that closes it."""
         tag = yield from self._tag()
-        self.out.begin(name)
-        self._say("{")
+        self.out.start_call(name)
+        self._emit("{")
         separator = ""
         while tag == PARAMETER:
             key = (yield from self.source.run(_KEY, ">")).strip()
-            self._say(separator + json.dumps(key, ensure_ascii=False) + ": ")
+            self._emit(separator + json.dumps(key, ensure_ascii=False) + ": ")
             end = yield from self._value(self._types(name, key))
             tag = end if end != PARAMETER_END else (yield from self._tag())
             separator = ", "
-        self._say("}")
+        self._emit("}")
         return tag
 
     def _tag(self) -> Waits[str]:
@@ -64,29 +64,29 @@ class QwenParser(HermesParser):
         return tag
 
     def _value(self, types: set[str]) -> Waits[str]:
-        yield from self.source.which(_LINE)
-        read = self._other if types - {"string"} else self._string
-        end = yield from read(types)
+        yield from self.source.which(_BREAK)
+        parse = self._other if types - {"string"} else self._string
+        end = yield from parse(types)
         if end is None:
             raise MalformedCall
         return end.strip()
 
     def _string(self, types: set[str]) -> Waits[str | None]:
-        """Handed on while it comes."""
-        self._say('"')
+        """Emitted while it comes."""
+        self._emit('"')
         end = yield from self.source.copy(
-            lambda text: self._say(json.dumps(text, ensure_ascii=False)[1:-1]), _VALUE_ENDS
+            lambda text: self._emit(json.dumps(text, ensure_ascii=False)[1:-1]), _VALUE_ENDS
         )
         if end:
-            self._say('"')
+            self._emit('"')
         return end
 
     def _other(self, types: set[str]) -> Waits[str | None]:
-        """Its type is only certain at its end."""
+        """Emitted at its end, when its type is known."""
         pieces: list[str] = []
         end = yield from self.source.copy(pieces.append, _VALUE_ENDS)
         if end:
-            self._say(typed("".join(pieces), types))
+            self._emit(typed("".join(pieces), types))
         return end
 
     def _types(self, name: str, key: str) -> set[str]:
@@ -94,6 +94,6 @@ class QwenParser(HermesParser):
         properties = schema.get("properties")
         return types_of(properties.get(key), schema) if isinstance(properties, dict) else set()
 
-    def _say(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         self.out.arguments(text)
         self.source.accept()

@@ -1,4 +1,4 @@
-"""Answers in which tags say what is what: `<think>` around thoughts, and a family's own tags around tool calls."""
+"""Completions with tags: `<think>` around reasoning, and tags of the model family around tool calls."""
 
 from collections.abc import Iterable
 
@@ -10,17 +10,17 @@ from disaggregated_inference.gateway.tool_parsers.text_buffer import (
     TextBuffer,
     Waits,
 )
-from disaggregated_inference.models.tokenizer import ModelTokenizer
+from disaggregated_inference.models import ModelTokenizer
 
 THINK, THINK_END = "<think>", "</think>"
 
 
 class TaggedParser(ToolParser):
-    """Text with thoughts at its beginning. Families add the tags that open a call, and how to read one.
+    """Text that may begin with reasoning. Subclasses add the tags that open a call, and how to parse one.
 
-    Blanks beside tags are layout and go with them. `inside`: the prompt's end has opened the thought. `stripped` are
-    the tags that the tokenizer takes for special tokens, so that they are missing from the text. `forced`: a call must
-    come and nothing else, so what there is of one that was cut off is no text.
+    Blanks beside tags are layout and are dropped. `stripped`: tags that are special tokens, so the text lacks them.
+    `reasons`: the model may reason. `inside`: the prompt ends within the reasoning. `forced`: the completion must be a
+    call, so a part of one is never text.
     """
 
     openers: tuple[str, ...] = ()
@@ -28,56 +28,56 @@ class TaggedParser(ToolParser):
     def __init__(
         self,
         stripped: dict[int, str] | None = None,
-        thoughts: bool = False,
+        reasons: bool = False,
         inside: bool = False,
         forced: bool = False,
     ) -> None:
         self.source, self.out = TextBuffer(), ContentBuffer()
-        self._stripped, self._thoughts, self._inside, self._forced = stripped or {}, thoughts, inside, forced
-        self._reading = self._answer()
+        self._stripped, self._reasons, self._inside, self._forced = stripped or {}, reasons, inside, forced
+        self._parsing = self._parse()
 
     def push(self, token: int | None, text: str) -> list[ContentDelta]:
         tag = self._stripped.get(token, "") if token is not None else ""
         self.source.push(text + tag)
-        return self._read()
+        return self._continue()
 
     def finish(self) -> list[ContentDelta]:
         self.source.ended = True
-        return self._read()
+        return self._continue()
 
     def read_call(self, opener: str) -> Waits[None]:
-        """A whole call, to its end, after what opened it. Raises `Broken` where it is none. This class by itself has no
-        tags that open one: it is for models that think and call nothing."""
-        raise AssertionError(f"{opener!r} opens no call here")
+        """Parses a call after its opening tag. Raises MalformedCall. This class itself has no such tags: it is for
+        models that reason and call nothing."""
+        raise AssertionError(f"{opener!r} opens no call")
 
-    def _read(self) -> list[ContentDelta]:
-        next(self._reading, None)
+    def _continue(self) -> list[ContentDelta]:
+        next(self._parsing, None)
         return self.out.take()
 
-    def _answer(self) -> Waits[None]:
-        if self._thoughts:
-            yield from self._thought()
+    def _parse(self) -> Waits[None]:
+        if self._reasons:
+            yield from self._reasoning()
         while not self.source.over:
-            opener = yield from self.source.copy(self._text, self.openers, blanks=bool(self.openers))
+            opener = yield from self.source.copy(self._emit_text, self.openers, blanks=bool(self.openers))
             if opener:
                 yield from self._call(opener)
 
-    def _thought(self) -> Waits[None]:
+    def _reasoning(self) -> Waits[None]:
         yield from self.source.blanks()
         opened = yield from self.source.which(THINK)
         if not opened and not self._inside:
             self.source.give_back()
             return
         yield from self.source.blanks()
-        yield from self.source.copy(self._think, (THINK_END,), blanks=True)
+        yield from self.source.copy(self._emit_reasoning, (THINK_END,), blanks=True)
         yield from self.source.blanks()
         self.source.accept()
 
-    def _think(self, text: str) -> None:
-        self.out.thought(text)
+    def _emit_reasoning(self, text: str) -> None:
+        self.out.reasoning(text)
         self.source.accept()
 
-    def _text(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         if not self._forced and not (self.source.ended and self.out.calls and not text.strip(BLANKS)):
             self.out.text(text)
         self.source.accept()
@@ -88,10 +88,11 @@ class TaggedParser(ToolParser):
             self.called = True
         except MalformedCall:
             if not self._forced:
-                self.out.text(self.source.unsaid)
+                self.out.text(self.source.pending)
         self.source.accept()
 
 
 def stripped_tags(tokenizer: ModelTokenizer, tags: Iterable[str]) -> dict[int, str]:
+    """Tags that are special tokens, which leave no text."""
     found = {tag: tokenizer.token_id(tag) for tag in tags}
     return {token: tag for tag, token in found.items() if token is not None and not tokenizer.decode([token])}

@@ -1,8 +1,7 @@
-"""An answer's text as it comes in, and what was made of it so far.
+"""Buffers of a parser: the text that came in, and the content that goes out.
 
-What reads a source are generators, written as if the text were all there; they yield where they must wait for more. So
-where a parser stands between two tokens is where its generator stands, and how the text is cut cannot change what is
-made of it.
+Parsers read the text with generators, written as if all of it were there. They yield where they must wait for more. So
+a generator keeps a parser's position between two tokens, and the result does not depend on how the text is cut.
 """
 
 import re
@@ -24,24 +23,24 @@ Result = TypeVar("Result")
 Waits = Generator[None, None, Result]
 
 BLANKS = " \t\r\n"
-_MOST_BLANKS = 256  # held back: a model that writes nothing but line breaks must not get slower and slower
+_MAX_HELD_BLANKS = 256  # a model that writes only line breaks must not become slower and slower
 
 
 class MalformedCall(Exception):
-    """It is not what it looked like, or it ended too early."""
+    """The text is no tool call, or the call was cut off."""
 
 
 class TextBuffer:
-    """`unsaid` is what was read and not yet accepted: what must be shown as text if it turns out to be broken."""
+    """`pending`: text that was read and not yet accepted. It becomes text again if the call is malformed."""
 
     def __init__(self) -> None:
-        self.unsaid = ""
+        self.pending = ""
         self.ended = False
         self._text = ""
 
     @property
     def ahead(self) -> str:
-        """What is here by now."""
+        """The text that came and was not read."""
         return self._text
 
     @property
@@ -52,19 +51,19 @@ class TextBuffer:
         self._text += text
 
     def accept(self) -> None:
-        self.unsaid = ""
+        self.pending = ""
 
     def give_back(self) -> None:
-        """What was not accepted will be read again, as something else."""
-        self._text, self.unsaid = self.unsaid + self._text, ""
+        """Pending text is read again, as something else."""
+        self._text, self.pending = self.pending + self._text, ""
 
     def take(self, pattern: re.Pattern[str]) -> str:
-        """What matches of that which is here by now, perhaps nothing."""
+        """The part of the available text that matches; perhaps empty."""
         found = pattern.match(self._text)
         return self._take(found.end()) if found else ""
 
     def peek(self) -> Waits[str]:
-        """The next character; it stays."""
+        """The next character; it is not taken."""
         while not self._text:
             if self.ended:
                 raise MalformedCall
@@ -79,7 +78,7 @@ class TextBuffer:
             yield
 
     def run(self, allowed: re.Pattern[str], end: str) -> Waits[str]:
-        """Allowed characters up to the one that ends them, which is taken as well."""
+        """Allowed characters up to `end`, which is taken as well."""
         found = ""
         while True:
             found += self.take(allowed)
@@ -90,7 +89,7 @@ class TextBuffer:
                 raise MalformedCall
 
     def which(self, *options: str) -> Waits[str | None]:
-        """The one of them that comes next, which is taken; None where something else does."""
+        """The option that comes next, which is taken; None if something else comes."""
         while not self.ended and any(option.startswith(self._text) and option != self._text for option in options):
             yield
         found = next((option for option in options if self._text.startswith(option)), None)
@@ -98,20 +97,21 @@ class TextBuffer:
         return found
 
     def cut_off(self, tag: str) -> bool:
-        """Whether the answer ended within this tag, of which the rest is taken."""
+        """Whether the completion ended within this tag. Its beginning is taken."""
         if not (self.ended and tag.startswith(self._text)):
             return False
         self._take(len(self._text))
         return True
 
-    def copy(self, say: Callable[[str], None], ends: tuple[str, ...], blanks: bool = False) -> Waits[str | None]:
-        """Text is said at once, but for what may be one of `ends`, up to the first of them: that is returned, or None
-        at the end of all. Of two that begin together the longer counts. With `blanks`, those before it go with it."""
+    def copy(self, emit: Callable[[str], None], ends: tuple[str, ...], blanks: bool = False) -> Waits[str | None]:
+        """Emits text at once up to the first of `ends`, and holds back what may be the start of one. Returns that end,
+        or None at the end of the completion. Of two ends at one place the longer counts. With `blanks`, blanks before
+        an end are dropped."""
         while True:
             at, end = self._first(ends)
             with_end = blanks and (end or not self.ended)
             if text := self._take(self._before_blanks(at) if with_end else at):
-                say(text)
+                emit(text)
             if end:
                 self._take(self._text.index(end) + len(end))
             if end or self.ended:
@@ -120,15 +120,17 @@ class TextBuffer:
 
     def _take(self, count: int) -> str:
         taken, self._text = self._text[:count], self._text[count:]
-        self.unsaid += taken
+        self.pending += taken
         return taken
 
     def _before_blanks(self, at: int) -> int:
-        near = self._text[max(at - _MOST_BLANKS, 0) : at]
+        near = self._text[max(at - _MAX_HELD_BLANKS, 0) : at]
         return at - len(near) + len(near.rstrip(BLANKS))
 
     def _first(self, ends: tuple[str, ...]) -> tuple[int, str | None]:
         """Where an end begins, or may begin."""
+        if not any(end[0] in self._text for end in ends):  # nearly always: no tag is near
+            return len(self._text), None
         places = [(self._text.find(end), -len(end), end) for end in ends if end in self._text]
         if places:
             return min(places)[0], min(places)[2]
@@ -145,33 +147,33 @@ class TextBuffer:
 
 
 class ContentBuffer:
-    """What a parser says until it is taken; neighbours of a kind become one."""
+    """Content until it is taken. Neighbours of one kind are joined."""
 
     def __init__(self) -> None:
         self.calls = 0
-        self._said: list[ContentDelta] = []
+        self._content: list[ContentDelta] = []
 
     def text(self, text: str) -> None:
         self._add(TextDelta(text))
 
-    def thought(self, text: str) -> None:
+    def reasoning(self, text: str) -> None:
         self._add(ReasoningDelta(text))
 
-    def begin(self, name: str) -> None:
-        self._said.append(ToolCallStart(self.calls, f"call_{secrets.token_hex(12)}", name))
+    def start_call(self, name: str) -> None:
+        self._content.append(ToolCallStart(self.calls, f"call_{secrets.token_hex(12)}", name))
         self.calls += 1
 
     def arguments(self, text: str) -> None:
-        """Of the call that was begun last."""
+        """Of the last call."""
         self._add(ToolCallArguments(self.calls - 1, text))
 
     def _add(self, piece: TextDelta | ReasoningDelta | ToolCallArguments) -> None:
-        last = self._said[-1] if self._said else None
+        last = self._content[-1] if self._content else None
         if isinstance(last, type(piece)):
-            self._said[-1] = msgspec.structs.replace(piece, text=last.text + piece.text)
+            self._content[-1] = msgspec.structs.replace(piece, text=last.text + piece.text)
         elif piece.text:
-            self._said.append(piece)
+            self._content.append(piece)
 
     def take(self) -> list[ContentDelta]:
-        said, self._said = self._said, []
-        return said
+        content, self._content = self._content, []
+        return content
