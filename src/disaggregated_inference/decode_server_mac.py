@@ -1,10 +1,10 @@
-"""python -m disaggregated_inference.decode_server_mac: takes KV and writes answers with MLX."""
+"""python -m disaggregated_inference.decode_server_mac: a decode node with MLX."""
 
 from disaggregated_inference.cli.server_scripts import run_server
 
 
 def main() -> None:
-    run_server("Takes KV from a prefill node and writes answers with MLX.", "decode", "mlx", "qwen3-coder:30b")
+    run_server("Decode node: fetches KV from a prefill node and decodes with MLX.", "decode", "mlx")
 
 
 if __name__ == "__main__":

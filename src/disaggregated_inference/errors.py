@@ -1,57 +1,13 @@
-"""Every error the project raises on purpose. Each says what to do, and knows its HTTP status.
-
-DisaggError
-├── ModelError
-│   ├── ModelNotFound          404  no such name, alias or path
-│   ├── ModelExists            409  a name that is taken
-│   ├── ModelUnsupported       422  an architecture or file the engines cannot run exactly
-│   └── ModelDamaged           500  files missing, cut short or not what the checksum says
-├── EngineError
-│   ├── EngineUnavailable      503  its package is missing, or a version nobody has proven
-│   ├── EngineMismatch         500  the engine does not compute what the model says (RoPE)
-│   └── EngineFailed           502  the server that computes for this node failed, or broke off
-├── KVError
-│   ├── SliceRefused           400  a slice of the wrong shape, dtype, layer or place
-│   ├── TokensRefused          400  token ids outside the vocabulary, or not one per sequence
-│   ├── SequenceBroken         500  an earlier call failed half-way; close it and start again
-│   ├── FingerprintMismatch    409  two sides do not hold the same model
-│   ├── KVMemoryFull           503  no room for the sequence's KV
-│   └── RequestTooLarge        413  more KV than this node could ever hold
-├── WireError
-│   ├── ProtocolError          502  frames out of order, too large, or not ours
-│   ├── VersionUnsupported     502  the other side speaks another version
-│   ├── ChecksumMismatch       502  a frame arrived damaged
-│   ├── PeerGone               503  the connection ended in the middle
-│   ├── PeerFailed             502  the other side told us why it stopped
-│   ├── PeerRefused            409  the canary shows that the other side computes something else
-│   ├── TicketRefused          403  unknown, spent or expired ticket, or a wrong secret
-│   ├── TicketNotFound         404  a ticket to cancel that is not there
-│   └── Cancelled              499  the other side no longer wants it
-├── BadRequest                 400  a request that cannot be understood, or asks for what is not there
-│   ├── UnknownOption          400  an option that requests do not have (also a TypeError)
-│   ├── MessagesRefused        400  chat messages that the model's template cannot render
-│   ├── BodyTooLarge           413  a request body beyond the limit
-│   └── RequestTooSlow         408  a request that did not come in time
-├── NodeBusy                   503  the queue is full
-│   └── NodeDraining           503  the node is stopping and takes no new work
-├── NodeRestarted              409  the node is not the one that was meant: it was started again since
-├── ClusterError               503  nobody in the cluster can serve this now
-│   ├── NoDecodeNode           503  no node is left that could write the answer
-│   └── QueueFull              503  more requests wait for a node than should; come back later
-├── Unauthorized               401  no key, or one that nobody has
-├── NotForThisKey              403  what shows more of the cluster than the key is for
-├── RateLimited                429  more requests a minute than the key is for
-├── NotOffered                 501  what an API has and a cluster cannot do
-├── ConfigError                400  a configuration that cannot be understood, or contradicts itself
-├── DeadlineExceeded           504  the request's time was over before it was done
-└── ContextTooLong             400  prompt plus answer exceed the context window
-"""
+"""Every error that the project raises on purpose. Each message says what to do; each class has an HTTP status."""
 
 
 class DisaggError(Exception):
-    """Base of the tree; `code` is the stable machine-readable name."""
+    """Base class. `code` is the stable name for programs."""
 
     status = 500
+
+    def __init_subclass__(cls, status: int | None = None) -> None:
+        cls.status = status or cls.status
 
     @property
     def code(self) -> str:
@@ -60,65 +16,64 @@ class DisaggError(Exception):
 
 
 class ModelError(DisaggError):
-    """Something about the model's name or files."""
+    """The model's name or files."""
 
 
-class ModelNotFound(ModelError):
-    status = 404
+class ModelNotFound(ModelError, status=404):
+    """No model with this name, alias or path."""
 
 
-class ModelExists(ModelError):
-    status = 409
+class ModelExists(ModelError, status=409):
+    """The name is already taken."""
 
 
-class ModelUnsupported(ModelError):
-    status = 422
+class ModelUnsupported(ModelError, status=422):
+    """No engine can run this architecture or file exactly."""
 
 
 class ModelDamaged(ModelError):
-    pass
+    """Files are missing, incomplete or have a wrong checksum."""
 
 
 class EngineError(DisaggError):
-    """Something about the inference engine."""
+    """The inference engine."""
 
 
-class EngineUnavailable(EngineError):
-    status = 503
+class EngineUnavailable(EngineError, status=503):
+    """The engine's package is missing or an untested version."""
 
 
 class EngineMismatch(EngineError):
-    pass
+    """The engine computes something else than the model needs (RoPE)."""
 
 
-class EngineFailed(EngineError):
-    status = 502
+class EngineFailed(EngineError, status=502):
+    """The server behind this node (Ollama) failed."""
 
 
 class KVError(DisaggError):
-    """Something about the KV cache or its hand-off."""
+    """The KV cache or its transfer."""
 
 
-class SliceRefused(KVError):
-    status = 400
+class SliceRefused(KVError, status=400):
+    """A slice has a wrong shape, dtype, layer or position."""
 
 
-class TokensRefused(KVError):
-    status = 400
+class TokensRefused(KVError, status=400):
+    """Token ids outside the vocabulary, or not one per sequence."""
 
 
 class SequenceBroken(KVError):
-    pass
+    """An earlier call failed; close the sequence and start again."""
 
 
-class FingerprintMismatch(KVError):
-    status = 409
+class FingerprintMismatch(KVError, status=409):
+    """Two nodes do not have the same model."""
 
 
-class KVMemoryFull(KVError):
-    """`retry_after_s`, where it is known, is when there is likely room."""
+class KVMemoryFull(KVError, status=503):
+    """No memory left for the sequence's KV. `retry_after_s`: seconds until memory is likely free, if known."""
 
-    status = 503
     retry_after_s: int
 
     @property
@@ -126,128 +81,122 @@ class KVMemoryFull(KVError):
         return "kv_memory_full"
 
 
-class RequestTooLarge(KVError):
-    status = 413
+class RequestTooLarge(KVError, status=413):
+    """The request needs more KV memory than this node has."""
 
 
-class WireError(DisaggError):
-    """Something about the connection between two nodes."""
-
-    status = 502
+class WireError(DisaggError, status=502):
+    """The connection between two nodes."""
 
 
 class ProtocolError(WireError):
-    pass
+    """Frames are out of order, too large or malformed."""
 
 
 class VersionUnsupported(WireError):
-    pass
+    """The peer uses another protocol version."""
 
 
 class ChecksumMismatch(WireError):
-    pass
+    """A frame arrived damaged."""
 
 
-class PeerGone(WireError):
-    status = 503
+class PeerGone(WireError, status=503):
+    """The connection broke."""
 
 
 class PeerFailed(WireError):
-    """`peer_code` is the error's code on the other side."""
+    """The peer sent an error. `peer_code` is the code of the peer's error."""
 
     def __init__(self, peer_code: str, message: str) -> None:
-        super().__init__(f"the other side stopped: {message} ({peer_code})")
+        super().__init__(f"the peer stopped: {message} ({peer_code})")
         self.peer_code = peer_code
 
 
-class PeerRefused(WireError):
-    status = 409
+class PeerRefused(WireError, status=409):
+    """The peer check failed: the peer computes other values."""
 
 
-class TicketRefused(WireError):
-    status = 403
+class TicketRefused(WireError, status=403):
+    """The ticket is unknown, used or expired, or its secret is wrong."""
 
 
-class TicketNotFound(WireError):
-    status = 404
+class TicketNotFound(WireError, status=404):
+    """The ticket to cancel does not exist."""
 
 
-class Cancelled(WireError):
-    status = 499
+class Cancelled(WireError, status=499):
+    """The peer cancelled the request."""
 
 
-class BadRequest(DisaggError):
-    """`param` names the field of the request that is wrong."""
+class BadRequest(DisaggError, status=400):
+    """The request is invalid; `param` names the field, if the error is about one."""
 
-    status = 400
-
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str = "", param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
 
 
 class UnknownOption(BadRequest, TypeError):
-    pass
+    """A request has no such option (also a TypeError)."""
 
 
 class MessagesRefused(BadRequest):
-    pass
+    """The model's chat template cannot render the messages."""
 
 
-class BodyTooLarge(BadRequest):
-    status = 413
+class BodyTooLarge(BadRequest, status=413):
+    """The request body is too large."""
 
 
-class RequestTooSlow(BadRequest):
-    status = 408
+class RequestTooSlow(BadRequest, status=408):
+    """The request did not arrive in time."""
 
 
-class NodeBusy(DisaggError):
-    """`retry_after_s`, where it is known, is when there is likely a place."""
+class NodeBusy(DisaggError, status=503):
+    """The node's queue is full. `retry_after_s`: seconds until the queue likely has a place, if known."""
 
-    status = 503
     retry_after_s: int
 
 
 class NodeDraining(NodeBusy):
-    pass
+    """The node is stopping and takes no new requests."""
 
 
-class NodeRestarted(DisaggError):
-    status = 409
+class NodeRestarted(DisaggError, status=409):
+    """The node was restarted and no longer has the state."""
 
 
-class ClusterError(DisaggError):
-    """Something about the nodes as a whole: each may be well, but none can take this request."""
-
-    status = 503
+class ClusterError(DisaggError, status=503):
+    """No node can serve the request now, though nodes may be healthy."""
 
 
 class NoDecodeNode(ClusterError):
+    """No decode node is available."""
+
     def __init__(self, message: str = "Decode server unavailable - request failed") -> None:
         super().__init__(message)
 
 
 class QueueFull(ClusterError):
-    """`retry_after_s` is when a place is likely free."""
+    """The request queue is full. `retry_after_s`: seconds until the queue likely has a place."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(f"{message}; try again in {retry_after_s} s")
         self.retry_after_s = retry_after_s
 
 
-class Unauthorized(DisaggError):
-    status = 401
+class Unauthorized(DisaggError, status=401):
+    """Missing or unknown API key."""
 
 
-class NotForThisKey(DisaggError):
-    status = 403
+class NotForThisKey(DisaggError, status=403):
+    """The key does not allow this."""
 
 
-class RateLimited(DisaggError):
-    """`retry_after_s` is when the next request may come; `caller` whose key it is."""
-
-    status = 429
+class RateLimited(DisaggError, status=429):
+    """The key's limit of requests per minute is reached. `retry_after_s`: seconds until the next request is allowed;
+    `caller`: name of the key."""
 
     def __init__(self, message: str, retry_after_s: int, caller: str = "") -> None:
         super().__init__(f"{message}; try again in {retry_after_s} s")
@@ -255,20 +204,20 @@ class RateLimited(DisaggError):
         self.caller = caller
 
 
-class NotOffered(DisaggError):
-    status = 501
+class NotOffered(DisaggError, status=501):
+    """The cluster does not support this part of the API."""
 
 
-class ConfigError(DisaggError):
-    status = 400
+class ConfigError(DisaggError, status=400):
+    """The configuration is invalid."""
 
 
-class DeadlineExceeded(DisaggError):
-    status = 504
+class DeadlineExceeded(DisaggError, status=504):
+    """The request's time limit is over."""
 
 
-class ContextTooLong(DisaggError):
-    status = 400
+class ContextTooLong(DisaggError, status=400):
+    """Prompt and completion exceed the context window."""
 
     def __init__(
         self,
@@ -278,13 +227,13 @@ class ContextTooLong(DisaggError):
         advice: str = "",
         prompt_tokens: int | None = None,
     ) -> None:
-        """`prompt_tokens`: of those needed, where it is known; the others are for the answer."""
-        words = f"{how_exact}{needed_tokens} tokens do not fit the context window of {window_tokens} tokens"
+        """`prompt_tokens`: how many of the needed tokens are the prompt's, if known."""
+        message = f"{how_exact}{needed_tokens} tokens do not fit the context window of {window_tokens} tokens"
         if prompt_tokens is not None and prompt_tokens < needed_tokens:
-            words += f" ({prompt_tokens} of the prompt, {needed_tokens - prompt_tokens} for the answer)"
-        too_long_alone = prompt_tokens is not None and prompt_tokens >= window_tokens
-        usual = "shorten the prompt" if too_long_alone else "shorten the prompt, or lower max_tokens"
-        super().__init__(f"{words}: {advice or usual}")
+            message += f" ({prompt_tokens} for the prompt, {needed_tokens - prompt_tokens} for the completion)"
+        prompt_too_long = prompt_tokens is not None and prompt_tokens >= window_tokens
+        usual = "shorten the prompt" if prompt_too_long else "shorten the prompt, or lower max_tokens"
+        super().__init__(f"{message}: {advice or usual}")
         self.needed_tokens = needed_tokens
         self.how_exact = how_exact
         self.window_tokens = window_tokens

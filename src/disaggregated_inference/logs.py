@@ -1,4 +1,4 @@
-"""Structured logs: one line of JSON per event on standard error, with the request's id wherever there is one."""
+"""Structured logs: one line of JSON per event on standard error, with the request id if there is one."""
 
 import json
 import logging
@@ -9,11 +9,11 @@ from typing import Any
 from disaggregated_inference.errors import BadRequest
 
 LEVELS = ("debug", "info", "warning", "error")
-_PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class JsonLines(logging.Formatter):
-    """What a call gave as `extra` becomes fields beside time, level, logger and message."""
+    """The fields are time, level, logger, message and those of `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -22,7 +22,7 @@ class JsonLines(logging.Formatter):
             "logger": record.name.removeprefix("disaggregated_inference."),
             "message": record.getMessage(),
         }
-        line |= {key: value for key, value in vars(record).items() if key not in _PLAIN and value is not None}
+        line |= {key: value for key, value in vars(record).items() if key not in _STANDARD and value is not None}
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str, ensure_ascii=False)
@@ -30,7 +30,7 @@ class JsonLines(logging.Formatter):
 
 def log_to_stderr(level: str) -> None:
     if level not in LEVELS:
-        raise BadRequest(f"no log level {level!r}; there are {', '.join(LEVELS)}")
+        raise BadRequest(f"unknown log level {level!r}; use one of {', '.join(LEVELS)}")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     for name in ("disaggregated_inference", "uvicorn"):

@@ -1,14 +1,13 @@
-"""python -m disaggregated_inference.prefill_server_ollama: has a running Ollama read prompts ahead of time."""
+"""python -m disaggregated_inference.prefill_server_ollama: a prefill node in front of a running Ollama."""
 
 from disaggregated_inference.cli.server_scripts import run_server
 
 
 def main() -> None:
     run_server(
-        "Reads prompts with a running Ollama: it holds their beginnings for requests that come later. No cache moves.",
+        "Prefill node in front of a running Ollama: warms its prefix cache for later requests. No KV moves.",
         "prefill",
         "ollama",
-        "qwen3-coder:30b",
     )
 
 

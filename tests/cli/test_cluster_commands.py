@@ -1,4 +1,4 @@
-"""`disagg generate`, `chat`, `status` and `history` as people type them, over simulated nodes; and their manual."""
+"""`disagg generate`, `chat`, `status` and `history` as processes over simulated nodes; and their manual."""
 
 import json
 import os
@@ -20,19 +20,21 @@ from rich.console import Console
 from disaggregated_inference.cli.errors import as_data
 from disaggregated_inference.cli.line_reader import LineReader
 from disaggregated_inference.cli.screen import summary
-from disaggregated_inference.cli.status import board
+from disaggregated_inference.cli.status import render
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.orchestrator.history import History
-from disaggregated_inference.orchestrator.recorder import FALLBACK
-from tests.conftest import until
+from disaggregated_inference.orchestrator.recorder import FALLBACK_WARNING
 from tests.support.cluster import Process, config_of, free_port, state_of
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.slow
 
 COMMAND = [sys.executable, "-m", "disaggregated_inference"]
 MANUAL = Path(__file__).parents[2] / "docs" / "CLIENT.md"
 SLOW = ("--profile", "custom:prefill=20000,decode=60", "--kv-memory", "256M")
-LONG = "2000"  # tokens: half a minute, if nobody stops it
-FOR_EVER = 30.0
+LONG = "2000"  # tokens: half a minute, unless stopped
+TIMEOUT_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def nodes() -> Iterator[list[Process]]:
 
 @pytest.fixture
 def folder(nodes: list[Process], tmp_path: Path) -> Path:
-    """With a cluster file where the command looks for it."""
+    """A folder with a cluster file at its default place."""
     write_config(tmp_path, config_of(*nodes))
     return tmp_path
 
@@ -55,7 +57,7 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
     (folder / "cluster.json").write_text(json.dumps(config))
 
 
-def begun(folder: Path, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
+def start(folder: Path, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
     environment = {name: value for name, value in os.environ.items() if name not in ("DISAGG_CONFIG", "COLUMNS")}
     environment |= {"TERM": "xterm", "XDG_STATE_HOME": str(folder / "state")}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -65,12 +67,12 @@ def begun(folder: Path, *arguments: str, **options: Any) -> "subprocess.Popen[st
 
 def disagg(folder: Path, *arguments: str, typed: str | None = None) -> "subprocess.CompletedProcess[str]":
     options = {} if typed is not None else {"stdin": subprocess.DEVNULL}
-    with begun(folder, *arguments, **options) as process:
-        out, err = process.communicate(typed, timeout=FOR_EVER)
+    with start(folder, *arguments, **options) as process:
+        out, err = process.communicate(typed, timeout=TIMEOUT_S)
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
-def turns(run: "subprocess.CompletedProcess[str]") -> list[dict[str, Any]]:
+def json_lines(run: "subprocess.CompletedProcess[str]") -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
@@ -96,7 +98,7 @@ def test_metrics_go_to_standard_error(folder: Path) -> None:
 
 def test_json_has_the_answer_and_the_metrics(folder: Path) -> None:
     run = disagg(folder, "generate", "-", "--max-tokens", "8", "--json", typed="Why?\n")
-    (answer,) = turns(run)
+    (answer,) = json_lines(run)
     assert answer.keys() == {"response", "metrics"}
     assert answer["response"].count("[") == answer["metrics"]["completion_tokens"] == 8
     assert answer["metrics"]["prefill_server"] == "p1"
@@ -105,7 +107,7 @@ def test_json_has_the_answer_and_the_metrics(folder: Path) -> None:
 def test_a_prompt_is_a_message_unless_it_is_raw(folder: Path) -> None:
     def prompt_tokens(*arguments: str, typed: str | None = None) -> int:
         run = disagg(folder, "generate", *arguments, "--max-tokens", "1", "--json", typed=typed)
-        tokens: int = turns(run)[0]["metrics"]["prompt_tokens"]
+        tokens: int = json_lines(run)[0]["metrics"]["prompt_tokens"]
         return tokens
 
     assert prompt_tokens("--raw", "Why?") == len("Why?")  # of this model, a letter is a token
@@ -135,46 +137,46 @@ def test_an_answer_follows_a_schema(folder: Path) -> None:
 
 
 def test_ctrl_c_ends_an_answer_on_both_nodes(folder: Path, nodes: list[Process]) -> None:
-    with begun(folder, "generate", "Why?", "--max-tokens", LONG) as process:
+    with start(folder, "generate", "Why?", "--max-tokens", LONG) as process:
         assert process.stdout
-        begun_with = process.stdout.read(12)
+        first_text = process.stdout.read(12)
         process.send_signal(signal.SIGINT)
-        rest, err = process.communicate(timeout=FOR_EVER)
+        rest, err = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, err) == (130, "")
-    assert (begun_with + rest).endswith("]\n")
+    assert (first_text + rest).endswith("]\n")
     assert until(lambda: all(node.nothing_left() for node in nodes))
 
 
-def test_a_reader_that_leaves_ends_it_too(folder: Path, nodes: list[Process]) -> None:
-    with begun(folder, "generate", "Why?", "--max-tokens", LONG) as process:
+def test_a_closed_pipe_ends_the_request(folder: Path, nodes: list[Process]) -> None:
+    with start(folder, "generate", "Why?", "--max-tokens", LONG) as process:
         assert process.stdout
         process.stdout.read(6)
         process.stdout.close()
-        assert process.wait(FOR_EVER) == 1
+        assert process.wait(TIMEOUT_S) == 1
         assert process.stderr
         assert process.stderr.read() == ""
     assert until(lambda: all(node.nothing_left() for node in nodes))
 
 
-def test_a_detour_is_said_unasked(nodes: list[Process], tmp_path: Path) -> None:
+def test_a_fallback_is_always_reported(nodes: list[Process], tmp_path: Path) -> None:
     config = config_of(*nodes, local="auto")
     config["prefill_servers"][0]["port"] = free_port()
     write_config(tmp_path, config)
     run = disagg(tmp_path, "generate", "Why?", "--max-tokens", "2")
     assert run.returncode == 0
-    assert run.stderr == f"warning: {FALLBACK}\n"
+    assert run.stderr == f"warning: {FALLBACK_WARNING}\n"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("generate",), "the prompt is empty"),
         (("generate", " "), "the prompt is empty"),
-        (("generate", "\udcff"), "this is not valid UTF-8 text"),
+        (("generate", "\udcff"), "the prompt is not valid UTF-8 text"),
         (("generate", "x", "--model", "nope"), 'no model "nope"; the cluster has simulated:tiny'),
-        (("generate", "x", "--raw", "--system", "y"), "--system is a message of a chat, and --raw is none"),
-        (("generate", "x", "--json-schema", "nowhere"), "--json-schema: nowhere cannot be read: No such file"),
-        (("generate", "x", "--json-schema", "nowhere"), "; name a file that has a JSON schema"),
+        (("generate", "x", "--raw", "--system", "y"), "--system needs a chat template, which --raw does not use"),
+        (("generate", "x", "--json-schema", "nowhere"), "--json-schema: cannot read nowhere: No such file"),
+        (("generate", "x", "--json-schema", "nowhere"), "; name a file that contains a JSON schema"),
         (("generate", "x", "--json-schema", "notes"), "--json-schema: notes is not JSON"),
         (("generate", "x", "--config", "nowhere"), "nowhere: cannot be read"),
         (("generate", "x", "--timeout", "0.2", "--max-tokens", "99"), "not done within 0.2 s"),
@@ -185,12 +187,12 @@ def test_a_detour_is_said_unasked(nodes: list[Process], tmp_path: Path) -> None:
         (("config", "check", "nowhere"), "nowhere: cannot be read"),
     ],
 )
-def test_mistakes_get_one_clear_line(folder: Path, arguments: tuple[str, ...], says: str) -> None:
+def test_mistakes_get_one_clear_line(folder: Path, arguments: tuple[str, ...], message: str) -> None:
     (folder / "notes").write_text("no JSON")
     run = disagg(folder, *arguments)
     assert run.returncode == 1
     assert run.stderr.startswith("error: ")
-    assert says in run.stderr
+    assert message in run.stderr
     assert len(run.stderr.splitlines()) == 1
 
 
@@ -217,33 +219,33 @@ def test_mistakes_are_json_where_answers_are(folder: Path, arguments: tuple[str,
     assert (error.keys(), error["code"]) == ({"code", "message"}, code)
 
 
-def test_what_the_system_says_has_a_code_too() -> None:
+def test_system_errors_have_a_code() -> None:
     assert as_data(OSError("no space left")) == {"code": "os_error", "message": "no space left"}
 
 
-def test_what_a_node_refuses_is_a_bad_request(folder: Path) -> None:
-    """As is what is refused before any node is asked."""
+def test_a_refusal_of_a_node_is_a_bad_request(folder: Path) -> None:
+    """So is a refusal by the client itself."""
     with DisaggregatedClient(str(folder / "cluster.json")) as client:
         stops = [str(at) for at in range(17)]
-        wrong: list[dict[str, Any]] = [{"tokens": []}, {"prompt": ""}, {"prompt": "x", "stop": stops}]
-        for options in wrong:
+        refused: list[dict[str, Any]] = [{"tokens": []}, {"prompt": ""}, {"prompt": "x", "stop": stops}]
+        for options in refused:
             with pytest.raises(BadRequest):
                 client.generate(**options)
 
 
 def test_a_token_is_ruled_out_by_the_cluster_file(folder: Path) -> None:
     config = json.loads((folder / "cluster.json").read_text())
-    ask: dict[str, Any] = {"prompt": "Why?", "temperature": 0, "max_tokens": 1}
+    request: dict[str, Any] = {"prompt": "Why?", "temperature": 0, "max_tokens": 1}
     with DisaggregatedClient(config) as client:
-        (token,) = client.generate(**ask)[1]["tokens"]
+        (token,) = client.generate(**request)[1]["tokens"]
     models = {"simulated:tiny": {"defaults": {"logit_bias": {str(token): -100}}}}
     write_config(folder, config | {"models": config.get("models", {}) | models})
     assert disagg(folder, "config", "check").returncode == 0
     with DisaggregatedClient(str(folder / "cluster.json")) as client:
-        assert client.generate(**ask)[1]["tokens"] != [token]
+        assert client.generate(**request)[1]["tokens"] != [token]
 
 
-def test_what_is_no_option_asks_for_no_json(folder: Path) -> None:
+def test_arguments_after_two_dashes_are_no_options(folder: Path) -> None:
     run = disagg(folder, "generate", "--model", "nope", "--", "--json")
     assert (run.returncode, run.stdout) == (1, "")
 
@@ -251,9 +253,9 @@ def test_what_is_no_option_asks_for_no_json(folder: Path) -> None:
 # chat
 
 
-def test_every_turn_sends_all_before_it(folder: Path) -> None:
+def test_every_message_sends_all_earlier_ones(folder: Path) -> None:
     run = disagg(folder, "chat", "--json", "--max-tokens", "4", typed="one\n\ntwo\n/clear\none\n")
-    first, second, anew = turns(run)
+    first, second, anew = json_lines(run)
     assert (first["prompt"], second["prompt"], first["error"]) == ("one", "two", None)
     added = len("two") - len("one") + first["metrics"]["prompt_tokens"]
     assert second["metrics"]["prompt_tokens"] > added + 4
@@ -265,13 +267,13 @@ def test_long_messages_may_have_several_lines(folder: Path) -> None:
     run = disagg(
         folder, "chat", "--json", "--max-tokens", "1", typed='a\\\nb\n"""\nc\n\nd\n"""\n/etc/passwd is a file\n'
     )
-    assert [turn["prompt"] for turn in turns(run)] == ["a\nb", "c\n\nd", "/etc/passwd is a file"]
+    assert [line["prompt"] for line in json_lines(run)] == ["a\nb", "c\n\nd", "/etc/passwd is a file"]
 
 
 def test_a_chat_can_be_saved_and_loaded(folder: Path) -> None:
     typed = "/system Be \\\nbrief.\none\n/save chat.json\n/clear\n/system\n/load chat.json\ntwo\n/save both.json\n"
     run = disagg(folder, "chat", "--max-tokens", "3", typed=typed)
-    assert "1 turn in chat.json" in run.stderr
+    assert "saved 2 messages to chat.json" in run.stderr
     one, both = (json.loads((folder / name).read_text()) for name in ("chat.json", "both.json"))
     assert (one["system"], one["model"]) == ("Be \nbrief.", "simulated:tiny")
     assert [message["role"] for message in both["messages"]] == ["user", "assistant"] * 2
@@ -289,37 +291,37 @@ def test_retry_replaces_the_last_answer(folder: Path) -> None:
     assert run.stdout[: -len(second) - 1].strip("\n") not in ("", second)
 
 
-def test_what_goes_wrong_ends_a_turn_and_not_the_chat(folder: Path) -> None:
+def test_an_error_does_not_end_the_chat(folder: Path) -> None:
     (folder / "odd.json").write_text('{"messages": [{"role": "assistant", "content": "x"}]}')
     commands = "/metrics\n/retry\n/model nope\n/load cluster.json\n/load odd.json\n/save\n/save /no/where\n/dance\n"
     run = disagg(folder, "chat", "--max-tokens", "3", typed=commands + "one\n")
-    assert run.returncode == 1  # who pipes lines in wants to know
+    assert run.returncode == 1  # input from a pipe: the exit code reports failures
     assert len(run.stderr.splitlines()) == run.stderr.count("error: ") == 8, run.stderr
     assert len(run.stdout.splitlines()) == 1
 
 
-def test_a_question_without_an_answer_is_asked_again(folder: Path, nodes: list[Process]) -> None:
-    """In vain, but it shows what is kept."""
+def test_retry_sends_an_unanswered_message_again(folder: Path, nodes: list[Process]) -> None:
+    """No node is up, so both requests fail in the same way."""
     config = config_of(*nodes)
     for server in config["prefill_servers"] + config["decode_servers"]:
         server["port"] = free_port()
     write_config(folder, config)
-    first, second = turns(disagg(folder, "chat", "--json", typed="one\n/retry\n"))
+    first, second = json_lines(disagg(folder, "chat", "--json", typed="one\n/retry\n"))
     assert first == second
     assert first["error"] == {"code": "no_decode_node", "message": "Decode server unavailable - request failed"}
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_the_chat(folder: Path, nodes: list[Process]) -> None:
-    with begun(folder, "chat", "--max-tokens", LONG) as process:
+    with start(folder, "chat", "--max-tokens", LONG) as process:
         assert process.stdin
         assert process.stdout
         process.stdin.write("one\n")
         process.stdin.flush()
-        begun_with = process.stdout.read(12)
+        first_text = process.stdout.read(12)
         process.send_signal(signal.SIGINT)
-        written = begun_with + process.stdout.readline()
+        written = first_text + process.stdout.readline()
         assert until(lambda: all(node.nothing_left() for node in nodes))
-        _, err = process.communicate("/save chat.json\n", timeout=FOR_EVER)
+        _, err = process.communicate("/save chat.json\n", timeout=TIMEOUT_S)
     assert process.returncode == 0
     assert "(stopped)" in err
     kept = json.loads((folder / "chat.json").read_text())["messages"][1]["content"]
@@ -330,33 +332,33 @@ class Terminal:
     """A process at a terminal of its own."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        self.shown = ""
+        self.output = ""
         ours, theirs = pty.openpty()
-        self.process = begun(folder, *arguments, stdin=theirs, stdout=theirs, stderr=theirs)
+        self.process = start(folder, *arguments, stdin=theirs, stdout=theirs, stderr=theirs)
         os.close(theirs)
         self._end = ours
 
     def until(self, pattern: str) -> str:
-        """What was shown since, up to it."""
-        deadline = time.monotonic() + FOR_EVER
-        while not (found := re.search(pattern, self.shown, re.DOTALL)):
-            assert time.monotonic() < deadline, self.shown
+        """The new output up to the pattern."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (found := re.search(pattern, self.output, re.DOTALL)):
+            assert time.monotonic() < deadline, self.output
             if select.select([self._end], [], [], 0.1)[0]:
-                self.shown += os.read(self._end, 4096).decode()
-        seen, self.shown = self.shown[: found.end()], self.shown[found.end() :]
-        return seen
+                self.output += os.read(self._end, 4096).decode()
+        matched, self.output = self.output[: found.end()], self.output[found.end() :]
+        return matched
 
     def type(self, text: str) -> None:
         os.write(self._end, text.encode())
 
     def interrupt(self) -> None:
-        """The terminal is nobody's controlling one, so the signal is sent by hand. Not before the process waits: one
-        that comes between a key and readline's next select is noticed with the next key."""
+        """It is not a controlling terminal, so the test sends the signal. It waits until the process sleeps: readline
+        notices a signal between a key and its next select only with the next key."""
         assert until(lambda: state_of(self.process.pid) == "S")
         self.process.send_signal(signal.SIGINT)
 
     def end(self) -> int:
-        code = self.process.wait(FOR_EVER)
+        code = self.process.wait(TIMEOUT_S)
         os.close(self._end)
         return code
 
@@ -378,7 +380,7 @@ def terminal(folder: Path) -> Iterator[Callable[..., Terminal]]:
 
 def test_a_chat_at_a_terminal(folder: Path, terminal: Callable[..., Terminal]) -> None:
     chat = terminal("chat", "--max-tokens", LONG)
-    chat.until("simulated:tiny; /help says what can be typed.*>>> ")
+    chat.until("simulated:tiny; type /help for commands.*>>> ")
     chat.type("one \\\n")
     chat.until(r"\.\.\. ")
     chat.type("two\n")
@@ -388,7 +390,7 @@ def test_a_chat_at_a_terminal(folder: Path, terminal: Callable[..., Terminal]) -
     chat.type("half a li")
     chat.until("half a li")
     chat.interrupt()
-    chat.until(r"\(Ctrl-D or /exit leaves\).*>>> ")
+    chat.until(r"\(press Ctrl-D or type /exit to leave\).*>>> ")
     chat.type("/help\n")
     listed = chat.until(">>> ")
     assert all(f"/{name}" in listed for name in ("help", "clear", "model", "save", "retry", "exit"))
@@ -411,7 +413,7 @@ def test_status_is_a_line_per_node(folder: Path) -> None:
     run = disagg(folder, "status")
     assert (run.returncode, run.stderr) == (0, "")
     header, first, second, *_ = run.stdout.splitlines()
-    assert header.split() == ["node", "role", "engine", "state", "queue", "KV", "GiB", "read", "write"]
+    assert header.split() == ["node", "role", "engine", "state", "queue", "KV", "GiB", "prefill", "decode"]
     assert re.fullmatch(r"p1 +prefill +simulated +healthy +0/0/\d+ +[\d.]+/[\d.]+ +[\d.,]+@\d+ +-", first)
     assert re.fullmatch(r"d1 +decode +simulated +healthy +0/0/\d+ +[\d.]+/[\d.]+ +\S+ +[\d.,]+@1", second)
     assert "model simulated:tiny: prefill on p1; decode on d1\n" in run.stdout
@@ -428,40 +430,40 @@ def test_status_of_a_cluster_that_is_down(nodes: list[Process], tmp_path: Path) 
     assert re.search(rf"d1: it cannot be reached: .*{port}", run.stdout)
     assert run.stdout.splitlines()[-1] == "decode down: cannot serve"
     assert "model simulated:tiny: prefill on p1; decode on none (d1 is unreachable)\n" in run.stdout
-    told = disagg(tmp_path, "status", "--json")
-    assert told.returncode == 1
-    assert [node["state"] for node in json.loads(told.stdout)["nodes"]] == ["healthy", "unreachable"]
+    result = disagg(tmp_path, "status", "--json")
+    assert result.returncode == 1
+    assert [node["state"] for node in json.loads(result.stdout)["nodes"]] == ["healthy", "unreachable"]
 
 
 def test_status_says_what_is_wrong_with_a_node(nodes: list[Process], tmp_path: Path) -> None:
     """A token that is not its own, or none; another role than the config has; something that is no node."""
     guarded = Process("g", "prefill", "simulated", "simulated:tiny", *SLOW, "--token", "SECRET").ready()
 
-    def said(**servers: list[dict[str, Any]]) -> tuple[list[str], str]:
+    def status_of(**servers: list[dict[str, Any]]) -> tuple[list[str], str]:
         write_config(tmp_path, servers)
-        told = json.loads(disagg(tmp_path, "status", "--json").stdout)
-        return [node["state"] for node in told["nodes"]], disagg(tmp_path, "status").stdout
+        result = json.loads(disagg(tmp_path, "status", "--json").stdout)
+        return [node["state"] for node in result["nodes"]], disagg(tmp_path, "status").stdout
 
     try:
-        states, shown = said(prefill_servers=[guarded.entry | {"token": "WRONG"}])
+        states, shown = status_of(prefill_servers=[guarded.entry | {"token": "WRONG"}])
         assert states == ["unauthorized"]
-        assert "g: this is not the token of this node; set `token` in the config\n" in shown
-        assert "a bearer token is needed; set `token`" in said(prefill_servers=[guarded.entry])[1]
+        assert "set `token` in the config\n" in shown
+        assert "missing or wrong bearer token: set `token`" in status_of(prefill_servers=[guarded.entry])[1]
     finally:
         guarded.end()
     prefill, decode = nodes
-    states, shown = said(prefill_servers=[decode.entry], decode_servers=[prefill.entry])
+    states, shown = status_of(prefill_servers=[decode.entry], decode_servers=[prefill.entry])
     assert states == ["wrong role", "wrong role"]
     assert "d1: it runs as a decode node, and the config has it under prefill_servers\n" in shown
 
 
 def test_status_again_and_again(folder: Path, terminal: Callable[..., Terminal]) -> None:
-    with begun(folder, "status", "--watch", "0.1", "--json") as process:
+    with start(folder, "status", "--watch", "0.1", "--json") as process:
         assert process.stdout
-        seen = [json.loads(process.stdout.readline())["verdict"] for _ in range(3)]
+        verdicts = [json.loads(process.stdout.readline())["verdict"] for _ in range(3)]
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=FOR_EVER)
-    assert (process.returncode, seen) == (0, ["all up"] * 3)
+        process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, verdicts) == (0, ["all up"] * 3)
     watched = terminal("status", "--watch", "0.1")
     watched.until("all up.*all up.*all up")
     watched.interrupt()
@@ -486,7 +488,7 @@ def node_of(name: str, **about: Any) -> dict[str, Any]:
 def shown(nodes: list[dict[str, Any]], *refusals: dict[str, str], width: int = 80) -> list[str]:
     status = {"verdict": "all up", "models": ["m"], "nodes": nodes, "links": [], "refusals": refusals}
     console = Console(file=StringIO(), width=width, markup=False, highlight=False)
-    console.print(board(status))
+    console.print(render(status))
     assert isinstance(console.file, StringIO)
     return console.file.getvalue().splitlines()
 
@@ -510,7 +512,7 @@ def test_a_node_that_went_is_not_shown_as_it_was() -> None:
 
 def test_a_refused_pair_is_told() -> None:
     lines = shown([node_of("p"), node_of("d", role="decode")], {"prefill": "p", "decode": "d", "why": "other values"})
-    assert "d takes no cache of p: other values" in lines
+    assert "d refuses KV caches from p: other values" in lines
 
 
 # history
@@ -599,16 +601,18 @@ def test_samples_of_the_manual_run(number: int, nodes: list[Process], tmp_path: 
     models = {"qwen3-coder:30b": {"aliases": ["simulated:tiny"], "defaults": {"max_tokens": 8}}}
     write_config(tmp_path, config_of(*nodes) | {"models": models})
     sample = re.findall(r"^```python\n(.*?)^```$", MANUAL.read_text(), re.MULTILINE | re.DOTALL)[number]
-    run = subprocess.run([sys.executable, "-c", sample], cwd=tmp_path, capture_output=True, text=True, timeout=FOR_EVER)
+    run = subprocess.run(
+        [sys.executable, "-c", sample], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout
 
 
 def test_commands_of_the_manual_exist() -> None:
     for name in ("generate", "chat", "status", "history"):
-        said = subprocess.run([*COMMAND, name, "--help"], capture_output=True, text=True, timeout=FOR_EVER).stdout
+        help_text = subprocess.run([*COMMAND, name, "--help"], capture_output=True, text=True, timeout=TIMEOUT_S).stdout
         wanted = set(re.findall(rf"disagg {name}[^\n]*", MANUAL.read_text()))
         assert wanted
         assert {option for line in wanted for option in re.findall(r"--[a-z-]+", line)} <= set(
-            re.findall(r"--[a-z-]+", said)
+            re.findall(r"--[a-z-]+", help_text)
         )

@@ -1,22 +1,19 @@
 """The command as people type it, mistakes included."""
 
+import inspect
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from disaggregated_inference.cli import gateway, main
+from disaggregated_inference.gateway.server import GatewaySettings
 from disaggregated_inference.models import ModelFiles
+from disaggregated_inference.node.server import NodeSettings
+from tests.support.command import disagg
 
 
-def disagg(*arguments: str, home: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | ({"DISAGG_HOME": str(home)} if home else {})
-    command = [sys.executable, "-m", "disaggregated_inference", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-
-
+@pytest.mark.slow
 def test_demo_proves_the_hand_off(smollm2: ModelFiles) -> None:
     run = disagg("demo", "Name three colours.", "--max-tokens", "12", "--json", "--chunk", "16")
     assert run.returncode == 0, run.stderr
@@ -30,16 +27,17 @@ def test_demo_proves_the_hand_off(smollm2: ModelFiles) -> None:
 def test_models_lists_and_inspects(smollm2: ModelFiles) -> None:
     listed = json.loads(disagg("models", "--json").stdout)
     assert {"name": "smollm2:135m", "path": str(smollm2.path), "note": "embedded, fetched on first use"} in listed
-    told = json.loads(disagg("models", "inspect", "smollm2", "--context", "1000", "--json").stdout)
-    assert told["kv_bytes_per_token"] == 23040
-    assert told["kv_bytes"] == 23_040_000
-    assert told["memory_bytes"] > told["weights_bytes"] > 500e6
-    assert told["engines"] == ["torch", "mlx", "llamacpp"]
+    result = json.loads(disagg("models", "inspect", "smollm2", "--context", "1000", "--json").stdout)
+    assert result["kv_bytes_per_token"] == 23040
+    assert result["kv_bytes"] == 23_040_000
+    assert result["memory_bytes"] > result["weights_bytes"] > 500e6
+    assert result["engines"] == ["torch", "mlx", "llamacpp"]
     assert "23.04 MB at 1,000 tokens" in disagg("models", "inspect", "smollm2", "--context", "1000").stdout
     assert "smollm2:135m" in disagg("models").stdout
     assert json.loads(disagg("models", "list", "--json").stdout) == listed
 
 
+@pytest.mark.slow
 def test_models_import(tmp_path: Path, smollm2: ModelFiles, smollm2_gguf: Path) -> None:
     run = disagg("models", "import", str(smollm2.path), "--name", "mine", home=tmp_path)
     assert "(llama); serve it with --engine torch or mlx" in run.stdout
@@ -51,7 +49,14 @@ def test_models_import(tmp_path: Path, smollm2: ModelFiles, smollm2_gguf: Path) 
     again = disagg("models", "import", str(smollm2_gguf), "--name", "as/gguf", "--copy", home=tmp_path)
     assert "exists already" in again.stderr
     assert f"deleted {copied.parent}" in disagg("models", "remove", "disaggregated:as/gguf", home=tmp_path).stdout
-    assert "mine is forgotten\n" in disagg("models", "remove", "mine", home=tmp_path).stdout
+    assert "mine removed\n" in disagg("models", "remove", "mine", home=tmp_path).stdout
+
+
+def test_every_option_is_a_setting() -> None:
+    """`serve` and `gateway` pass their options to these structs by name."""
+    for command, settings in ((main.serve, NodeSettings), (gateway.gateway, GatewaySettings)):
+        options = set(inspect.signature(command).parameters) - {"context"}
+        assert options == set(settings.__struct_fields__)
 
 
 def test_two_copies_are_one_model_or_not(tmp_path: Path, smollm2: ModelFiles, smollm2_gguf: Path) -> None:
@@ -63,7 +68,7 @@ def test_two_copies_are_one_model_or_not(tmp_path: Path, smollm2: ModelFiles, sm
     run = disagg("models", "verify", "simulated:tiny", "127.0.0.1:9", "--full")
     assert (run.returncode, "http://127.0.0.1:9 does not answer" in run.stderr) == (1, True)
     run = disagg("models", "verify", "smollm2", str(smollm2.path), "--full")
-    assert run.stdout == "the same model: every byte of its tensors is equal\n"
+    assert run.stdout == "the same model: every byte of the tensors is equal\n"
     run = disagg("models", "verify", "smollm2", "simulated:tiny")
     assert (run.returncode, "layout: 30 layers, 3 x 64 here" in run.stdout) == (1, True)
     assert run.stdout.startswith("not the same model:\n  ")
@@ -72,18 +77,18 @@ def test_two_copies_are_one_model_or_not(tmp_path: Path, smollm2: ModelFiles, sm
 def test_whether_copies_are_one_model_as_json() -> None:
     for other, same in (("simulated:tiny", True), ("simulated:qwen3-30b-a3b", False)):
         run = disagg("models", "verify", "simulated:tiny", other, "--json")
-        told = json.loads(run.stdout)
-        assert (run.returncode, told["same"], bool(told["differences"])) == (0 if same else 1, same, not same)
-        assert told["verdict"].startswith("the same model" if same else "not the same model")
+        result = json.loads(run.stdout)
+        assert (run.returncode, result["same"], bool(result["differences"])) == (0 if same else 1, same, not same)
+        assert result["verdict"].startswith("the same model" if same else "not the same model")
     run = disagg("models", "verify", "simulated:tiny", "http://127.0.0.1:9", "--json")
     assert (run.returncode, json.loads(run.stdout)["error"]["code"]) == (1, "model_not_found")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("demo", "--model", "smolm2"), "no model 'smolm2'"),
-        (("demo", "--decode", "vllm"), "no engine 'vllm'; there are torch, mlx"),
+        (("demo", "--decode", "vllm"), "unknown engine 'vllm': choose torch, mlx"),
         (("demo", ""), "the prompt is empty"),
         (("demo", "\udcff"), "not valid UTF-8"),
         (("bench", "engines", "--engine", "torch", "--device", "abacus"), "no torch device 'abacus'"),
@@ -91,16 +96,16 @@ def test_whether_copies_are_one_model_as_json() -> None:
         (("demo", "--max-tokens", "9000"), "do not fit the context window of 8192"),
         (("demo", "--max-tokens", "9000"), ": shorten the prompt, or lower max_tokens"),
         (("models", "inspect", "gpt-oss:120b"), "hf download openai/gpt-oss-120b"),
-        (("models", "import", "/nowhere"), "/nowhere is not there"),
+        (("models", "import", "/nowhere"), "/nowhere does not exist"),
         (("models", "verify", "smollm2", "http://127.0.0.1:9"), "http://127.0.0.1:9 does not answer"),
-        (("models", "verify", "simulated:tiny", "http://127.0.0.1:9"), "start the node there, or check"),
-        (("bench", "engines", "--shape", "tiny"), "no shape 'tiny'; there are qwen3-30b-a3b"),
+        (("models", "verify", "simulated:tiny", "http://127.0.0.1:9"), "start the node, or check"),
+        (("bench", "engines", "--shape", "tiny"), "unknown shape 'tiny'; there are qwen3-30b-a3b"),
     ],
 )
-def test_mistakes_get_one_clear_line(arguments: tuple[str, ...], says: str) -> None:
+def test_mistakes_get_one_clear_line(arguments: tuple[str, ...], message: str) -> None:
     run = disagg(*arguments)
     assert run.returncode == 1
-    assert says in run.stderr
+    assert message in run.stderr
     assert "Traceback" not in run.stderr
 
 
@@ -111,33 +116,33 @@ def test_bad_options_are_usage_errors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("generate", "hi", "--temperature", "-1"), "Invalid value for '--temperature'"),
         (("generate", "hi", "--no-such-option"), "No such option"),
         (("models", "inspect"), "Missing argument"),
-        (("config", "check", "a", "--config", "b"), "the file is named twice"),
+        (("config", "check", "a", "--config", "b"), "the file is given twice"),
         (("nonsense",), "No such command"),
     ],
 )
-def test_usage_errors_are_json_where_answers_are(arguments: tuple[str, ...], says: str) -> None:
+def test_usage_errors_are_json_where_answers_are(arguments: tuple[str, ...], message: str) -> None:
     plain, run = disagg(*arguments), disagg(*arguments, "--json")
     assert (plain.returncode, plain.stdout) == (2, "")
     assert (run.returncode, run.stderr) == (2, plain.stderr)
-    assert says in run.stderr
+    assert message in run.stderr
     error = json.loads(run.stdout)["error"]
     assert (error.keys(), error["code"]) == ({"code", "message"}, "usage")
-    assert says in error["message"]
+    assert message in error["message"]
 
 
-def test_what_is_no_mistake_prints_no_error() -> None:
+def test_help_prints_no_error() -> None:
     shown = disagg("generate", "--help", "--json")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert shown.stdout.startswith("Usage:")
     assert disagg().returncode == disagg("config").returncode == 2
 
 
-def test_commands_of_other_rooms_are_there() -> None:
+def test_all_command_groups_exist() -> None:
     assert json.loads(disagg("config", "example").stdout)["decode_servers"]
     listed = disagg("bench", "--help").stdout
     assert all(name in listed for name in ("engines", "drift", "wire", "handoff", "decode", "serve"))

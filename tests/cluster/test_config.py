@@ -1,4 +1,4 @@
-"""The cluster file: what people write, what they mean, and what they are told when it means nothing."""
+"""The cluster file: what it may contain, what that means, and the errors and warnings for mistakes."""
 
 import json
 import os
@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from disaggregated_inference.cli.config import ConfigFormat, config_app, sample
-from disaggregated_inference.cluster.config import ClusterConfig, ModelOptions, Policies, Server, load_config
+from disaggregated_inference.cluster import ClusterConfig, ModelOptions, Policies, Server, load_config
 from disaggregated_inference.errors import BadRequest, ConfigError, ModelNotFound
 
-# As the user's documents have them, byte for byte.
+# The file of the set-up guide, byte for byte.
 FOUR_SERVERS = """{
   "prefill_servers": [
     {
@@ -102,8 +102,8 @@ def test_samples_load_without_a_warning(tmp_path: Path, format: ConfigFormat) ->
     config = load_config(written(tmp_path, sample(format), f"cluster.{format}"), environ={})
     assert config.warnings == ()
     assert config.names == ("qwen3-coder:30b", "gpt-oss:120b")
-    for asked in ("qwen", "disaggregated:qwen3-coder:30b"):
-        assert [server.name for server in config.servers_of(asked)] == ["DGX Spark 1", "Mac Studio 2"]
+    for requested in ("qwen", "disaggregated:qwen3-coder:30b"):
+        assert [server.name for server in config.servers_of(requested)] == ["DGX Spark 1", "Mac Studio 2"]
     assert [server.name for server in config.servers_of("gpt-oss")] == ["DGX Spark 2", "Mac Studio 1"]
     assert [server.port for server in config.servers] == [8000, 8000, 8001, 8001]
     macs = {server.name: server.host for server in config.decode_servers}
@@ -121,7 +121,7 @@ def test_the_rich_sample(tmp_path: Path) -> None:
     assert [(link.prefill, link.gbps) for link in config.links] == [("DGX Spark 1", 10), ("DGX Spark 2", 10)]
 
 
-# Where it comes from.
+# Where the file is.
 
 
 def test_where_the_file_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,13 +157,13 @@ def test_a_byte_order_mark(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "says"),
+    ("name", "content", "message"),
     [
         ("cluster.json", b'{"prefill_servers": [\n  {"host": "a",}\n]}', "cluster.json: line 2, column 16: "),
         ("cluster.json", b"{'prefill_servers': []}", "double quotes"),
         ("cluster.json", b"", "no servers; list some"),
         ("cluster.json", b"?", "line 1, column 1: "),
-        ("cluster.json", b'{"a": 1, "a": 2}', '"a" stands twice in one object'),
+        ("cluster.json", b'{"a": 1, "a": 2}', 'key "a" appears twice in one object'),
         ("cluster.json", b'{"token": "\\ud800"}', "not plain data"),
         ("cluster.json", b'{"queue": ' + b"9" * 5000 + b"}", "not JSON"),
         ("cluster.json", b"[" * 100_000, "not JSON"),
@@ -176,10 +176,10 @@ def test_a_byte_order_mark(tmp_path: Path) -> None:
         ("cluster.toml", b"token = 1979-05-27", "token: expected a string"),
     ],
 )
-def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, says: str) -> None:
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=re.escape(says)) as raised:
+    with pytest.raises(ConfigError, match=re.escape(message)) as raised:
         load_config(path)
     assert str(raised.value).startswith(f"{path}: ")
 
@@ -204,7 +204,7 @@ def test_a_file_without_permission(tmp_path: Path) -> None:
         load_config(path)
 
 
-# What is wrong in it, and what to do.
+# Errors.
 
 A = {"host": "a", "model": "m"}
 B = {"host": "b", "model": "m"}
@@ -212,109 +212,112 @@ LINK = {"prefill": "b:8000", "decode": "a:8001", "gbps": 1}
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
-        ({"port": "80x1"}, '.port: expected an integer, got "80x1"; write a port such as 8001'),
-        ({"port": 70000}, ".port: expected an integer <= 65535, got 70000; write a port"),
-        ({"port": 0}, ".port: expected an integer >= 1, got 0"),
-        ({"port": True}, ".port: expected an integer, got true"),
-        ({"port": None}, ".port: expected an integer, got null"),
-        ({"model": ""}, ".model: expected a string of length >= 1"),
-        ({"model": "disaggregated: "}, ".model: expected a model"),
-        ({"host": ""}, ".host: expected a string of length >= 1"),
-        ({"host": "http://a:8001"}, '.host: expected a host name or address, got "http://a:8001"; write a name'),
+        ({"port": "80x1"}, '.port: expected a port from 1 to 65535, such as 8001, got "80x1"'),
+        ({"port": 70000}, ".port: expected a port from 1 to 65535, such as 8001, got 70000"),
+        ({"port": 0}, ".port: expected a port from 1 to 65535, such as 8001, got 0"),
+        ({"port": True}, ".port: expected a port from 1 to 65535, such as 8001, got true"),
+        ({"port": None}, ".port: expected a port from 1 to 65535, such as 8001, got null"),
+        ({"model": ""}, '.model: expected the name of a model, such as "qwen", got ""'),
+        ({"model": "disaggregated: "}, ".model: expected the name of a model"),
+        ({"host": ""}, ".host: expected a host name or address"),
+        (
+            {"host": "http://a:8001"},
+            '.host: expected a host name or address, such as "169.254.150.103", got "http://a:8001"',
+        ),
         ({"host": "a:8001"}, ".host: expected a host name or address"),
         ({"host": "169.254.150.999"}, ".host: expected a host name or address"),
         ({"host": "a b"}, ".host: expected a host name or address"),
         ({"host": "fe80::1%a/b"}, ".host: expected a host name or address"),
-        ({"host": ["a"]}, ".host: expected a string, got a list"),
-        ({"kv_addresses": "a"}, '.kv_addresses: expected a list, got "a"; write a list such'),
-        ({"kv_addresses": ["a", 1]}, ".kv_addresses[1]: expected a string, got 1; write a"),
+        ({"host": ["a"]}, '.host: expected a host name or address, such as "169.254.150.103", got a list'),
+        ({"kv_addresses": "a"}, '.kv_addresses: expected a list such as ["10.0.0.1", "192.168.100.1:9000"], got "a"'),
+        ({"kv_addresses": ["a", 1]}, ".kv_addresses[1]: expected HOST or HOST:PORT"),
         ({"kv_addresses": ["a:x"]}, ".kv_addresses[0]: expected HOST or HOST:PORT"),
         ({"kv_addresses": ["a:99999"]}, ".kv_addresses[0]: expected HOST or HOST:PORT"),
-        ({"power_w": -1}, ".power_w: expected a number >= 0.0, got -1; write watts"),
-        ({"price_per_hour": "1 $"}, '.price_per_hour: expected a number, got "1 $"'),
+        ({"power_w": -1}, ".power_w: expected watts, such as 240, got -1"),
+        ({"price_per_hour": "1 $"}, '.price_per_hour: expected a number >= 0, such as 0.25, got "1 $"'),
         ({"tls": "yes"}, '.tls: expected true or false, got "yes"'),
-        ({"role": "writer"}, '.role: expected another value, got "writer"; leave it out, or write "both"'),
-        ({"role": "prefill"}, ".role: this list is of decode servers; move it"),
-        ({"token": ["hidden"]}, ".token: expected a string, got something else; write the token"),
-        ({"token": "hidden\n\x07"}, ".token: has characters that a header cannot carry"),
+        ({"role": "writer"}, '.role: expected "prefill", "decode" or "both", got "writer"'),
+        ({"role": "prefill"}, ".role: this is the list of decode servers; move it"),
+        ({"token": ["hidden"]}, '.token: expected a string, or "${NAME}" for an environment variable'),
+        ({"token": "hidden\n\x07"}, ".token: has characters that an HTTP header cannot carry"),
         ({"token": "hidden${NOT_THERE}"}, ".token: NOT_THERE is not set in the environment; export"),
     ],
 )
-def test_what_people_get_wrong_in_a_server(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape("config: decode_servers[1]" + says)) as raised:
+def test_mistakes_in_a_server(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape("config: decode_servers[1]" + message)) as raised:
         cluster({}, given)
     assert raised.value.status == 400
     assert "hidden" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("raw", "says"),
+    ("raw", "message"),
     [
         ([], 'expected an object with "prefill_servers" and "decode_servers", got a list'),
         (7, "got 7"),
-        ({"decode_servers": [A, "b"]}, 'decode_servers[1]: expected an object, got "b"'),
+        ({"decode_servers": [A, "b"]}, 'decode_servers[1]: expected an object, got "b"; compare with'),
         ({"decode_servers": A}, "decode_servers: expected a list, got an object"),
         ({"decode_servers": None}, "decode_servers: expected a list, got null"),
         ({"decode_servers": [], "prefill_servers": []}, "no servers; list some"),
         ({"decode_servers": [A | {"port": 10**5000}]}, "not plain data"),
-        ({"decode_servers": [{"model": "m"}]}, "decode_servers[0].host: missing; write a name or address"),
-        ({"decode_servers": [{"hots": "a", "model": "m"}]}, '.host: missing; write a name or address alone, '
-         'such as "169.254.150.103"; is "hots" meant to be it?'),
-        ({"decode_servers": [{"host": "a"}]}, "decode_servers[0].model: missing; write the model it serves"),
-        ({"decode_servers": [A, A]}, "decode_servers[1]: a:8001 is decode_servers[0] already; list each decode server"),
-        ({"decode_servers": [A, A | {"host": "A", "name": "b"}]}, "a:8001 is decode_servers[0] already"),
+        ({"decode_servers": [{"model": "m"}]}, "decode_servers[0].host: missing; write a host name or address"),
+        ({"decode_servers": [{"hots": "a", "model": "m"}]}, '.host: missing; write a host name or address, '
+         'such as "169.254.150.103"; is "hots" a typo?'),
+        ({"decode_servers": [{"host": "a"}]}, "decode_servers[0].model: missing; write the name of a model"),
+        ({"decode_servers": [A, A]}, "decode_servers[1]: a:8001 is already in decode_servers[0]; list each"),
+        ({"decode_servers": [A, A | {"host": "A", "name": "b"}]}, "a:8001 is already in decode_servers[0]"),
         ({"decode_servers": [A | {"name": "x"}], "prefill_servers": [B | {"name": "x"}]},
-         'decode_servers[0].name: "x" is prefill_servers[0] already; give each server a name of its own'),
+         'decode_servers[0].name: "x" is already the name of prefill_servers[0]; give each server a different name'),
         ({"decode_servers": [A], "prefill_servers": [A | {"port": 8001}]}, 'list it once, with "role": "both"'),
         ({"decode_servers": [A | {"name": "x"}], "prefill_servers": [A | {"role": "both"}]},
-         "a:8001 is prefill_servers[0] already"),
+         "a:8001 is already in prefill_servers[0]"),
     ],
 )  # fmt: skip
-def test_what_people_get_wrong_in_lists(raw: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=f"^config: .*{re.escape(says)}|^config: {re.escape(says)}"):
+def test_mistakes_in_lists(raw: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^config: .*{re.escape(message)}|^config: {re.escape(message)}"):
         load_config(raw, environ={})
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("more", "message"),
     [
         ({"links": [LINK | {"prefill": "x"}]}, '[0].prefill: no prefill server has the name "x"; there are b:8000'),
         ({"links": [LINK | {"decode": "a:801"}]},
          'links[0].decode: no decode server has the name "a:801"; did you mean "a:8001"?'),
         ({"links": [LINK | {"decode": "b:8000"}]}, "links[0].decode: no decode server has the name"),
-        ({"links": [LINK | {"gbps": 0}]}, "links[0].gbps: expected a number > 0.0, got 0; write gigabits per second"),
-        ({"links": [LINK, LINK]}, "links[1]: b:8000 to a:8001 stands there already"),
+        ({"links": [LINK | {"gbps": 0}]}, "links[0].gbps: expected gigabits per second, such as 10, got 0"),
+        ({"links": [LINK, LINK]}, "links[1]: b:8000 to a:8001 is listed twice"),
         ({"links": [{"decode": "a:8001"}]}, "links[0].prefill: missing; write the name of a prefill server"),
         ({"models": []}, "models: expected an object, got a list"),
-        ({"models": {"m": None}}, "models.m: expected an object, got null"),
+        ({"models": {"m": None}}, "models.m: expected an object"),
         ({"models": {"": {}}}, "a model's name or alias is empty"),
-        ({"models": {"m": {"aliases": "x"}}}, 'models.m.aliases: expected a list, got "x"; write a list'),
+        ({"models": {"m": {"aliases": "x"}}}, 'models.m.aliases: expected a list such as ["qwen"], got "x"'),
         ({"models": {"m": {"aliases": [" "]}}}, "a model's name or alias is empty"),
         ({"models": {"m": {"context_window": "32K"}}},
-         'models.m.context_window: expected an integer, got "32K"; write a number of tokens such as 32768'),
-        ({"models": {"m": {"defaults": [1]}}}, "models.m.defaults: expected an object, got a list"),
-        ({"models": {"m": {"defaults": {1: 2}}}}, "models.m.defaults: expected a string"),
+         'models.m.context_window: expected a number of tokens, such as 32768, got "32K"'),
+        ({"models": {"m": {"defaults": [1]}}},
+         'models.m.defaults: expected an object such as {"temperature": 0.2}, got a list'),
         ({"models": {"m": {"aliases": ["x"]}, "n": {"aliases": ["x"]}}},
-         'models.n: "x" stands at models.m already; a name can mean one model only'),
-        ({"models": {"m": {"aliases": ["n"]}, "n": {}}}, 'models.n: "n" stands at models.m already'),
-        ({"models": {"m": {}, "disaggregated:m": {}}}, '"m" stands at models.m already'),
-        ({"policies": []}, "policies: expected an object, got a list"),
+         'models.n: "x" is already a name in models.m; use each name once'),
+        ({"models": {"m": {"aliases": ["n"]}, "n": {}}}, 'models.n: "n" is already a name in models.m'),
+        ({"models": {"m": {}, "disaggregated:m": {}}}, '"m" is already a name in models.m'),
+        ({"policies": []}, "policies: expected an object"),
         ({"policies": {"retries": -1}}, "policies.retries: expected an integer >= 0, got -1"),
-        ({"policies": {"poll_s": 0}}, "policies.poll_s: expected a number > 0.0, got 0"),
-        ({"policies": {"poll_s": float("inf")}}, "policies.poll_s: expected a number <= 1"),
-        ({"policies": {"poll_s": float("nan")}}, "policies.poll_s: expected a number"),
-        ({"policies": {"poll_s": 10**400}}, "policies.poll_s: expected another value"),
+        ({"policies": {"poll_s": 0}}, "policies.poll_s: expected a number of seconds > 0, got 0"),
+        ({"policies": {"poll_s": float("inf")}}, "policies.poll_s: expected a number of seconds"),
+        ({"policies": {"poll_s": float("nan")}}, "policies.poll_s: expected a number of seconds"),
+        ({"policies": {"poll_s": 10**400}}, "policies.poll_s: expected a number of seconds"),
         ({"policies": {"local": "maybe"}},
-         'policies.local: expected another value, got "maybe"; write "auto", "never" or "always"'),
+         'policies.local: expected "auto", "never" or "always", got "maybe"'),
         ({"policies": {"fallback": 1}}, "policies.fallback: expected true or false, got 1"),
         ({"policies": {"history_file": Path("x")}}, "not plain data"),
-        ({"token": 5}, "token: expected a string, got something else; write the token, or"),
+        ({"token": 5}, 'token: expected a string, or "${NAME}"'),
     ],
 )  # fmt: skip
-def test_what_people_get_wrong_around_servers(more: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(says)):
+def test_mistakes_outside_servers(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         cluster({"model": "m"}, prefill=(B,), **more)
 
 
@@ -323,8 +326,8 @@ def test_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     written(tmp_path, json.dumps({"decode_servers": [A, A | {"host": "b", "port": "80x1"}]}))
     with pytest.raises(ConfigError) as raised:
         load_config("cluster.json")
-    said = 'cluster.json: decode_servers[1].port: expected an integer, got "80x1"; write a port such as 8001'
-    assert str(raised.value) == said
+    message = 'cluster.json: decode_servers[1].port: expected a port from 1 to 65535, such as 8001, got "80x1"'
+    assert str(raised.value) == message
 
 
 def test_a_cycle_is_not_plain_data() -> None:
@@ -334,7 +337,7 @@ def test_a_cycle_is_not_plain_data() -> None:
         load_config(raw)
 
 
-# What is merely odd.
+# Warnings.
 
 
 @pytest.mark.parametrize(
@@ -354,14 +357,14 @@ def test_a_cycle_is_not_plain_data() -> None:
                                                                   "config: warnings: unknown key, ignored"]),
         ({"decode_servers": [A], 1: 2}, ["config: 1: unknown key, ignored"]),
         ({"decode_servers": [A | {"host": "0.0.0.0"}]},
-         ["config: decode_servers[0].host: 0.0.0.0 is where a server listens; "
-          "write the address at which others reach it"]),
+         ["config: decode_servers[0].host: 0.0.0.0 is an address to listen on; "
+          "write the address where others reach the server"]),
         ({"prefill_servers": [A]},
-         ['config: decode_servers: none has the model "m", which prefill servers have; '
-          'add one, or unite names that mean one model with "aliases" under "models"']),
+         ['config: decode_servers: no decode server has the model "m" of a prefill server; '
+          'add one, or list the model\'s other name under "aliases" in "models"']),
         ({"prefill_servers": [A | {"role": "both"}]}, []),
         ({"decode_servers": [A], "models": {"n": {}}},
-         ['config: models.n: no server has it; if they call it otherwise, say so under "aliases"']),
+         ['config: models.n: no server has this model; if servers use another name, add it to "aliases"']),
     ],
 )  # fmt: skip
 def test_warnings(raw: dict[str, Any], warnings: list[str]) -> None:
@@ -433,7 +436,7 @@ BOTH = [{"model": "qwen3-coder:30b"}, {"model": "gpt-oss:120b"}]
 
 
 @pytest.mark.parametrize(
-    ("asked", "found"),
+    ("requested", "found"),
     [
         ("qwen3-coder:30b", "qwen3-coder:30b"),
         ("disaggregated:qwen3-coder:30b", "qwen3-coder:30b"),
@@ -444,34 +447,34 @@ BOTH = [{"model": "qwen3-coder:30b"}, {"model": "gpt-oss:120b"}]
         ("gpt-oss:120b-mxfp4", "gpt-oss:120b"),
     ],
 )
-def test_names_of_models(asked: str, found: str) -> None:
+def test_names_of_models(requested: str, found: str) -> None:
     config = cluster(*BOTH)
-    assert config.resolve_model(asked) == found
-    assert [server.model for server in config.servers_of(asked)] == [found]
+    assert config.resolve_model(requested) == found
+    assert [server.model for server in config.servers_of(requested)] == [found]
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("requested", "message"),
     [
         ("llama", 'no model "llama"; the cluster has qwen3-coder:30b, gpt-oss:120b'),
-        ("o", '"o" may be qwen3-coder:30b or gpt-oss:120b: write the whole name; the cluster has'),
+        ("o", '"o" may be qwen3-coder:30b or gpt-oss:120b: write the full name; the cluster has'),
         ("", "name a model; the cluster has qwen3-coder:30b, gpt-oss:120b"),
         (None, "name a model; the cluster has"),
         ("disaggregated:", "name a model; the cluster has"),
         ("x" * 500, 'no model "xxx'),
     ],
 )
-def test_names_of_no_model(asked: str | None, says: str) -> None:
+def test_names_of_no_model(requested: str | None, message: str) -> None:
     for ask in (cluster(*BOTH).resolve_model, cluster(*BOTH).servers_of, cluster(*BOTH).options_of):
-        with pytest.raises(ModelNotFound, match=re.escape(says)) as raised:
-            ask(asked)
+        with pytest.raises(ModelNotFound, match=re.escape(message)) as raised:
+            ask(requested)
         assert len(str(raised.value)) < 200
 
 
-@pytest.mark.parametrize("asked", [5, ["qwen"], {"name": "qwen"}, b"qwen"])
-def test_what_is_no_name(asked: Any) -> None:
+@pytest.mark.parametrize("requested", [5, ["qwen"], {"name": "qwen"}, b"qwen"])
+def test_a_model_name_must_be_text(requested: Any) -> None:
     with pytest.raises(BadRequest, match="model: expected a name, got"):
-        load_config(NO_NAMES).resolve_model(asked)
+        load_config(NO_NAMES).resolve_model(requested)
 
 
 def test_the_whole_name_beats_a_part_of_another() -> None:
@@ -485,7 +488,7 @@ def test_two_spellings_are_two_models_unless_united() -> None:
     prefill = ({"host": "p", "model": "qwen"},)
     apart = cluster({"model": "qwen3-coder:30b"}, prefill=prefill)
     assert apart.names == ("qwen", "qwen3-coder:30b")
-    assert 'none has the model "qwen"' in apart.warnings[0]
+    assert 'no decode server has the model "qwen"' in apart.warnings[0]
     united = cluster({"model": "qwen3-coder:30b"}, prefill=prefill, models={"qwen3-coder:30b": {"aliases": ["qwen"]}})
     assert (united.names, united.warnings) == (("qwen3-coder:30b",), ())
     assert [server.host for server in united.servers_of("qwen")] == ["p", "a"]
@@ -544,14 +547,14 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
 
 
 def likely(needed: tuple[str, ...], *more: str) -> st.SearchStrategy[Any]:
-    """Mostly as it should be; now and then anything."""
-    right = st.fixed_dictionaries(
+    """Mostly valid; sometimes anything."""
+    valid = st.fixed_dictionaries(
         {name: LIKELY[name] for name in needed}, optional={name: LIKELY[name] for name in more}
     )
-    wrong = st.fixed_dictionaries(
+    invalid = st.fixed_dictionaries(
         {name: LIKELY[name] for name in needed}, optional={name: LIKELY[name] | ANY_JSON for name in more}
     )
-    return st.one_of(right, right, right, wrong, ANY_JSON)
+    return st.one_of(valid, valid, valid, invalid, ANY_JSON)
 
 
 SERVERS = st.lists(likely(("host", "model"), "port", "name", "role", "kv_addresses", "power_w", "comment"), max_size=3)
@@ -588,8 +591,8 @@ def test_any_file_is_a_cluster_or_a_config_error(
     try:
         assert load_config(path, environ={}).servers
     except ConfigError as error:
-        said = str(error)
-        assert said.startswith(f"{path}: ")
+        message = str(error)
+        assert message.startswith(f"{path}: ")
 
 
 # The command.
@@ -597,7 +600,7 @@ def test_any_file_is_a_cluster_or_a_config_error(
 runner = CliRunner()
 
 
-def test_check_says_what_it_means(tmp_path: Path) -> None:
+def test_check_lists_servers_and_models(tmp_path: Path) -> None:
     text = FOUR_SERVERS.rstrip().removesuffix("}") + ', "comment": 1, "models": {"q3": {"aliases": ["qwen"]}}}'
     path = written(tmp_path, text)
     result = runner.invoke(config_app, ["check", str(path)])
@@ -614,14 +617,14 @@ def test_check_says_what_it_means(tmp_path: Path) -> None:
     ]
 
 
-def test_check_as_json_keeps_tokens_to_itself(tmp_path: Path) -> None:
+def test_check_as_json_hides_tokens(tmp_path: Path) -> None:
     path = written(tmp_path, json.dumps(NO_NAMES | {"token": "hidden"}))
     result = runner.invoke(config_app, ["check", str(path), "--json"])
-    about = json.loads(result.stdout)
+    data = json.loads(result.stdout)
     assert "hidden" not in result.stdout
-    assert (about["ok"], about["token"], about["decode_servers"][0]["token"]) == (True, True, True)
-    assert about["served"] == {"qwen": ["192.168.100.1:8000", "169.254.150.101:8001"]}
-    assert about["warnings"] == []
+    assert (data["ok"], data["token"], data["decode_servers"][0]["token"]) == (True, True, True)
+    assert data["served"] == {"qwen": ["192.168.100.1:8000", "169.254.150.101:8001"]}
+    assert data["warnings"] == []
 
 
 def test_check_fails_with_the_error(tmp_path: Path) -> None:
@@ -644,28 +647,28 @@ def test_check_takes_the_file_as_other_commands_do(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("defaults", "says"),
+    ("defaults", "message"),
     [
-        ({"temperature": -3}, "temperature must be between 0 and 100, not -3"),
-        ({"top_p": float("nan")}, "top_p must be between 0 and 1, not nan"),
-        ({"request_id": "always"}, "request_id is for one request"),
-        ({"prompt": "x"}, "prompt is for one request"),
-        ({"messages": []}, "messages is for one request"),
-        ({"model": "gpt-oss"}, "model: gpt-oss is another one"),
+        ({"temperature": -3}, "temperature must be at least 0"),
+        ({"top_p": float("nan")}, "top_p must be at least 0"),
+        ({"request_id": "always"}, "request_id belongs to one request"),
+        ({"prompt": "x"}, "prompt belongs to one request"),
+        ({"messages": []}, "messages belongs to one request"),
+        ({"model": "gpt-oss"}, "model: gpt-oss is another model"),
         ({"model_type": "nope"}, 'no model "nope"'),
-        ({"response_format": {"type": "nope"}}, "response_format: a type of text"),
+        ({"response_format": {"type": "nope"}}, "response_format: its type must be text"),
         ({"temprature": 1}, "temprature"),
     ],
 )
-def test_check_reads_defaults_as_a_request(tmp_path: Path, defaults: dict[str, Any], says: str) -> None:
+def test_check_reads_defaults_as_a_request(tmp_path: Path, defaults: dict[str, Any], message: str) -> None:
     path = str(written(tmp_path, json.dumps(json.loads(FOUR_SERVERS) | {"models": {"qwen": {"defaults": defaults}}})))
     error = runner.invoke(config_app, ["check", path]).exception
     assert isinstance(error, ConfigError)
     assert str(error).startswith(f"{path}: models.qwen.defaults: ")
-    assert says in str(error)
+    assert message in str(error)
 
 
-def test_check_takes_all_that_a_request_may_say_of_its_answer(tmp_path: Path) -> None:
+def test_check_accepts_all_sampling_params(tmp_path: Path) -> None:
     defaults = {"model_type": "qwen", "response_format": {"type": "json_object"}, "temperature": 0, "seed": None}
     raw = json.loads(FOUR_SERVERS) | {"models": {"qwen": {"defaults": defaults}}}
     assert runner.invoke(config_app, ["check", str(written(tmp_path, json.dumps(raw)))]).exit_code == 0

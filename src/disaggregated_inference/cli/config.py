@@ -1,4 +1,4 @@
-"""`disagg config`: look at a cluster file before anything depends on it."""
+"""`disagg config`: check a cluster file, or print an example."""
 
 import json
 from enum import StrEnum
@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from disaggregated_inference.cluster.config import ClusterConfig
+from disaggregated_inference.cli.arguments import AsJson
 
-config_app = typer.Typer(help="The cluster file: check it, or print an example.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from disaggregated_inference.cluster import ClusterConfig
+
+config_app = typer.Typer(help="Check a cluster file, or print an example.", no_args_is_help=True)
 
 
 class ConfigFormat(StrEnum):
@@ -22,21 +24,21 @@ _SAMPLES = {ConfigFormat.JSON: "cluster.json", ConfigFormat.TOML: "cluster-192.t
 
 @config_app.command("check")
 def check_config(
-    path: Annotated[str | None, typer.Argument(help="Default: DISAGG_CONFIG, ./cluster.json, ./cluster.toml.")] = None,
-    named: Annotated[
-        str | None, typer.Option("--config", "-c", metavar="PATH", help="The same, as other commands have it.")
+    path: Annotated[
+        str | None, typer.Argument(help="Cluster file. Default: DISAGG_CONFIG, ./cluster.json, ./cluster.toml.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for warnings, too.")] = False,
+    named: Annotated[str | None, typer.Option("--config", "-c", metavar="PATH", help="Same as the argument.")] = None,
+    as_json: AsJson = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if there are warnings.")] = False,
 ) -> None:
-    """Read a cluster file and say what it means, or what is wrong with it."""
+    """Check a cluster file and list its servers and models."""
     from disaggregated_inference.cli.errors import as_data
-    from disaggregated_inference.cluster.config import load_config
+    from disaggregated_inference.cluster import load_config
     from disaggregated_inference.errors import ConfigError
-    from disaggregated_inference.orchestrator.request import require_defaults
+    from disaggregated_inference.orchestrator import require_defaults
 
     if None not in (path, named):
-        raise typer.BadParameter("the file is named twice: leave --config out")
+        raise typer.BadParameter("the file is given twice: leave --config out")
     try:
         config = load_config(named if path is None else path)
         for name in config.names:
@@ -54,10 +56,10 @@ def check_config(
 @config_app.command("example")
 def example_config(
     format: Annotated[
-        ConfigFormat, typer.Option(help="json: the short one; toml: all that can be said.")
+        ConfigFormat, typer.Option(help="json: a short example; toml: every setting.")
     ] = ConfigFormat.JSON,
 ) -> None:
-    """Print a cluster file to start from: `disagg config example > cluster.json`."""
+    """Print an example cluster file: `disagg config example > cluster.json`."""
     typer.echo(sample(format), nl=False)
 
 
@@ -70,14 +72,14 @@ def sample(format: ConfigFormat) -> str:
 def _as_text(config: "ClusterConfig") -> str:
     rows = [(server.role, server.name, server.url, server.model) for server in config.servers]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"{config.source}: {_counted(len(rows), 'server')}, {_counted(len(config.names), 'model')}"]
+    lines = [f"{config.source}: {_count(len(rows), 'server')}, {_count(len(config.names), 'model')}"]
     lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     lines += [_model_line(config, name) for name in config.names]
     return "\n".join([*lines, *(f"warning: {text}" for text in config.warnings)])
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" + ("" if count == 1 else "s")
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def _model_line(config: "ClusterConfig", name: str) -> str:
@@ -91,12 +93,12 @@ def _model_line(config: "ClusterConfig", name: str) -> str:
 
 
 def _as_data(config: "ClusterConfig") -> dict[str, Any]:
-    """Everything but the tokens."""
+    """Everything except the values of tokens."""
     import msgspec
 
-    about: dict[str, Any] = msgspec.to_builtins(config)
-    for server in about["prefill_servers"] + about["decode_servers"]:
+    data: dict[str, Any] = msgspec.to_builtins(config)
+    for server in data["prefill_servers"] + data["decode_servers"]:
         server["token"] = bool(server["token"])
-    about["token"] = bool(about["token"])
+    data["token"] = bool(data["token"])
     served = {name: [server.name for server in config.servers_of(name)] for name in config.names}
-    return {"ok": True} | about | {"served": served}
+    return {"ok": True} | data | {"served": served}

@@ -1,70 +1,66 @@
-"""`disagg gateway`. What it needs is imported when it runs, so that help is instant."""
+"""`disagg gateway`. The gateway is imported when the command runs, which keeps --help fast."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-gateway_app = typer.Typer(help="One endpoint for programs that speak to OpenAI, Ollama or Anthropic.")
+from disaggregated_inference.cli.arguments import Drain, LogLevel
+
+gateway_app = typer.Typer()
 
 
 @gateway_app.callback(invoke_without_command=True)
 def gateway(
     context: typer.Context,
     config: Annotated[
-        str | None, typer.Option(help="Cluster file. Default: what DISAGG_CONFIG or this folder has.")
+        str | None, typer.Option(help="Cluster file. Default: DISAGG_CONFIG, ./cluster.json, ./cluster.toml.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8080,
-    keys: Annotated[str, typer.Option(help="File with API keys; see `disagg gateway key`.")] = "",
-    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without keys.")] = False,
-    tls_cert: Annotated[str, typer.Option(help="Certificate (PEM).")] = "",
-    tls_key: Annotated[str, typer.Option(help="Its private key (PEM).")] = "",
-    cors: Annotated[list[str] | None, typer.Option(help="Origin that browsers may call from; repeatable.")] = None,
-    keepalive: Annotated[
-        float, typer.Option(min=0.1, help="Seconds of silence after which a stream gets a sign of life.")
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8080,
+    keys: Annotated[str, typer.Option(help="File of API keys, made by `disagg gateway key`. Default: no keys.")] = "",
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Allow an address other than loopback without API keys.")
+    ] = False,
+    tls_cert: Annotated[str, typer.Option(help="TLS certificate file (PEM).")] = "",
+    tls_key: Annotated[str, typer.Option(help="Private key file of the certificate (PEM).")] = "",
+    cors: Annotated[list[str] | None, typer.Option(help="Allowed CORS origin; repeatable.")] = None,
+    keepalive_s: Annotated[
+        float,
+        typer.Option("--keepalive", min=0.1, help="Send a comment to a stream that was silent this long, in seconds."),
     ] = 5.0,
-    read_timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds in which a request must arrive; large bodies get more.")
+    read_s: Annotated[
+        float,
+        typer.Option(
+            "--read-timeout", min=0.1, help="Time limit to receive a request, in seconds; large bodies get more."
+        ),
     ] = 20.0,
-    drain: Annotated[int, typer.Option(min=0, help="Seconds to finish what is under way when told to stop.")] = 60,
+    drain_s: Drain = 60,
     otlp: Annotated[
-        str, typer.Option(help="Where traces go: http://HOST:4318. Default: what OTEL_EXPORTER_OTLP_ENDPOINT says.")
+        str, typer.Option(help="Endpoint for traces, such as http://HOST:4318. Default: OTEL_EXPORTER_OTLP_ENDPOINT.")
     ] = "",
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error; JSON on standard error.")] = "warning",
+    log_level: LogLevel = "warning",
 ) -> None:
-    """Serve the cluster by OpenAI's, Ollama's and Anthropic's APIs. SIGHUP reads config, keys and certificate again."""
+    """Serve the cluster through the OpenAI, Ollama and Anthropic APIs. SIGHUP reloads config, keys and certificate."""
     if context.invoked_subcommand:
         return
     from disaggregated_inference.gateway.server import GatewaySettings, run_gateway
 
-    run_gateway(
-        GatewaySettings(
-            config=config,
-            host=host,
-            port=port,
-            keys=keys,
-            insecure=insecure,
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            cors=tuple(cors or ()),
-            keepalive_s=keepalive,
-            read_s=read_timeout,
-            drain_s=drain,
-            otlp=otlp,
-            log_level=log_level,
-        )
-    )
+    run_gateway(GatewaySettings(**context.params | {"cors": tuple(cors or ())}))  # each option is a setting
 
 
 @gateway_app.command("key")
 def make_key(
-    name: Annotated[str, typer.Argument(help="Whose key it is.")],
-    file: Annotated[Path, typer.Option(help="Where its hash is kept; made if it is not there.")] = Path("keys.json"),
-    model: Annotated[list[str] | None, typer.Option(help="A model it may use; repeatable. Default: all.")] = None,
-    per_minute: Annotated[float | None, typer.Option(min=0.001, help="Requests a minute. Default: no limit.")] = None,
+    name: Annotated[str, typer.Argument(help="Name of the key's owner.")],
+    file: Annotated[Path, typer.Option(help="Key file; created if missing. It stores only hashes.")] = Path(
+        "keys.json"
+    ),
+    model: Annotated[
+        list[str] | None, typer.Option(help="Model that the key may use; repeatable. Default: all.")
+    ] = None,
+    per_minute: Annotated[float | None, typer.Option(min=0.001, help="Requests per minute. Default: no limit.")] = None,
 ) -> None:
-    """Make an API key. It is shown once; the file has its hash."""
+    """Create an API key and print it. It cannot be printed again: the file stores only its hash."""
     from disaggregated_inference.gateway.key_file import new_key
 
     typer.echo(new_key(name, file, tuple(model or ()), per_minute))

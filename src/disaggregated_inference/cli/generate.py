@@ -1,4 +1,4 @@
-"""`disagg generate`: one prompt, one answer."""
+"""`disagg generate`: one prompt, one completion."""
 
 import json
 import sys
@@ -6,57 +6,58 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-from disaggregated_inference.cli.options import checked, messages_of
-from disaggregated_inference.cli.screen import Screen, hush
+from disaggregated_inference.cli.options import chat_messages, require_text
+from disaggregated_inference.cli.screen import Screen, mute_logs
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.errors import BadRequest
 
 
-def asked(argument: str | None, system: str, raw: bool) -> dict[str, Any]:
-    """What is asked: the prompt, or messages around it."""
+def prompt_arguments(argument: str | None, system: str, raw: bool) -> dict[str, Any]:
+    """The client's `prompt` or `messages` argument."""
     if raw and system:
-        raise BadRequest("--system is a message of a chat, and --raw is none: write it into the prompt")
-    prompt = checked(_prompt(argument))
+        raise BadRequest("--system needs a chat template, which --raw does not use: write the text into the prompt")
+    prompt = require_text(_read_prompt(argument))
     if raw:
         return {"prompt": prompt}
-    return {"messages": messages_of(system and checked(system), {"role": "user", "content": prompt.rstrip("\n")})}
+    user = {"role": "user", "content": prompt.rstrip("\n")}
+    return {"messages": chat_messages(system and require_text(system), user)}
 
 
-def _prompt(argument: str | None) -> str:
-    """Where there is an argument, standard input is left alone: it may be anybody's."""
+def _read_prompt(argument: str | None) -> str:
+    """Standard input is only read without an argument: inside a script it may belong to another command."""
     if argument is not None and argument != "-":
         return argument
     if argument is None and sys.stdin.isatty():
-        raise BadRequest("no prompt: write it behind the command or pipe it in; `disagg chat` is for talking")
+        raise BadRequest("no prompt: pass it as an argument or through a pipe; for a conversation use `disagg chat`")
     return sys.stdin.buffer.read().decode("utf-8", "surrogateescape")
 
 
-def run(config: str | None, ask: dict[str, Any], *, stream: bool, as_json: bool, metrics: bool) -> None:
-    hush()
+def run(config: str | None, request: dict[str, Any], *, stream: bool, as_json: bool, metrics: bool) -> None:
+    mute_logs()
     screen = Screen()
     try:
         with DisaggregatedClient(config) as client:
-            told = _answered(client, ask, screen, stream=stream, as_json=as_json)
+            summary = _generate(client, request, screen, stream=stream, as_json=as_json)
     finally:
         screen.end_line()
-    screen.about(told, wanted=metrics)
+    screen.show_metrics(summary, verbose=metrics)
 
 
-def _answered(
-    client: DisaggregatedClient, ask: dict[str, Any], screen: Screen, *, stream: bool, as_json: bool
+def _generate(
+    client: DisaggregatedClient, request: dict[str, Any], screen: Screen, *, stream: bool, as_json: bool
 ) -> dict[str, Any]:
     if stream and not as_json:
-        return streamed(client, ask, screen.write)
-    response, told = client.generate(stream=False, **ask)
-    screen.write(json.dumps({"response": response, "metrics": told}) if as_json else response)
-    return told
+        return stream_text(client, request, screen.write)
+    response, metrics = client.generate(stream=False, **request)
+    screen.write(json.dumps({"response": response, "metrics": metrics}) if as_json else response)
+    return metrics
 
 
-def streamed(client: DisaggregatedClient, ask: dict[str, Any], put: Callable[[str], object]) -> dict[str, Any]:
-    """The metrics. Closed at once when interrupted, so that both nodes hear of it while this process is there."""
-    told: dict[str, Any] = {}
-    with closing(client.stream(**ask)) as deltas:
+def stream_text(client: DisaggregatedClient, request: dict[str, Any], write: Callable[[str], object]) -> dict[str, Any]:
+    """Returns the metrics. On Ctrl-C the stream is closed at once, so both nodes cancel the request."""
+    metrics: dict[str, Any] = {}
+    with closing(client.stream(**request)) as deltas:
         for delta in deltas:
-            put(delta.text)
-            told = delta.metrics or told
-    return told
+            write(delta.text)
+            metrics = delta.metrics or metrics
+    return metrics

@@ -1,8 +1,9 @@
-"""`disagg history`: what became of the last requests."""
+"""`disagg history`: the last requests and their outcome."""
 
 import json
 import logging
 import time
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,18 @@ from rich.table import Table
 from rich.text import Text
 
 from disaggregated_inference.cli.screen import speed, stdout_console
-from disaggregated_inference.cluster.config import ClusterConfig, load_config
+from disaggregated_inference.cluster import ClusterConfig, load_config
 from disaggregated_inference.errors import ConfigError
-from disaggregated_inference.orchestrator.history import History
+from disaggregated_inference.orchestrator import History
 
 _COLUMNS = ("#", "time", "model", "seconds", "ok", "prefill -> decode tok/s", "method")
 _NUMBERS = ("#", "seconds")
 
 
 def run(config: str | None, count: int, model: str | None, as_json: bool) -> None:
-    found = load_config(config)
-    records = _read(_file(found), max(count, found.policies.history), count, model and found.resolve_model(model))
+    cluster = load_config(config)
+    limit = max(count, cluster.policies.history)
+    records = _read(_file(cluster), limit, count, model and cluster.resolve_model(model))
     if as_json:
         print(json.dumps(records, indent=2))
     elif records:
@@ -30,39 +32,28 @@ def run(config: str | None, count: int, model: str | None, as_json: bool) -> Non
 
 
 def _file(config: ClusterConfig) -> Path:
-    """That is there: opening one that is not would make it."""
     policies = config.policies
     if not policies.history_file or not policies.history:
-        how = 'set it, such as "policies": {"history_file": "~/disagg-history.sqlite"}, for requests to be kept'
-        raise ConfigError(f"{config.source} has no policies.history_file; {how}")
+        example = '"policies": {"history_file": "~/disagg-history.sqlite"}'
+        raise ConfigError(f"{config.source} has no policies.history_file; set it to keep a history: {example}")
     return Path(policies.history_file).expanduser()
 
 
-def _read(path: Path, most: int, count: int, model: str | None) -> list[dict[str, Any]]:
-    if not path.exists():
+def _read(path: Path, limit: int, count: int, model: str | None) -> list[dict[str, Any]]:
+    if not path.exists():  # History would create it
         return []
-    complaints = _Complaints()
+    warnings = BufferingHandler(capacity=1000)  # History only logs that it cannot read its file: fail then
+    warnings.setLevel(logging.WARNING)
     logger = logging.getLogger(History.__module__)
-    logger.addHandler(complaints)
+    logger.addHandler(warnings)
     try:
-        history = History(most, str(path))
+        history = History(limit, str(path))
         history.close()
     finally:
-        logger.removeHandler(complaints)
-    if complaints.said:
-        raise ConfigError(complaints.said[0])
+        logger.removeHandler(warnings)
+    if warnings.buffer:
+        raise ConfigError(warnings.buffer[0].getMessage())
     return history.recent(count, model)
-
-
-class _Complaints(logging.Handler):
-    """A history that cannot read its file says so in the log and goes on; here the file is all that is wanted."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
 
 
 def _table(records: list[dict[str, Any]]) -> Table:
@@ -82,7 +73,7 @@ def _cells(record: dict[str, Any]) -> tuple[Text | str, ...]:
 
 
 def _when(at: float) -> str:
-    """The day only where it is another one than today."""
+    """With the day, unless it is today."""
     then = time.localtime(at)
     return time.strftime("%H:%M:%S" if then[:3] == time.localtime()[:3] else "%b %d %H:%M", then)
 

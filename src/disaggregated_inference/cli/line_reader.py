@@ -1,4 +1,4 @@
-"""Messages as people type them: a line, lines that go on after a backslash, or all that stands between two `\"\"\"`."""
+"""Reads chat messages: one line, lines continued with a backslash, or the text between two `\"\"\"`."""
 
 import atexit
 import io
@@ -8,21 +8,21 @@ from contextlib import suppress
 from pathlib import Path
 
 _QUOTES = '"""'
-_MOST_REMEMBERED = 1000
+_HISTORY_LINES = 1000
 
 
 class LineReader:
-    """From a terminal, with what was typed in earlier chats at hand; or from a file or a pipe, silently."""
+    """Reads from a terminal with line history, or from a file or pipe without prompts."""
 
     def __init__(self) -> None:
         self.is_terminal = sys.stdin.isatty()
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # a bad byte is said, and costs one line
+            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # a bad byte costs one line, not the chat
         if self.is_terminal:
-            _recall()
+            _load_history()
 
     def message(self) -> str | None:
-        """The next one; None at the end."""
+        """The next message; None at the end of input."""
         line = self._line(">>> ")
         if line is None:
             return None
@@ -50,7 +50,7 @@ class LineReader:
         if not self.is_terminal:
             line = sys.stdin.readline()
             return line.rstrip("\r\n") if line else None
-        if not sys.stdout.isatty():  # the answers go elsewhere; the prompt must not go with them
+        if not sys.stdout.isatty():  # the input prompt must not end up in redirected output
             sys.stderr.write(prompt)
             sys.stderr.flush()
             prompt = ""
@@ -60,20 +60,20 @@ class LineReader:
             return None
 
 
-def _recall() -> None:
+def _load_history() -> None:
     try:
         import readline
-    except ImportError:  # a Python built without it: lines can still be typed
+    except ImportError:  # a Python without readline has no line history
         return
     path = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "disaggregated-inference/chat"
-    readline.set_history_length(_MOST_REMEMBERED)
+    readline.set_history_length(_HISTORY_LINES)
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.touch(0o600)
         readline.read_history_file(path)
 
-    def keep() -> None:
+    def save() -> None:
         with suppress(OSError):
             readline.write_history_file(path)
 
-    atexit.register(keep)
+    atexit.register(save)

@@ -1,4 +1,4 @@
-"""`disagg models`: what is on this machine, what a model is, and whether two copies are one model."""
+"""`disagg models`: list, inspect, import, remove and compare models."""
 
 import json
 from pathlib import Path
@@ -6,31 +6,35 @@ from typing import Annotated, Any
 
 import typer
 
-models_app = typer.Typer(help="Models on this machine (without a command: list them).")
+from disaggregated_inference.cli.arguments import AsJson
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Name = Annotated[str, typer.Argument(help="A name, an alias, a folder or a .gguf file.")]
+models_app = typer.Typer(help="Manage the models on this machine. Without a command: list them.")
+
+Name = Annotated[str, typer.Argument(help="Model name, alias, folder or .gguf file.")]
 Place = Annotated[
-    str, typer.Argument(help="A name, a folder, a .gguf, a node's URL (or host:port), or what inspect --json printed.")
+    str,
+    typer.Argument(
+        help="Model name, folder, .gguf file, URL or host:port of a node, or output file of inspect --json."
+    ),
 ]
 
 
 @models_app.callback(invoke_without_command=True)
 def models(context: typer.Context, as_json: AsJson = False) -> None:
-    """List the models this machine has, and the names it knows."""
+    """List the models on this machine and the known names."""
     if not context.invoked_subcommand:
         list_models(as_json)
 
 
 @models_app.command("list")
 def list_models(as_json: AsJson = False) -> None:
-    """The same as no command: what this machine has, and the names it knows."""
+    """List the models on this machine and the known names."""
     from disaggregated_inference.models import ModelStore
 
     rows = ModelStore().list()
     if as_json:
-        found = [{"name": row.name, "path": str(row.path) if row.path else None, "note": row.note} for row in rows]
-        typer.echo(json.dumps(found, indent=2))
+        listed = [{"name": row.name, "path": str(row.path) if row.path else None, "note": row.note} for row in rows]
+        typer.echo(json.dumps(listed, indent=2))
         return
     _print_table(
         ("model", "on this machine", "note"),
@@ -42,102 +46,108 @@ def list_models(as_json: AsJson = False) -> None:
 def inspect_model(
     name: Name,
     context: Annotated[
-        int | None, typer.Option(min=1, metavar="TOKENS", help="Memory for so many. Default: the whole window.")
+        int | None,
+        typer.Option(
+            min=1, metavar="TOKENS", help="Context length for the memory figures. Default: the model's window."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a model is: its cache, its memory at a context, its fingerprint, and which engines can load it."""
+    """Show a model's KV cache, memory, fingerprint and engines."""
     from disaggregated_inference.cli.progress import steps
-    from disaggregated_inference.models import ModelStore
-    from disaggregated_inference.models.description import about
+    from disaggregated_inference.models import ModelStore, describe_model
 
     store = ModelStore()
     with steps() as progress:
         model = store.resolve(name, progress)
-        told = about(model, context) | {"engines": store.engines(name)}
+        description = describe_model(model, context) | {"engines": store.engines(name)}
     if as_json:
-        typer.echo(json.dumps(told, indent=2))
+        typer.echo(json.dumps(description, indent=2))
     else:
-        _print_table(None, _lines(told))
+        _print_table(None, _rows(description))
 
 
 @models_app.command("import")
 def import_model(
-    path: Annotated[Path, typer.Argument(help="A folder with config.json and *.safetensors, or a .gguf file.")],
-    name: Annotated[str, typer.Option(help="The name to use from now on. Default: the folder's or the file's.")] = "",
-    copy: Annotated[bool, typer.Option("--copy", help="Copy it into the store; otherwise it stays there.")] = False,
+    path: Annotated[Path, typer.Argument(help="Folder with config.json and *.safetensors, or a .gguf file.")],
+    name: Annotated[str, typer.Option(help="Name for the model. Default: the folder's or file's name.")] = "",
+    copy: Annotated[
+        bool, typer.Option("--copy", help="Copy the files into the store instead of using them in place.")
+    ] = False,
 ) -> None:
-    """Give a model folder or GGUF file a name. Damaged and unsupported models are refused here."""
-    from disaggregated_inference.models import ModelStore
-    from disaggregated_inference.models.registered_names import bare_name
+    """Register a model folder or GGUF file under a name. Damaged and unsupported models are rejected."""
+    from disaggregated_inference.models import ModelStore, bare_name
 
     chosen = bare_name(name) or (path.stem if path.suffix == ".gguf" else path.expanduser().absolute().name)
     store = ModelStore()
-    before = store.names.get(chosen, {})
+    earlier = store.names.get(chosen, {})
     added = store.add(chosen, path, copy)
-    was = before.get(added.kind, str(added.path))
-    instead = f" (before: {was})" if was != str(added.path) else ""
+    replaced = earlier.get(added.kind, str(added.path))
+    instead = f" (before: {replaced})" if replaced != str(added.path) else ""
     engines = " or ".join(added.engines)
-    how = f"serve it with --engine {engines}" if engines else "no engine on this machine can load it"
-    typer.echo(f"{added.name} is {added.path}{instead} ({added.spec.architecture}); {how}")
+    advice = f"serve it with --engine {engines}" if engines else "no engine on this machine can load it"
+    typer.echo(f"{added.name} is {added.path}{instead} ({added.spec.architecture}); {advice}")
 
 
 @models_app.command("remove")
-def remove_model(name: Annotated[str, typer.Argument(help="As it was given to import.")]) -> None:
-    """Forget an imported name. What `import --copy` copied is deleted; nothing else is."""
+def remove_model(name: Annotated[str, typer.Argument(help="Name given to import.")]) -> None:
+    """Remove an imported name. Only files that `import --copy` copied are deleted."""
     from disaggregated_inference.models import ModelStore
 
     deleted = ModelStore().remove(name)
-    typer.echo(f"{name} is forgotten" + "".join(f"; deleted {folder}" for folder in deleted))
+    typer.echo(f"{name} removed" + "".join(f"; deleted {folder}" for folder in deleted))
 
 
 @models_app.command("verify")
 def verify_models(
-    mine: Place,
-    theirs: Place,
-    token: Annotated[str, typer.Option(envvar="DISAGG_TOKEN", help="That a node among them wants.")] = "",
-    full: Annotated[bool, typer.Option("--full", help="Compare every byte of the weights; both must be here.")] = False,
+    first: Place,
+    second: Place,
+    token: Annotated[
+        str, typer.Option(envvar="DISAGG_TOKEN", help="Bearer token, if one of them is a node that needs it.")
+    ] = "",
+    full: Annotated[
+        bool, typer.Option("--full", help="Compare all weight bytes; both models must be on this machine.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Whether two copies, here or on two machines, are one model between which a cache may move.
+    """Check whether two copies are the same model, so that a KV cache may move between them.
 
-    Norms are compared, and a sample of every tensor; of weights stored differently, values, but for rounding: rows of
-    most tensors where both files are here, else the few that a node tells. Of what cannot be read as numbers (MLX's own
-    quantization, FP8, IQ4_NL) only norms are compared. The answer says what was.
-    The exit code is 0 if they are. For a machine that runs no node: `disagg models inspect NAME --json > there.json`.
+    Compares the norms and a sample of every tensor. If the weights are stored in different formats, compares values
+    within rounding: rows of most tensors if both files are on this machine, else the few values that a node reports.
+    Formats that cannot be dequantized (MLX quantization, FP8) have only their norms compared. The output says which.
+    The exit code is 0 if they match. For a machine without a node: `disagg models inspect NAME --json > other.json`.
     """
     from disaggregated_inference.cli.progress import steps
-    from disaggregated_inference.models import ModelStore
-    from disaggregated_inference.models.description import told_of, verdict
+    from disaggregated_inference.models import ModelStore, compare_models, describe_models
 
     with steps() as progress:
-        here, there = told_of((mine, theirs), ModelStore(), token, progress)
-        words, differences = verdict(here, there, full)
+        here, there = describe_models((first, second), ModelStore(), token, progress)
+        text, differences = compare_models(here, there, full)
     if as_json:
-        told = {"same": not differences, "verdict": words, "differences": differences}
-        typer.echo(json.dumps(told, indent=2))
+        result = {"same": not differences, "verdict": text, "differences": differences}
+        typer.echo(json.dumps(result, indent=2))
     else:
-        typer.echo(words + (":" if differences else "") + "".join(f"\n  {line}" for line in differences))
+        typer.echo(text + (":" if differences else "") + "".join(f"\n  {line}" for line in differences))
     raise typer.Exit(1 if differences else 0)
 
 
-def _lines(told: dict[str, Any]) -> list[tuple[str, ...]]:
-    print_of = told["fingerprint"]
-    beyond = ", more than its window" if told["context"] > told["context_window"] else ""
-    at = f"{told['context']:,} tokens{beyond}"
+def _rows(model: dict[str, Any]) -> list[tuple[str, ...]]:
+    fingerprint = model["fingerprint"]
+    beyond = ", more than the context window" if model["context"] > model["context_window"] else ""
+    at = f"{model['context']:,} tokens{beyond}"
     return [
-        ("model", told["name"]),
-        ("path", told["path"]),
-        ("kind", f"{told['kind']}, {told['architecture']}, {told['layers']} layers"),
-        ("engines", ", ".join(told["engines"]) or "none on this machine"),
-        ("context window", f"{told['context_window']:,} tokens"),
-        ("weights", _size(told["weights_bytes"])),
-        ("KV cache", f"{told['kv_bytes_per_token']:,} bytes a token; {_size(told['kv_bytes'])} at {at} (16 bit)"),
-        ("memory", f"{_size(told['memory_bytes'])} at {at}, before what the engine needs for itself"),
-        ("tokenizer", f"{print_of['tokenizer']}, {told['vocabulary']:,} tokens"),
-        ("chat template", print_of["chat_template"]),
-        ("norms", print_of["weights"]["norms"]),
-        ("weights' sample", f"{print_of['weights']['sample']} ({print_of['weights']['format']})"),
+        ("model", model["name"]),
+        ("path", model["path"]),
+        ("kind", f"{model['kind']}, {model['architecture']}, {model['layers']} layers"),
+        ("engines", ", ".join(model["engines"]) or "none on this machine"),
+        ("context window", f"{model['context_window']:,} tokens"),
+        ("weights", _size(model["weights_bytes"])),
+        ("KV cache", f"{model['kv_bytes_per_token']:,} bytes per token; {_size(model['kv_bytes'])} at {at} (16 bit)"),
+        ("memory", f"{_size(model['memory_bytes'])} at {at}, without the engine's own buffers"),
+        ("tokenizer", f"{fingerprint['tokenizer']}, {model['vocabulary']:,} tokens"),
+        ("chat template", fingerprint["chat_template"]),
+        ("norms", fingerprint["weights"]["norms"]),
+        ("weights' sample", f"{fingerprint['weights']['sample']} ({fingerprint['weights']['format']})"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a command line says about the answers it wants, checked before anyone is asked."""
+"""Generation options of the command line, checked before a node gets the request."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,8 @@ import msgspec
 from disaggregated_inference.errors import BadRequest
 
 
-class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """None: as the config has it for the model, or else by default."""
+class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """None: the model's default from the cluster file, else the general default."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -20,30 +20,29 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float | None = None
     format: dict[str, Any] | None = None
 
-    @property
-    def options(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         return msgspec.structs.asdict(self)
 
 
-def format_in(path: Path) -> dict[str, Any]:
+def read_schema(path: Path) -> dict[str, Any]:
     try:
         schema = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        wanted = "name a file that has a JSON schema"
-        raise BadRequest(f"--json-schema: {path} cannot be read: {error.strerror}; {wanted}") from error
-    except ValueError as error:  # no JSON, or no text at all
+        remedy = "name a file that contains a JSON schema"
+        raise BadRequest(f"--json-schema: cannot read {path}: {error.strerror}; {remedy}") from error
+    except ValueError as error:  # not JSON, or not text
         raise BadRequest(f"--json-schema: {path} is not JSON: {error}") from error
     return {"type": "json_schema", "schema": schema}
 
 
-def messages_of(system: str, *turns: dict[str, str]) -> list[dict[str, str]]:
-    return [*([{"role": "system", "content": system}] if system else []), *turns]
+def chat_messages(system: str, *messages: dict[str, str]) -> list[dict[str, str]]:
+    return [*([{"role": "system", "content": system}] if system else []), *messages]
 
 
-def checked(text: str) -> str:
-    """Bytes that are no UTF-8 come from a terminal or a pipe as lone surrogates, which no tokenizer takes."""
+def require_text(text: str) -> str:
+    """Return the text. Invalid UTF-8 arrives as lone surrogates, which tokenizers reject."""
     if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise BadRequest("this is not valid UTF-8 text")
+        raise BadRequest("the prompt is not valid UTF-8 text")
     if not text.strip():
         raise BadRequest("the prompt is empty")
     return text

@@ -1,4 +1,4 @@
-"""Progress of long work on standard error: a live line for people, plain lines where nobody watches."""
+"""Progress on standard error: a live line on a terminal, plain lines elsewhere."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,18 +10,18 @@ Report = Callable[[str, float], None]
 
 @contextmanager
 def steps() -> Iterator[Report]:
-    """Yields `report(step, fraction)` for the making of the embedded model; shows nothing when nothing is reported."""
-    what = "smollm2:135m"
+    """Yields `report(step, fraction)` for the download of the embedded model."""
+    model = "smollm2:135m"
     console = Console(stderr=True)
     if console.is_terminal:
         with console.status("") as status:
-            yield lambda step, fraction: status.update(f"{what}: {step} {fraction:.0%}")
+            yield lambda step, fraction: status.update(f"{model}: {step} {fraction:.0%}")
         return
-    seen: set[str] = set()
+    reported: set[str] = set()
 
     def report(step: str, fraction: float) -> None:
-        if step not in seen:
-            seen.add(step)
-            console.print(f"{what}: {step} ...", highlight=False)
+        if step not in reported:
+            reported.add(step)
+            console.print(f"{model}: {step} ...", highlight=False)
 
     yield report

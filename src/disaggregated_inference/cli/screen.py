@@ -1,4 +1,4 @@
-"""Answers on standard output, words about them on standard error: so that an answer can be piped on."""
+"""Completions go to standard output, everything else to standard error, so that completions can be piped."""
 
 import io
 import logging
@@ -7,13 +7,13 @@ from typing import Any
 
 from rich.console import Console
 
-# Whatever a model writes, it does not get to move the cursor or to rename the window.
+# Control characters are removed: a model must not move the cursor or rename the window.
 _CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
-_PIPED_COLUMNS = 1000  # where nobody watches, a row is a line, however long
+_PIPED_COLUMNS = 1000  # without a terminal, every table row stays on one line
 
 
-def hush() -> None:
-    """Nodes that come and go are in the metrics and on the board; a log line amid an answer helps nobody."""
+def mute_logs() -> None:
+    """Log lines would break up the completion; `--metrics` and `disagg status` show the same facts."""
     logging.getLogger("disaggregated_inference").addHandler(logging.NullHandler())
 
 
@@ -24,52 +24,52 @@ def stdout_console() -> Console:
 
 class Screen:
     def __init__(self) -> None:
-        self._aside = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self._stderr = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._is_terminal = sys.stdout.isatty()
         self._is_line_open = False
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # an old terminal shows a question mark; that is no error
+            sys.stdout.reconfigure(errors="replace")  # terminals without UTF-8 show a question mark
 
     def write(self, text: str) -> None:
-        shown = text.translate(_CONTROLS) if self._is_terminal else text
-        if shown:
-            self._is_line_open = not shown.endswith("\n")
-            sys.stdout.write(shown)
+        text = text.translate(_CONTROLS) if self._is_terminal else text
+        if text:
+            self._is_line_open = not text.endswith("\n")
+            sys.stdout.write(text)
             sys.stdout.flush()
 
     def end_line(self) -> None:
         if self._is_line_open:
             self.write("\n")
 
-    def note(self, words: str, style: str = "") -> None:
+    def note(self, text: str, style: str = "") -> None:
         self.end_line()
-        self._aside.print(words, style=style, soft_wrap=True)
+        self._stderr.print(text, style=style, soft_wrap=True)
 
-    def about(self, metrics: dict[str, Any], *, wanted: bool) -> None:
-        """That things are not as they should be is said in any case."""
-        for line in summary(metrics) if wanted else ():
+    def show_metrics(self, metrics: dict[str, Any], *, verbose: bool) -> None:
+        """Warnings are always printed, the rest only if `verbose`."""
+        for line in summary(metrics) if verbose else ():
             self.note(line, "dim")
         if warning := metrics.get("warning"):
             self.note(f"warning: {warning}", "yellow")
 
 
 def summary(metrics: dict[str, Any]) -> list[str]:
-    return [_reading(metrics), _writing(metrics), *map(_failover, metrics["failovers"])]
+    return [_prefill(metrics), _decode(metrics), *map(_failover, metrics["failovers"])]
 
 
-def _reading(metrics: dict[str, Any]) -> str:
-    """What its reader held already was not read."""
-    prompt, read = metrics["prompt_tokens"], round(metrics["prefill_speed"] * metrics["prefill_time"])
-    tokens = f"{read} of {prompt} tokens" if 0 < read < prompt else f"{prompt} tokens"
-    known = f", {speed(metrics['prefill_speed'])} tok/s" if metrics["prefill_speed"] else ""
-    pace = f"{metrics['prefill_time']:.3f} s{known}"
+def _prefill(metrics: dict[str, Any]) -> str:
+    """Tokens from the prefix cache are not counted as prefilled."""
+    prompt, computed = metrics["prompt_tokens"], round(metrics["prefill_speed"] * metrics["prefill_time"])
+    tokens = f"{computed} of {prompt} tokens" if 0 < computed < prompt else f"{prompt} tokens"
+    rate = f", {speed(metrics['prefill_speed'])} tok/s" if metrics["prefill_speed"] else ""
+    time = f"{metrics['prefill_time']:.3f} s{rate}"
     exposed_s = metrics["exposed_transfer_time"] or 0.0
     handed_over = metrics["prefill_server"] != metrics["decode_server"]
     moved = f"; transfer: {exposed_s * 1e3:.1f} ms exposed" if handed_over else ""
-    return f"prefill on {metrics['prefill_server']}: {tokens}, {pace}{moved}"
+    return f"prefill on {metrics['prefill_server']}: {tokens}, {time}{moved}"
 
 
-def _writing(metrics: dict[str, Any]) -> str:
+def _decode(metrics: dict[str, Any]) -> str:
     cut = ", cut at max tokens" if metrics.get("finish_reason") == "length" else ""
     written = f"{metrics['completion_tokens']} tokens{cut}, {speed(metrics['decode_speed'])} tok/s"
     return f"decode on {metrics['decode_server']}: {written}; {metrics['method']}, {metrics['plan']}"

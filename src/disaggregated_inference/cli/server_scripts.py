@@ -1,36 +1,37 @@
-"""The servers by the names they have in the set-up documents: `disagg serve` with a role and an engine filled in."""
+"""The server scripts of the set-up guides: `disagg serve` with a fixed role and engine."""
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 
 from disaggregated_inference.errors import DisaggError
 
+MODEL = "qwen3-coder:30b"
 OLLAMA = "http://localhost:11434"
-_OPEN = (
-    "warning: listening on {} without a token: anyone who can reach this address may use this server;"
-    " --token or DISAGG_TOKEN closes it\n"
+_NO_TOKEN = (
+    "warning: listening on {} without a token: anyone who can reach this address can use this server;"
+    " set --token or DISAGG_TOKEN\n"
 )
 
 
-def run_server(words: str, role: str, engine: str, model: str, arguments: Sequence[str] | None = None) -> None:
-    """`words` is for --help. Everything else about a node is said to `disagg serve`."""
-    asked = _parser(words, role, engine, model).parse_args(arguments)
-    from disaggregated_inference.node.server import NodeSettings, is_loopback, run_node
+def run_server(description: str, role: str, engine: str) -> None:
+    """`disagg serve` has more options than these scripts."""
+    arguments = _parser(description, role, engine).parse_args()
+    from disaggregated_inference.http import is_loopback
+    from disaggregated_inference.node import NodeSettings, run_node
 
-    if not asked.token and not is_loopback(asked.host):
-        sys.stderr.write(_OPEN.format(asked.host))
-    given = {"ollama_host": asked.ollama_host} if engine == "ollama" else {}
+    if not arguments.token and not is_loopback(arguments.host):
+        sys.stderr.write(_NO_TOKEN.format(arguments.host))
+    ollama = {"ollama_host": arguments.ollama_host} if engine == "ollama" else {}
     settings = NodeSettings(
         role=role,
         engine=engine,
-        model=asked.model,
-        host=asked.host,
-        port=asked.port,
-        token=asked.token,
-        insecure=True,  # the documents' commands have no token, and are to work: said aloud above instead
-        **given,
+        model=arguments.model,
+        host=arguments.host,
+        port=arguments.port,
+        token=arguments.token,
+        insecure=True,  # the guides' commands have no token and must work; hence the warning above
+        **ollama,
     )
     try:
         run_node(settings)
@@ -39,22 +40,22 @@ def run_server(words: str, role: str, engine: str, model: str, arguments: Sequen
         raise SystemExit(1) from None
 
 
-def _parser(words: str, role: str, engine: str, model: str) -> argparse.ArgumentParser:
+def _parser(description: str, role: str, engine: str) -> argparse.ArgumentParser:
     port = 8000 if role == "prefill" else 8001
-    more = f"The same as `disagg serve --role {role} --engine {engine}`, which has more options."
-    parser = argparse.ArgumentParser(description=words, epilog=more)
-    parser.add_argument("--model", default=model, help="default: %(default)s")
+    epilog = f"The same as `disagg serve --role {role} --engine {engine}`, which has more options."
+    parser = argparse.ArgumentParser(description=description, epilog=epilog)
+    parser.add_argument("--model", default=MODEL, help="default: %(default)s")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=_port, default=port, help="default: %(default)s; 0: a free one")
+    parser.add_argument("--port", type=_port, default=port, help="default: %(default)s; 0: any free port")
     token = os.environ.get("DISAGG_TOKEN", "")
-    parser.add_argument("--token", default=token, help="bearer token that callers must send (or DISAGG_TOKEN)")
+    parser.add_argument("--token", default=token, help="bearer token that clients must send (or DISAGG_TOKEN)")
     if engine == "ollama":
-        parser.add_argument("--ollama-host", default=OLLAMA, help="where Ollama is (default: %(default)s)")
+        parser.add_argument("--ollama-host", default=OLLAMA, help="URL of Ollama (default: %(default)s)")
     return parser
 
 
 def _port(text: str) -> int:
     port = int(text) if text.isascii() and text.isdigit() else -1
     if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port: give a number from 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: use a number from 0 to 65535")
     return port

@@ -1,4 +1,4 @@
-"""`disagg status`: a line per node, the links between them, and what it comes to."""
+"""`disagg status`: one row per node, the links between nodes, and a verdict."""
 
 import json
 import time
@@ -11,35 +11,35 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from disaggregated_inference.cli.screen import hush, speed, stdout_console
+from disaggregated_inference.cli.screen import mute_logs, speed, stdout_console
 from disaggregated_inference.client import DisaggregatedClient
 
-Status = dict[str, Any]  # as the client tells it
-Node = dict[str, Any]  # one of its nodes
+Status = dict[str, Any]  # the client's status()
+Node = dict[str, Any]  # one entry of its `nodes`
 
 _UP = "all up"
 _AWAY = ("unreachable", "unauthorized")
 _COLOURS = {"healthy": "green", "loading": "yellow", "draining": "yellow", "circuit half_open": "yellow"}
-_WORDS, _NUMBERS = ("node", "role", "engine", "state"), ("queue", "KV GiB", "read", "write")
-_LEGEND = "queue: waiting/running/slots; KV: held/limit; tok/s@prompt or batch size"
+_TEXT_COLUMNS, _NUMBER_COLUMNS = ("node", "role", "engine", "state"), ("queue", "KV GiB", "prefill", "decode")
+_LEGEND = "queue: waiting/running/slots; KV: used/limit; tok/s@prompt or batch size"
 
 
 def run(config: str | None, watch_s: float | None, as_json: bool) -> bool:
-    """Whether all nodes were up when last asked."""
-    hush()
+    """Whether all nodes were up at the last poll."""
+    mute_logs()
     verdict = ""
-    with DisaggregatedClient(config) as client, _shown(watch_s is not None, as_json) as show:
+    with DisaggregatedClient(config) as client, _display(watch_s is not None, as_json) as show:
         try:
-            for status in _news(client, watch_s):
+            for status in _poll(client, watch_s):
                 show(status)
                 verdict = status["verdict"]
-        except KeyboardInterrupt:  # the way to end a watch; it has its exit code like any other
+        except KeyboardInterrupt:  # ends --watch with the usual exit code
             if not verdict:
                 raise
     return verdict == _UP
 
 
-def _news(client: DisaggregatedClient, watch_s: float | None) -> Iterator[Status]:
+def _poll(client: DisaggregatedClient, watch_s: float | None) -> Iterator[Status]:
     while True:
         client.health()
         yield client.status()
@@ -49,58 +49,61 @@ def _news(client: DisaggregatedClient, watch_s: float | None) -> Iterator[Status
 
 
 @contextmanager
-def _shown(again: bool, as_json: bool) -> Iterator[Callable[[Status], None]]:
-    """Where nobody watches, one after the other."""
+def _display(watch: bool, as_json: bool) -> Iterator[Callable[[Status], None]]:
+    """On a terminal --watch updates in place; elsewhere every status is printed below the last."""
     console = stdout_console()
     if as_json:
-        indent = None if again else 2
+        indent = None if watch else 2
         yield lambda status: print(json.dumps(status, indent=indent), flush=True)
-    elif again and console.is_terminal:
+    elif watch and console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
-            yield lambda status: live.update(board(status), refresh=True)
+            yield lambda status: live.update(render(status), refresh=True)
     else:
-        yield lambda status: console.print(board(status))
+        yield lambda status: console.print(render(status))
 
 
-def board(status: Status) -> RenderableType:
-    """In 80 columns, for names and engines of the usual length."""
+def render(status: Status) -> RenderableType:
+    """Fits 80 columns with names of the usual length."""
     nodes: list[Node] = status["nodes"]
     reasons = [Text(f"{node['name']}: {_reason(node)}", _colour(node)) for node in nodes if node["why"]]
     reasons += [
-        Text(f"{no['decode']} takes no cache of {no['prefill']}: {no['why']}", "red") for no in status["refusals"]
+        Text(f"{pair['decode']} refuses KV caches from {pair['prefill']}: {pair['why']}", "red")
+        for pair in status["refusals"]
     ]
     links = ", ".join(_link(link) for link in status["links"])
-    about = [_model(model, nodes) for model in status["models"]] + ([f"links: {links}"] if links else [])
+    models = [_model(model, nodes) for model in status["models"]] + ([f"links: {links}"] if links else [])
     verdict = Text(status["verdict"], "bold green" if status["verdict"] == _UP else "bold red")
-    return Group(_table(nodes), Text(_LEGEND, "dim"), *reasons, *map(Text, about), verdict)
+    return Group(_table(nodes), Text(_LEGEND, "dim"), *reasons, *map(Text, models), verdict)
 
 
 def _table(nodes: list[Node]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for name in _WORDS + _NUMBERS:  # the last one has two numbers: where room is short, one below the other
-        table.add_column(name, no_wrap=name != _NUMBERS[-1], justify="left" if name in _WORDS else "right")
+    for name in _TEXT_COLUMNS + _NUMBER_COLUMNS:  # the last column may wrap: it has two numbers
+        table.add_column(
+            name, no_wrap=name != _NUMBER_COLUMNS[-1], justify="left" if name in _TEXT_COLUMNS else "right"
+        )
     for node in nodes:
         table.add_row(*_cells(node))
     return table
 
 
 def _cells(node: Node) -> tuple[Text | str, ...]:
-    who = node["name"], node["role"], node["engine"] or "-", Text(node["state"], _colour(node))
-    if node["state"] in _AWAY:  # what it said when it was there is no longer so
-        return *who, *("-" for _ in _NUMBERS)
+    texts = node["name"], node["role"], node["engine"] or "-", Text(node["state"], _colour(node))
+    if node["state"] in _AWAY:  # old numbers no longer hold
+        return *texts, *("-" for _ in _NUMBER_COLUMNS)
     rates = node["rates"]
-    reads, writes = rates["prefill"] or rates["local_prefill"], rates["decode"]
-    return *who, _queue(node), _memory(node["kv"]), _rates(reads[-1:]), _rates([*writes[:1], *writes[1:][-1:]])
+    prefill, decode = rates["prefill"] or rates["local_prefill"], rates["decode"]
+    return *texts, _queue(node), _memory(node["kv"]), _rates(prefill[-1:]), _rates([*decode[:1], *decode[1:][-1:]])
 
 
 def _queue(node: Node) -> str:
-    slots = node["slots"]  # who waits for one is among those who are not done
+    slots = node["slots"]  # `waiting` counts running requests, too
     return f"{max(0, node['waiting'] - slots['used'])}/{slots['used']}/{slots['most']}"
 
 
 def _memory(kv: dict[str, int]) -> str:
-    most = kv.get("total_limit_bytes") or kv["limit_bytes"]
-    return f"{_gib(kv['held_bytes'])}/{_gib(most)}" if most else "-"
+    limit = kv.get("total_limit_bytes") or kv["limit_bytes"]
+    return f"{_gib(kv['held_bytes'])}/{_gib(limit)}" if limit else "-"
 
 
 def _gib(size_bytes: int) -> str:
@@ -125,13 +128,13 @@ def _colour(node: Node) -> str:
 
 
 def _model(name: str, nodes: list[Node]) -> str:
-    """Who is there for it now, and who should be."""
-    its = [node for node in nodes if node["model"] == name]
-    parts = [_side(role, [node for node in its if node["role"] in (role, "both")]) for role in ("prefill", "decode")]
+    """Nodes that serve the model now, and nodes that should."""
+    nodes = [node for node in nodes if node["model"] == name]
+    parts = [_side(role, [node for node in nodes if node["role"] in (role, "both")]) for role in ("prefill", "decode")]
     return f"model {name}: {'; '.join(parts)}"
 
 
 def _side(role: str, nodes: list[Node]) -> str:
-    there = ", ".join(node["name"] for node in nodes if node["usable"])
+    usable = ", ".join(node["name"] for node in nodes if node["usable"])
     missing = ", ".join(f"{node['name']} is {node['state']}" for node in nodes if not node["usable"])
-    return f"{role} on {there or 'none'}" + (f" ({missing})" if missing else "")
+    return f"{role} on {usable or 'none'}" + (f" ({missing})" if missing else "")

@@ -1,4 +1,4 @@
-"""A chat on disk: JSON, with messages as every other program has them."""
+"""A saved chat: a JSON file with messages in the OpenAI form."""
 
 from pathlib import Path
 from typing import Literal
@@ -19,21 +19,16 @@ class Transcript(msgspec.Struct, frozen=True):
     system: str = ""
 
 
-def write(path: Path, saved: Transcript) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(saved)) + b"\n")
+def write(path: Path, transcript: Transcript) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(transcript)) + b"\n")
 
 
 def read(path: Path) -> Transcript:
     try:
-        saved = msgspec.json.decode(path.read_bytes(), type=Transcript)
+        transcript = msgspec.json.decode(path.read_bytes(), type=Transcript)
     except msgspec.DecodeError as error:
-        raise BadRequest(f"{path} is no chat: {error}") from error
-    roles = [message.role for message in saved.messages]
+        raise BadRequest(f"{path} is not a saved chat: {error}") from error
+    roles = [message.role for message in transcript.messages]
     if roles != ["user", "assistant"] * (len(roles) // 2):
-        raise BadRequest(f"{path} is no chat: its messages must be of user and assistant in turn")
-    return saved
-
-
-def counted(messages: tuple[TranscriptMessage, ...]) -> str:
-    count = len(messages) // 2
-    return f"{count} turn" + ("" if count == 1 else "s")
+        raise BadRequest(f"{path} is not a saved chat: user and assistant messages must alternate")
+    return transcript

@@ -1,100 +1,135 @@
-"""The cluster file: which servers there are, which models they hold, how requests are treated.
+"""The cluster file: servers, models, links and policies.
 
-JSON or TOML; `disagg config example` prints one. It is read once and checked as a whole: what is wrong is an error with
-its place and a remedy, what is merely odd (a key nobody knows) a warning.
+JSON or TOML; `disagg config example` prints one. Errors name the place in the file and what to write there. Harmless
+mistakes, such as an unknown key, are warnings.
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
-from disaggregated_inference.cluster.reader import Reader, did_you_mean, is_address, is_host, parse, shown, spoken
+from disaggregated_inference.cluster.reader import (
+    Reader,
+    did_you_mean,
+    is_address,
+    is_host,
+    join_address,
+    quote,
+    read_file,
+)
 from disaggregated_inference.errors import BadRequest, ConfigError, ModelNotFound
 
 PLACES = ("cluster.json", "cluster.toml", "disaggregated_inference/config_current.json")
-PORTS = {"prefill": 8000, "decode": 8001, "both": 8001}  # as `disagg serve` has them
+PORTS = {"prefill": 8000, "decode": 8001, "both": 8001}  # the defaults of `disagg serve`
 
+# The descriptions complete the sentence "expected ...". The upper bounds exclude infinity.
 Role = Literal["prefill", "decode", "both"]
-_Text = Annotated[str, msgspec.Meta(min_length=1)]
-_Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
-_Tokens = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
-_Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
-_Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]  # these upper bounds keep infinity out
-_Amount = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+_Role = Annotated[Role, Meta(description='"prefill", "decode" or "both"')]
+_Local = Annotated[Literal["auto", "never", "always"], Meta(description='"auto", "never" or "always"')]
+_Flag = Annotated[bool, Meta(description="true or false")]
+_Text = Annotated[str, Meta(description="a string")]
+_Host = Annotated[str, Meta(min_length=1, description='a host name or address, such as "169.254.150.103"')]
+_Port = Annotated[int, Meta(ge=1, le=65535, description="a port from 1 to 65535, such as 8001")]
+_Address = Annotated[str, Meta(description='HOST or HOST:PORT, such as "192.168.100.1:9000"')]
+_Addresses = Annotated[tuple[_Address, ...], Meta(description='a list such as ["10.0.0.1", "192.168.100.1:9000"]')]
+_Model = Annotated[str, Meta(min_length=1, description='the name of a model, such as "qwen"')]
+_Aliases = Annotated[tuple[_Model, ...], Meta(description='a list such as ["qwen"]')]
+_Defaults = Annotated[dict[str, Any], Meta(description='an object such as {"temperature": 0.2}')]
+_Secret = Annotated[str, Meta(description='a string, or "${NAME}" for an environment variable')]
+_Tokens = Annotated[int, Meta(ge=1, le=10**9, description="a number of tokens, such as 32768")]
+_Count = Annotated[int, Meta(ge=0, le=10**9, description="an integer >= 0")]
+_Seconds = Annotated[float, Meta(gt=0, le=1e9, description="a number of seconds > 0")]
+_Watts = Annotated[float, Meta(ge=0, le=1e9, description="watts, such as 240")]
+_Price = Annotated[float, Meta(ge=0, le=1e9, description="a number >= 0, such as 0.25")]
+_Gbps = Annotated[float, Meta(gt=0, le=1e6, description="gigabits per second, such as 10")]
+_PrefillServer = Annotated[str, Meta(description="the name of a prefill server")]
+_DecodeServer = Annotated[str, Meta(description="the name of a decode server")]
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
-    """One node, as the file has it; `model` may be an alias, see `ClusterConfig.resolve_model`."""
+    """One node."""
 
-    host: _Text
-    port: _Port
-    model: _Text
-    name: str
-    role: Role
-    engine: str = ""
-    token: str = ""
-    kv_addresses: tuple[str, ...] = ()  # HOST or HOST:PORT, best first
-    power_w: _Amount | None = None
-    price_per_hour: _Amount | None = None
-    tls: bool = False
+    host: _Host  # host name or address where other machines reach the node
+    port: _Port  # HTTP port; default: 8000 for prefill servers, else 8001
+    model: _Model  # model of the node: a name, or an alias from `models`
+    name: _Text  # shown in status and metrics; default: HOST:PORT
+    role: _Role  # default: from the list that the server is in
+    engine: _Text = ""  # shown until the node reports its engine
+    token: _Secret = ""  # bearer token of the node; default: the cluster's token
+    kv_addresses: _Addresses = ()  # addresses for KV transfers, fastest link first; default: those of the node
+    power_w: _Watts | None = None  # power draw, for energy per request
+    price_per_hour: _Price | None = None  # price of the machine, for cost per request
+    tls: _Flag = False  # use HTTPS
 
     @property
     def url(self) -> str:
-        return f"{'https' if self.tls else 'http'}://{spoken(self.host, self.port)}"
+        return f"{'https' if self.tls else 'http'}://{join_address(self.host, self.port)}"
 
     @property
     def roles(self) -> tuple[str, ...]:
         return ("prefill", "decode") if self.role == "both" else (self.role,)
 
     def __repr__(self) -> str:
-        """Ends in logs and traces, so there is no token in it."""
+        """Without the token: reprs end up in logs."""
         return f"Server({self.name!r}, {self.role}, {self.url}, {self.model!r})"
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the way from one server to another before it is measured."""
+    """Expected bandwidth between two servers, used until it is measured."""
 
-    prefill: str
-    decode: str
-    gbps: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+    prefill: _PrefillServer  # name of the prefill server
+    decode: _DecodeServer  # name of the decode server
+    gbps: _Gbps  # bandwidth in gigabits per second
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
-    aliases: tuple[str, ...] = ()
-    context_window: _Tokens | None = None
-    defaults: dict[str, Any] = {}  # of requests: temperature, max_tokens, ...
-    prefill_timeout_s: _Seconds | None = None
-    decode_timeout_s: _Seconds | None = None
+    """Options of one model."""
+
+    aliases: _Aliases = ()  # other names of the model, in requests and in servers' `model`
+    context_window: _Tokens | None = None  # maximum of prompt and completion tokens; default: the model's
+    defaults: _Defaults = {}  # defaults for requests, such as temperature and max_tokens
+    prefill_timeout_s: _Seconds | None = None  # default: from `policies`
+    decode_timeout_s: _Seconds | None = None  # default: from `policies`
 
 
 class Policies(msgspec.Struct, frozen=True, kw_only=True):
-    prefill_timeout_s: _Seconds = 60.0
-    decode_timeout_s: _Seconds = 180.0
-    retries: _Count = 1
-    fallback: bool = True  # the decode node may read the prompt itself after a failure
-    local: Literal["auto", "never", "always"] = "auto"  # when it may do so by choice
-    queue: _Count = 256  # requests that may wait
-    poll_s: _Seconds = 1.0
-    health_timeout_s: _Seconds = 1.0
-    stuck_s: _Seconds = 30.0
-    history: _Count = 1000
-    history_file: str = ""  # SQLite
-    electricity_price_per_kwh: _Amount | None = None
+    """How the orchestrator treats requests and nodes."""
+
+    prefill_timeout_s: _Seconds = 60.0  # time limit for the prefill of a request
+    decode_timeout_s: _Seconds = 180.0  # time limit for the decode of a request
+    retries: _Count = 1  # further attempts after a failure
+    fallback: _Flag = True  # the decode node may prefill a prompt itself after a failure
+    local: _Local = "auto"  # when the decode node prefills by choice; auto: when it is faster
+    queue: _Count = 256  # maximum number of waiting requests
+    poll_s: _Seconds = 1.0  # interval between two status polls of a node
+    health_timeout_s: _Seconds = 1.0  # time limit for one status poll
+    stuck_s: _Seconds = 30.0  # a node whose engine makes no progress for this long is taken out of use
+    history: _Count = 1000  # finished requests kept in memory
+    history_file: _Text = ""  # SQLite file that keeps finished requests
+    electricity_price_per_kwh: _Price | None = None  # for cost per request
 
 
-class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    prefill_servers: tuple[Server, ...] = ()
-    decode_servers: tuple[Server, ...] = ()
-    models: dict[str, ModelOptions] = {}
-    links: tuple[Link, ...] = ()
-    policies: Policies = Policies()
-    token: str = ""  # of servers without one of their own, who have it by now
-    source: str = ""
-    warnings: tuple[str, ...] = ()
+class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """The keys of a cluster file."""
+
+    prefill_servers: tuple[Server, ...] = ()  # servers that prefill prompts
+    decode_servers: tuple[Server, ...] = ()  # servers that generate completions
+    models: dict[str, ModelOptions] = {}  # options by model name
+    links: tuple[Link, ...] = ()  # expected bandwidths
+    policies: Policies = Policies()  # treatment of requests and nodes
+    token: _Secret = ""  # bearer token of servers that have none of their own
+
+
+class ClusterConfig(ClusterFile, frozen=True, kw_only=True, dict=True):
+    """A checked cluster file. Every server has its token, name, port and role."""
+
+    source: str = ""  # path of the file
+    warnings: tuple[str, ...] = ()  # harmless mistakes in the file
 
     def __repr__(self) -> str:
         return f"ClusterConfig({self.source!r}, {list(self.servers)!r})"
@@ -103,31 +138,31 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def servers(self) -> tuple[Server, ...]:
         return self.prefill_servers + self.decode_servers
 
-    @cached_property  # every request asks, several times
+    @cached_property  # used several times per request
     def names(self) -> tuple[str, ...]:
-        """The models that servers hold, in the file's order."""
+        """The models of the servers, in the order of the file."""
         spellings = self._spellings
         return tuple(dict.fromkeys(spellings[bare_name(server.model)] for server in self.servers))
 
     @cached_property
     def _spellings(self) -> dict[str, str]:
-        """Every way to write a model's name, and the name."""
+        """Maps every name and alias to the model's name."""
         table = {alias: name for name, options in self.models.items() for alias in (name, *options.aliases)}
         return {name: name for name in (bare_name(server.model) for server in self.servers)} | table
 
     def resolve_model(self, name: str | None = None) -> str:
-        """A model's own name. `name` is it or an alias; else, in any case, a part of one or more than one."""
+        """The name of a model for its name, alias, or an unambiguous part of either in any case."""
         wanted, names = bare_name(name or ""), self.names
         if not wanted and len(names) == 1:
             return names[0]
         if (exact := self._spellings.get(wanted, "")) in names:
             return exact
-        found = self._alike(wanted.casefold()) if wanted else ()
+        found = self._similar(wanted.casefold()) if wanted else ()
         if len(found) == 1:
             return found[0]
-        raise ModelNotFound(_how_to_choose(wanted, found, names))
+        raise ModelNotFound(_not_found(wanted, found, names))
 
-    def _alike(self, wanted: str) -> tuple[str, ...]:
+    def _similar(self, wanted: str) -> tuple[str, ...]:
         served = self.names
         spelled = [(text.casefold(), name) for text, name in self._spellings.items() if name in served]
         same = [name for text, name in spelled if text == wanted]
@@ -142,31 +177,31 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def bare_name(model: Any) -> str:
-    """Programs name models as `disaggregated:qwen3-coder:30b`."""
+    """The name without the prefix that some programs add: `disaggregated:qwen3-coder:30b`."""
     if not isinstance(model, str):
-        raise BadRequest(f"model: expected a name, got {shown(model)}")
+        raise BadRequest(f"model: expected a name, got {quote(model)}", param="model")
     return model.strip().removeprefix("disaggregated:").strip()
 
 
-def _how_to_choose(wanted: str, found: Sequence[str], names: Sequence[str]) -> str:
+def _not_found(wanted: str, found: Sequence[str], names: Sequence[str]) -> str:
     known = f"the cluster has {', '.join(names)}"
     if not wanted:
         return f"name a model; {known}"
     if found:
-        return f"{shown(wanted)} may be {' or '.join(found)}: write the whole name; {known}"
-    return f"no model {shown(wanted)}; {known}"
+        return f"{quote(wanted)} may be {' or '.join(found)}: write the full name; {known}"
+    return f"no model {quote(wanted)}; {known}"
 
 
 def load_config(
     source: str | Path | dict[str, Any] | None = None, environ: Mapping[str, str] = os.environ
 ) -> ClusterConfig:
-    """The cluster in a file, in a dict, or (None) in the file that `DISAGG_CONFIG` names, or the first of `PLACES`."""
+    """Read a file or a dict. Without `source`: the file in `DISAGG_CONFIG`, else the first that exists of `PLACES`."""
     if source is not None and not isinstance(source, str | Path):
         return _ClusterReader("", environ).cluster(source)
     if source == "":
-        raise ConfigError("the path of the cluster file is empty; name one, or give none to have it looked for")
+        raise ConfigError("the path of the cluster file is empty; give a path, or none to use the default places")
     path = Path(os.path.expanduser(_find(environ) if source is None else source))
-    return _ClusterReader(str(path), environ).cluster(parse(path))
+    return _ClusterReader(str(path), environ).cluster(read_file(path))
 
 
 def _find(environ: Mapping[str, str]) -> str:
@@ -175,59 +210,56 @@ def _find(environ: Mapping[str, str]) -> str:
     for place in PLACES:
         if os.path.isfile(place):
             return place
-    looked = f"DISAGG_CONFIG is not set, and there is no {', '.join(PLACES)}"
-    raise ConfigError(f"no cluster file: {looked}; make one with `disagg config example > cluster.json`")
+    places = f"DISAGG_CONFIG is not set, and there is no {', '.join(PLACES)}"
+    raise ConfigError(f"no cluster file: {places}; create one with `disagg config example > cluster.json`")
 
 
 class _ClusterReader(Reader):
-    default_token = ""
+    """Reads a cluster file and checks what the types cannot: names, duplicates and references."""
 
     def cluster(self, raw: Any) -> ClusterConfig:
-        self.require_plain(raw)
-        self.warn_unknown(raw, ClusterConfig.__struct_fields__[:-2], "")
-        self.default_token = self.secret(raw.get("token", ""), "token")
-        prefill, decode = self._servers(raw, "prefill"), self._servers(raw, "decode")
+        if not isinstance(raw, dict):
+            raise self.error("", f'expected an object with "prefill_servers" and "decode_servers", got {quote(raw)}')
+        self.require_plain_data(raw)
+        file = self.struct(ClusterFile, raw | _with_defaults(raw, "prefill") | _with_defaults(raw, "decode"), "")
+        token = self.secret(file.token, "token")
+        prefill = {
+            place: self._server(item, "prefill", place, token) for place, item in _items(file, "prefill_servers")
+        }
+        decode = {place: self._server(item, "decode", place, token) for place, item in _items(file, "decode_servers")}
         self._require_distinct(prefill | decode)
+        self._require_links(file, [*prefill.values(), *decode.values()])
         config = ClusterConfig(
             prefill_servers=tuple(prefill.values()),
             decode_servers=tuple(decode.values()),
-            models=self._models(raw),
-            links=self._links(raw, [*prefill.values(), *decode.values()]),
-            policies=self.struct(Policies, raw.get("policies", {}), "policies"),
-            token=self.default_token,
+            models=self._models(file),
+            links=file.links,
+            policies=file.policies,
+            token=token,
             source=self.file,
         )
         self._warn_unserved(config)
         return msgspec.structs.replace(config, warnings=tuple(self.warnings))
 
-    def _servers(self, raw: dict[str, Any], role: Role) -> dict[str, Server]:
-        """By their places."""
-        return {place: self._server(item, role, place) for place, item in self.items(raw, f"{role}_servers")}
-
-    def _server(self, raw: Any, role: Role, place: str) -> Server:
-        is_both = isinstance(raw, dict) and raw.get("role") == "both"
-        found = self.struct(Server, raw, place, name="", role=role, port=PORTS["both" if is_both else role])
-        if role not in found.roles:
-            raise self.error(f"{place}.role", f'this list is of {role} servers; move it, or write "both"')
-        if not bare_name(found.model):
-            raise self.wrong(f"{place}.model", "a model", found.model, "model")
-        self._require_addresses(found.kv_addresses, f"{place}.kv_addresses")
-        host = self._host(found.host, f"{place}.host")
-        token = self.secret(found.token, f"{place}.token") or self.default_token
-        name = found.name.strip() or spoken(host, found.port)
-        return msgspec.structs.replace(found, host=host, token=token, name=name)
-
-    def _require_addresses(self, addresses: Iterable[str], place: str) -> None:
-        for index, address in enumerate(addresses):
+    def _server(self, server: Server, role: Role, place: str, cluster_token: str) -> Server:
+        if role not in server.roles:
+            raise self.error(f"{place}.role", f'this is the list of {role} servers; move it, or set "role": "both"')
+        if not bare_name(server.model):
+            raise self.invalid(f"{place}.model", _Model, server.model)
+        for index, address in enumerate(server.kv_addresses):
             if not is_address(address):
-                raise self.wrong(f"{place}[{index}]", "HOST or HOST:PORT", address, "kv_addresses")
+                raise self.invalid(f"{place}.kv_addresses[{index}]", _Address, address)
+        host = self._host(server.host, f"{place}.host")
+        token = self.secret(server.token, f"{place}.token") or cluster_token
+        name = server.name.strip() or join_address(host, server.port)
+        return msgspec.structs.replace(server, host=host, token=token, name=name)
 
     def _host(self, text: str, place: str) -> str:
         host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
         if not is_host(host):
-            raise self.wrong(place, "a host name or address", text, "host")
+            raise self.invalid(place, _Host, text)
         if host in ("0.0.0.0", "::"):
-            self.warn(place, f"{host} is where a server listens; write the address at which others reach it")
+            self.warn(place, f"{host} is an address to listen on; write the address where others reach the server")
         return host
 
     def _require_distinct(self, servers: dict[str, Server]) -> None:
@@ -235,57 +267,69 @@ class _ClusterReader(Reader):
             raise self.error("", "no servers; list some under prefill_servers and decode_servers")
         taken: dict[tuple[str, ...], str] = {}
         for place, server in servers.items():
-            address = spoken(server.host.casefold(), server.port)
+            address = join_address(server.host.casefold(), server.port)
             for role in server.roles:
                 if (first := taken.setdefault((role, address), place)) != place:
-                    raise self.error(place, f"{address} is {first} already; list each {role} server once")
+                    raise self.error(place, f"{address} is already in {first}; list each {role} server once")
             if (first := taken.setdefault((server.name,), place)) != place:
-                is_same = spoken(servers[first].host.casefold(), servers[first].port) == address
-                how = 'list it once, with "role": "both"' if is_same else "give each server a name of its own"
-                raise self.error(f"{place}.name", f"{shown(server.name)} is {first} already; {how}")
+                is_same = join_address(servers[first].host.casefold(), servers[first].port) == address
+                remedy = 'list it once, with "role": "both"' if is_same else "give each server a different name"
+                raise self.error(f"{place}.name", f"{quote(server.name)} is already the name of {first}; {remedy}")
 
-    def _models(self, raw: dict[str, Any]) -> dict[str, ModelOptions]:
-        models = raw.get("models", {})
-        if not isinstance(models, dict):
-            raise self.wrong("models", "an object", models)
-        found: dict[str, ModelOptions] = {}
-        taken: dict[str, str] = {}  # spellings, and where they stand
-        for key, item in models.items():
+    def _models(self, file: ClusterFile) -> dict[str, ModelOptions]:
+        models: dict[str, ModelOptions] = {}
+        taken: dict[str, str] = {}  # names and aliases, and their places
+        for key, options in file.models.items():
             place, name = f"models.{key}", bare_name(str(key))
-            options = self.struct(ModelOptions, item, place)
             aliases = tuple(dict.fromkeys(map(bare_name, options.aliases)))
             for spelling in dict.fromkeys((name, *aliases)):
-                self._take(spelling, taken, place)
-            found[name] = msgspec.structs.replace(options, aliases=aliases)
-        return found
+                if not spelling:
+                    raise self.error(place, "a model's name or alias is empty; write one, or remove it")
+                if (first := taken.setdefault(spelling, place)) != place:
+                    raise self.error(place, f"{quote(spelling)} is already a name in {first}; use each name once")
+            models[name] = msgspec.structs.replace(options, aliases=aliases)
+        return models
 
-    def _take(self, spelling: str, taken: dict[str, str], place: str) -> None:
-        if not spelling:
-            raise self.error(place, "a model's name or alias is empty; write one, or leave it out")
-        if (first := taken.setdefault(spelling, place)) != place:
-            raise self.error(place, f"{shown(spelling)} stands at {first} already; a name can mean one model only")
+    def _require_links(self, file: ClusterFile, servers: Sequence[Server]) -> None:
+        taken: set[tuple[str, str]] = set()
+        for place, link in _items(file, "links"):
+            self._require_server(link.prefill, "prefill", servers, place)
+            self._require_server(link.decode, "decode", servers, place)
+            if (link.prefill, link.decode) in taken:
+                raise self.error(place, f"{link.prefill} to {link.decode} is listed twice; remove one of the two")
+            taken.add((link.prefill, link.decode))
 
-    def _links(self, raw: dict[str, Any], servers: Sequence[Server]) -> tuple[Link, ...]:
-        found: dict[tuple[str, str], Link] = {}
-        for place, item in self.items(raw, "links"):
-            link = self.struct(Link, item, place)
-            self._require_named(link.prefill, "prefill", servers, place)
-            self._require_named(link.decode, "decode", servers, place)
-            if found.setdefault((link.prefill, link.decode), link) is not link:
-                raise self.error(place, f"{link.prefill} to {link.decode} stands there already; keep one of them")
-        return tuple(found.values())
-
-    def _require_named(self, name: str, role: str, servers: Sequence[Server], place: str) -> None:
+    def _require_server(self, name: str, role: str, servers: Sequence[Server], place: str) -> None:
         names = [server.name for server in servers if role in server.roles]
         if name not in names:
             hint = did_you_mean(name, names) or f"; there are {', '.join(names) or 'none'}"
-            raise self.error(f"{place}.{role}", f"no {role} server has the name {shown(name)}{hint}")
+            raise self.error(f"{place}.{role}", f"no {role} server has the name {quote(name)}{hint}")
 
     def _warn_unserved(self, config: ClusterConfig) -> None:
         for name in config.names:
             if not any("decode" in server.roles for server in config.servers_of(name)):
-                how = 'add one, or unite names that mean one model with "aliases" under "models"'
-                self.warn("decode_servers", f"none has the model {shown(name)}, which prefill servers have; {how}")
+                remedy = 'add one, or list the model\'s other name under "aliases" in "models"'
+                self.warn(
+                    "decode_servers", f"no decode server has the model {quote(name)} of a prefill server; {remedy}"
+                )
         for name in config.models:
             if name not in config.names:
-                self.warn(f"models.{name}", 'no server has it; if they call it otherwise, say so under "aliases"')
+                self.warn(
+                    f"models.{name}", 'no server has this model; if servers use another name, add it to "aliases"'
+                )
+
+
+def _with_defaults(raw: dict[str, Any], role: Role) -> dict[str, Any]:
+    """The list of servers of a role, with the defaults that depend on the role."""
+    key = f"{role}_servers"
+    if not isinstance(servers := raw.get(key, []), list | tuple):
+        return {key: servers}
+    ports = [PORTS["both" if isinstance(item, dict) and item.get("role") == "both" else role] for item in servers]
+    defaults = [{"name": "", "role": role, "port": port} for port in ports]
+    filled = zip(defaults, servers, strict=True)
+    return {key: [default | item if isinstance(item, dict) else item for default, item in filled]}
+
+
+def _items(file: ClusterFile, key: str) -> Iterator[tuple[str, Any]]:
+    """The items of a list, each with its place in the file."""
+    return ((f"{key}[{index}]", item) for index, item in enumerate(getattr(file, key)))

@@ -1,51 +1,30 @@
-"""From a file people write to structs, with errors they can act on: the file, the place in it, a remedy."""
+"""Reads files that people write into structs. Every error names the file, the place in it and what to write there.
+
+The structs' types say what is allowed: the `description` of a type's `msgspec.Meta` ends up in the error message.
+"""
 
 import difflib
 import ipaddress
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 import msgspec
 
 from disaggregated_inference.errors import ConfigError
 
-_Kind = TypeVar("_Kind", bound=msgspec.Struct)
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
-_WORDS = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a string",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "an object",
-}
-_REMEDIES = {
-    "host": 'write a name or address alone, such as "169.254.150.103"',
-    "port": "write a port such as 8001",
-    "model": 'write the model it serves, such as "qwen"',
-    "role": 'leave it out, or write "both"',
-    "token": 'write the token, or "${NAME}" to have it from the environment',
-    "kv_addresses": 'write a list such as ["10.0.0.1", "192.168.100.1:9000"]',
-    "power_w": "write watts such as 240",
-    "gbps": "write gigabits per second such as 10",
-    "aliases": 'write a list such as ["qwen"]',
-    "context_window": "write a number of tokens such as 32768",
-    "defaults": 'write an object such as {"temperature": 0.2}',
-    "local": 'write "auto", "never" or "always"',
-    "prefill": "write the name of a prefill server",
-    "decode": "write the name of a decode server",
-}
-_HOW = "compare with `disagg config example`"
+_EXAMPLE = "compare with `disagg config example`"
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _ADDRESS = re.compile(r"(?:\[([^\]]+)\]|([^\[\]:]+))(?::([0-9]{1,5}))?")
 
 
-def parse(path: Path) -> Any:
-    """What a JSON or TOML file holds. Its name may lie about which it is; the second guess counts when it works."""
+def read_file(path: Path) -> Any:
+    """The content of a JSON or TOML file. The other format is tried if the first does not fit."""
     text = _text(path)
     is_json = text.lstrip().startswith("{") or path.suffix.lower() != ".toml"
     first, second = (_from_json, tomllib.loads) if is_json else (tomllib.loads, _from_json)
@@ -55,7 +34,7 @@ def parse(path: Path) -> Any:
         try:
             return second(text)
         except (ValueError, RecursionError):
-            raise ConfigError(f"{path}: {_syntax(error, is_json)}") from None
+            raise ConfigError(f"{path}: {_syntax_error(error, is_json)}") from None
 
 
 def _text(path: Path) -> str:
@@ -65,32 +44,33 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8 text") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        how = "check the path (DISAGG_CONFIG, if you gave none) or make one: `disagg config example > cluster.json`"
-        raise ConfigError(f"{path}: cannot be read: {reason}; {how}") from None
+        remedy = "check the path (or DISAGG_CONFIG), or create a file: `disagg config example > cluster.json`"
+        raise ConfigError(f"{path}: cannot be read: {reason}; {remedy}") from None
 
 
 def _from_json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_each_once)
+    return json.loads(text, object_pairs_hook=_unique_keys)
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The last of two lists of servers would win, and nobody would know."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"{shown(next(key for key in keys if keys.count(key) > 1))} stands twice in one object")
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Without this, the last of two equal keys would win without a warning."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {quote(key)} appears twice in one object")
+        found[key] = value
     return found
 
 
-def _syntax(error: Exception, is_json: bool) -> str:
+def _syntax_error(error: Exception, is_json: bool) -> str:
     if isinstance(error, json.JSONDecodeError):
-        how = "JSON has double quotes, no comments, and no comma after a last item"
-        return f"line {error.lineno}, column {error.colno}: {error.msg}; {how}"
-    return f"not {'JSON' if is_json else 'TOML'}: {error}; {_HOW}"
+        remedy = "JSON needs double quotes and allows no comments and no comma after the last item"
+        return f"line {error.lineno}, column {error.colno}: {error.msg}; {remedy}"
+    return f"not {'JSON' if is_json else 'TOML'}: {error}; {_EXAMPLE}"
 
 
 class Reader:
-    """Reads one file, whose name stands in front of all it says. Subclasses know what is in it."""
+    """Converts the content of one file; errors and warnings begin with the file's name."""
 
     def __init__(self, file: str, environ: Mapping[str, str]) -> None:
         self.file, self.environ = file, environ
@@ -99,79 +79,78 @@ class Reader:
     def error(self, place: str, text: str) -> ConfigError:
         return ConfigError(": ".join(part for part in (self.file or "config", place, text) if part))
 
-    def wrong(self, place: str, expected: str, value: Any, field: str = "") -> ConfigError:
-        got = "something else" if field == "token" else shown(value)
-        return self.error(place, f"expected {expected}, got {got}; {_REMEDIES.get(field, _HOW)}")
+    def invalid(self, place: str, hint: Any, value: Any) -> ConfigError:
+        """`hint` is the type that `value` should have. The value of a token is never repeated."""
+        got = "" if place.endswith("token") else f", got {quote(value)}"
+        remedy = "" if hasattr(hint, "__metadata__") else f"; {_EXAMPLE}"
+        return self.error(place, f"expected {_description(hint)}{got}{remedy}")
 
     def warn(self, place: str, text: str) -> None:
         self.warnings.append(str(self.error(place, text)))
 
-    def require_plain(self, raw: Any) -> None:
-        """Half a surrogate pair, or an object in a dict, would only fail later and elsewhere."""
-        if not isinstance(raw, dict):
-            raise self.wrong("", 'an object with "prefill_servers" and "decode_servers"', raw)
+    def require_plain_data(self, raw: Any) -> None:
+        """A lone surrogate or a Python object would fail later, in another place."""
         try:
             msgspec.json.encode(raw)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise self.error("", f"has a value that is not plain data: {error}; write text and numbers") from None
 
-    def warn_unknown(self, raw: dict[str, Any], known: Sequence[str], place: str) -> None:
-        for key in raw:
-            if key not in known:
-                self.warn(f"{place}.{key}".lstrip("."), "unknown key, ignored" + did_you_mean(str(key), known))
-
-    def struct(self, kind: type[_Kind], raw: Any, place: str, **defaults: Any) -> _Kind:
+    def struct(self, kind: type[_Struct], raw: Any, place: str) -> _Struct:
         if not isinstance(raw, dict):
-            raise self.wrong(place, "an object", raw)
-        known = kind.__struct_fields__
-        self.warn_unknown(raw, known, place)
-        given = defaults | {key: value for key, value in raw.items() if key in known}
+            raise self.invalid(place, kind, raw)
+        unknown = [str(key) for key in raw if key not in kind.__struct_fields__]
+        for key in unknown:
+            self.warn(_join(place, key), "unknown key, ignored" + did_you_mean(key, kind.__struct_fields__))
+        values: dict[str, Any] = {}
+        for field in msgspec.structs.fields(kind):
+            at = _join(place, field.name)
+            if field.name in raw:
+                values[field.name] = self._value(field.type, raw[field.name], at)
+            elif field.required:
+                typo = difflib.get_close_matches(field.name, unknown, 1)
+                hint = f"; is {quote(typo[0])} a typo?" if typo else ""
+                raise self.error(at, f"missing; write {_description(field.type)}{hint}")
+        return kind(**values)
+
+    def _value(self, hint: Any, raw: Any, place: str) -> Any:
+        """A value of the type `hint`. Lists and objects are read item by item, so that errors have a place."""
+        plain = hint.__origin__ if hasattr(hint, "__metadata__") else hint
+        if isinstance(plain, type) and issubclass(plain, msgspec.Struct):
+            return self.struct(plain, raw, place)
+        if get_origin(plain) is tuple and isinstance(raw, list | tuple):
+            return tuple(self._value(get_args(plain)[0], item, f"{place}[{at}]") for at, item in enumerate(raw))
+        if get_origin(plain) is dict and isinstance(raw, dict):
+            return {key: self._value(get_args(plain)[1], item, f"{place}.{key}") for key, item in raw.items()}
         try:
-            return msgspec.convert(given, kind)
-        except msgspec.ValidationError as error:
-            unknown = [str(key) for key in raw if key not in known]
-            raise self._refused(str(error), given, unknown, place) from None
+            return msgspec.convert(raw, hint)
+        except msgspec.ValidationError:
+            raise self.invalid(place, hint, raw) from None
 
-    def _refused(self, message: str, given: dict[str, Any], unknown: list[str], place: str) -> ConfigError:
-        """msgspec says: Expected `int` <= 65535 - at `$.port`."""
-        problem, _, path = message.partition(" - at ")
-        if missing := re.search(r"missing required field `(\w+)`", problem):
-            return self._missing(f"{place}.{missing[1]}", missing[1], unknown)
-        name, index = re.findall(r"\$\.(\w+)(?:\[(\d+)\])?", path)[0]
-        value, at = (given[name][int(index)], f"[{index}]") if index else (given[name], "")
-        return self.wrong(f"{place}.{name}{at}", _expected(problem), value, name)
-
-    def _missing(self, place: str, name: str, unknown: list[str]) -> ConfigError:
-        near = difflib.get_close_matches(name, unknown, 1)
-        hint = f"; is {shown(near[0])} meant to be it?" if near else ""
-        return self.error(place, f"missing; {_REMEDIES.get(name, _HOW)}{hint}")
-
-    def items(self, raw: dict[str, Any], key: str) -> list[tuple[str, Any]]:
-        """What a list holds, each with its place."""
-        items = raw.get(key, [])
-        if not isinstance(items, list | tuple):
-            raise self.wrong(key, "a list", items)
-        return [(f"{key}[{index}]", item) for index, item in enumerate(items)]
-
-    def secret(self, text: Any, place: str) -> str:
-        """A token, or the environment's. No message ever repeats it."""
-        if not isinstance(text, str):
-            raise self.wrong(place, "a string", text, "token")
+    def secret(self, text: str, place: str) -> str:
+        """A token with `${NAME}` replaced from the environment. No message repeats it."""
         for name in _VARIABLE.findall(text):
             if not self.environ.get(name):
                 raise self.error(place, f"{name} is not set in the environment; export {name}=... first")
         token = _VARIABLE.sub(lambda found: self.environ[found[1]], text).strip()
         if not (token.isascii() and token.isprintable()):
-            raise self.error(place, "has characters that a header cannot carry; use printable ASCII")
+            raise self.error(place, "has characters that an HTTP header cannot carry; use printable ASCII")
         return token
 
 
-def _expected(problem: str) -> str:
-    found = re.match(r"Expected `(\w+)[^`]*`(?:, got.*| (.*))?", problem)
-    return f"{_WORDS.get(found[1], found[1])} {found[2] or ''}".rstrip() if found else "another value"
+def _join(place: str, name: str) -> str:
+    return f"{place}.{name}" if place else name
 
 
-def spoken(host: str, port: int) -> str:
+def _description(hint: Any) -> str:
+    """What to write for a type: the description of its Meta; of a union, that of the first member."""
+    if described := [meta.description for meta in getattr(hint, "__metadata__", ()) if meta.description]:
+        return str(described[0])
+    if get_origin(hint) in (tuple, dict) or isinstance(hint, type):
+        return "a list" if get_origin(hint) is tuple else "an object"
+    return _description(get_args(hint)[0])
+
+
+def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -182,23 +161,24 @@ def is_host(text: str) -> bool:
         ipaddress.ip_address(text)
     except ValueError:
         return False
-    return not re.search(r"[\s/]", text)  # what follows a % may be anything to ipaddress
+    return not re.search(r"[\s/]", text)  # ipaddress allows anything after a %
 
 
 def is_address(text: str) -> bool:
-    """HOST or HOST:PORT; a v6 host with a port stands in brackets."""
+    """HOST or HOST:PORT; an IPv6 host with a port needs brackets."""
     match = _ADDRESS.fullmatch(text)
     host, port = (match[1] or match[2], match[3]) if match else (text, None)
     return is_host(host) and (port is None or 0 < int(port) < 65536)
 
 
-def shown(value: Any) -> str:
+def quote(value: Any) -> str:
+    """A value for a message: short, and without the content of lists and objects."""
     if isinstance(value, dict | list | tuple):
         return "an object" if isinstance(value, dict) else "a list"
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, known, 1)
-    return f"; did you mean {shown(near[0])}?" if near else ""
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {quote(near[0])}?" if near else ""
