@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 from disaggregated_inference.bench import cluster, orchestrator
-from disaggregated_inference.bench.machines import running
 from disaggregated_inference.bench.report import Report
+from disaggregated_inference.cluster.local_nodes import running
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.models import ModelFiles
-from tests.conftest import ENGINE_OPTIONS
+from tests.support.engines import ENGINE_OPTIONS
+
+pytestmark = pytest.mark.slow
 
 
-def require_whole(report: Report, path: Path) -> None:
+def require_saved(report: Report, path: Path) -> None:
     assert all(math.isfinite(row.value) for row in report.rows)
     assert [row["what"] for row in json.loads(path.read_text())["rows"]] == [row.what for row in report.rows]
 
@@ -25,7 +27,7 @@ def test_what_the_orchestrator_adds(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     for name, value in {"_OPEN": 4, "_PACED": 2, "_STEADY_S": 1.0, "_LEARNING": (50, 100)}.items():
         monkeypatch.setattr(orchestrator, name, value)
     report = orchestrator.run((1, 3), 4, 4, 4, tmp_path)
-    require_whole(report, tmp_path / "orchestrator.json")
+    require_saved(report, tmp_path / "orchestrator.json")
     names = [row.what for row in report.rows]
     assert {"1 at once: added to the first token, p50", "3 at once: CPU per further token"} <= set(names)
     assert "predicted first token, 4 at a time: measured / predicted, p99" in names
@@ -34,7 +36,7 @@ def test_what_the_orchestrator_adds(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_published_machines_are_called_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = cluster.run("published", (64, 32), 4, 1, tmp_path)
-    require_whole(report, tmp_path / "cluster-published.json")
+    require_saved(report, tmp_path / "cluster-published.json")
     assert "SIMULATED" in report.title
     assert all(row.what.startswith("SIMULATED") for row in report.rows)
     assert {row.against for row in report.rows} >= {cluster.DECODE_ALONE, cluster.PREFILL_ALONE, "one by one"}
@@ -47,7 +49,7 @@ def test_real_engines_share_answers(tiny_folder: Callable[[str], Path]) -> None:
     served = cluster._computed(ModelFiles("tiny", tiny_folder("llama")), "tiny", alone=True)
     report = Report("")
     with running(served.machines):
-        asyncio.run(cluster._measure(report, cluster._Plan("", "", [served], (16,), 3), 1, print))
+        asyncio.run(cluster._measure(report, cluster._Plan("", "", [served], (16,), 3), 1))
     assert {row.against for row in report.rows} >= {cluster.DECODE_ALONE, cluster.PREFILL_ALONE, "one by one"}
     assert not any("SIMULATED" in row.what for row in report.rows)
 

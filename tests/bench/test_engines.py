@@ -11,7 +11,7 @@ from disaggregated_inference.bench import drift, engines
 from disaggregated_inference.bench.pairs import bench_pairs
 from disaggregated_inference.bench.report import Report
 from disaggregated_inference.errors import EngineUnavailable
-from tests.conftest import ENGINE_OPTIONS, LLAMACPP, LoadTiny, twin_of
+from tests.support.engines import ENGINE_OPTIONS, LLAMACPP, LoadTiny, twin_of
 from tests.support.handoff import prompt_of
 
 NAMES = (*ENGINE_OPTIONS, *LLAMACPP)
@@ -20,7 +20,7 @@ NAMES = (*ENGINE_OPTIONS, *LLAMACPP)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_engine_beside_its_library(name: str, tiny_engine: LoadTiny) -> None:
     report = Report("")
-    engines.measure(tiny_engine(name, "twin_llama"), report, (16,), (1, 2), 1, 2, print)
+    engines.measure(tiny_engine(name, "twin_llama"), report, (16,), (1, 2), 1, 2)
     assert all(math.isfinite(row.value) and row.value >= 0 for row in report.rows)
     found = [row.what for row in report.rows]
     assert found[:3] == ["prefill 16, export off", "prefill 16, export on", "prefill 16, export on"]
@@ -33,7 +33,7 @@ def test_each_pair_over_nodes(tiny_folder: Callable[[str], Path]) -> None:
     folder, names = tiny_folder("twin_llama"), NAMES[-1:]
     if LLAMACPP:
         twin_of(folder)
-    report = bench_pairs(names, str(folder), 40, 1, print)
+    report = bench_pairs(names, str(folder), 40, 1)
     pairs = [f"{reader} → {writer}" for writer in names for reader in names]
     rows = [f"{pair}, {what}" for pair in pairs for what in ("first token", "exposed transfer")]
     assert [row.what for row in report.rows] == rows
@@ -42,16 +42,16 @@ def test_each_pair_over_nodes(tiny_folder: Callable[[str], Path]) -> None:
 
 def test_drift_of_each_pair(tiny_engine: LoadTiny) -> None:
     loaded = {name: tiny_engine(name, "twin_llama") for name in NAMES}
-    found = drift.bench_drift(loaded, [prompt_of(40), prompt_of(9)], 6, print)
-    assert {(told.prefill, told.decode) for told in found} == {(one, other) for one in NAMES for other in NAMES}
+    found = drift.bench_drift(loaded, [prompt_of(40), prompt_of(9)], 6)
+    assert {(each.prefill, each.decode) for each in found} == {(one, other) for one in NAMES for other in NAMES}
     assert len(found) == len(NAMES) ** 2 * 2
-    assert all(0 < told.positions <= 12 and 0 <= told.mean_kl <= told.max_kl < 1 for told in found)
-    assert all(told.top1_agreement == 1 and told.max_kl < 1e-9 for told in found if _is_exact(told))
+    assert all(0 < each.positions <= 12 and 0 <= each.mean_kl <= each.max_kl < 1 for each in found)
+    assert all(each.top1_agreement == 1 and each.max_kl < 1e-9 for each in found if _is_exact(each))
     assert not any(engine.live for engine in loaded.values())
 
 
-def _is_exact(told: drift.Drift) -> bool:
-    return told.codec == "raw" and told.prefill == told.decode
+def _is_exact(each: drift.Drift) -> bool:
+    return each.codec == "raw" and each.prefill == each.decode
 
 
 def test_drift_is_told_and_saved(
@@ -63,9 +63,9 @@ def test_drift_is_told_and_saved(
     monkeypatch.setattr(drift, "TEXTS", ("How far?", "So far."))
     name = NAMES[0]
     found = drift.run([name], str(tiny_folder("twin_llama")), 3, 1, True, tmp_path)
-    assert [told.codec for told in found] == ["raw", "int8"]
+    assert [each.codec for each in found] == ["raw", "int8"]
     saved = json.loads((tmp_path / "drift.json").read_text())["rows"]
-    assert [row["mean_kl"] for row in saved] == [told.mean_kl for told in found]
+    assert [row["mean_kl"] for row in saved] == [each.mean_kl for each in found]
     assert f"{name} → {name}" in capsys.readouterr().out
 
 

@@ -10,6 +10,7 @@ from disaggregated_inference.bench import gateway, processes, servers
 from disaggregated_inference.errors import BadRequest
 
 
+@pytest.mark.slow
 def test_what_the_gateway_adds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {"_REPEATS": 1, "_STEADY_S": 1.5, "_MARGIN_S": 3.0}.items():
         monkeypatch.setattr(gateway, name, value)
@@ -30,6 +31,6 @@ def test_an_environment_without_litellm_is_an_error(tmp_path: Path) -> None:
         servers.litellm_command(str(tmp_path), tmp_path, "http://127.0.0.1:1")
 
 
-@pytest.mark.parametrize(("told", "seconds"), [("0:01.25", 1.25), ("02:03:04", 7384.0), ("1-00:00:01", 86401.0)])
-def test_cpu_time_as_ps_says_it(told: str, seconds: float) -> None:
-    assert processes.seconds_of(told) == seconds
+@pytest.mark.parametrize(("text", "seconds"), [("0:01.25", 1.25), ("02:03:04", 7384.0), ("1-00:00:01", 86401.0)])
+def test_cpu_time_of_ps(text: str, seconds: float) -> None:
+    assert processes.parse_cpu_time(text) == seconds

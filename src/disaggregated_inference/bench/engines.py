@@ -1,5 +1,5 @@
-"""`disagg bench engines`: does our contract cost speed? Each engine against its bare library, in one run; then every
-engine reads for every engine (see pairs.py)."""
+"""`disagg bench engines`: each engine compared with its bare library in one run; then every engine prefills for every
+engine (see pairs.py)."""
 
 import gc
 import importlib
@@ -9,43 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from disaggregated_inference.bench.pairs import bench_pairs
-from disaggregated_inference.bench.report import Report, Row, compared, in_turn
-from disaggregated_inference.cli.progress import steps
+from disaggregated_inference.bench.prompts import resolve_model, token_prompt
+from disaggregated_inference.bench.report import Report, Row, compared, in_turn, progress
 from disaggregated_inference.engines import ENGINES, Engine, Sequence, chunks, file_kind, load_engine, require_engine
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.kv import KVSlice
-from disaggregated_inference.models import ModelFiles, ModelStore
+from disaggregated_inference.models import ModelFiles, simulated
 
 # The attention and expert shape of Qwen3-Coder-30B-A3B.
-QWEN3_30B_A3B: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-}
-SHAPES = {"qwen3-30b-a3b": QWEN3_30B_A3B}
+_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+_SIZES = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "tie_word_embeddings": False}
+_POSITIONS = {"max_position_embeddings": 40960, "rope_theta": 1000000.0}
+SHAPES = {"qwen3-30b-a3b": simulated.SHAPES["qwen3-30b-a3b"] | _EXPERTS | _SIZES | _POSITIONS}
 
-Progress = Callable[[str], None]
+Sizes = tuple[int, ...]
 
 
-def bench_model(name: str, model: ModelFiles, options: dict[str, Any], quick: bool, progress: Progress) -> Report:
+def bench_model(name: str, model: ModelFiles, options: dict[str, Any], quick: bool) -> Report:
     """All measurements of one engine on a model of this machine."""
     progress(f"{name}: loading {model.name}")
-    load_engine(name, model, **options)  # the libraries' own imports are not the model's loading time
+    load_engine(name, model, **options)  # imports the library, which is not loading time
     started = time.perf_counter()
     engine = load_engine(name, ModelFiles(model.name, model.path), **options)
     loading = time.perf_counter() - started
@@ -53,31 +38,24 @@ def bench_model(name: str, model: ModelFiles, options: dict[str, Any], quick: bo
     report = Report(f"{name} engine, {model.name}, {engine.dtype}")
     report.add(Row("load the model (libraries imported)", loading, "s", goal=3, at_most=True))
     prompts, rounds = ((256,), 3) if quick else ((128, 512), 15)
-    measure(engine, report, prompts, (1, 4, 16), rounds, 8, progress)
+    measure(engine, report, prompts, (1, 4, 16), rounds, 8)
     return report
 
 
-def bench_shape(shape: str, device: str, quick: bool, progress: Progress) -> Report:
-    """The torch engine at a big model's shape with random weights: for machines with the memory, not the files."""
+def bench_shape(shape: str, device: str, quick: bool) -> Report:
+    """The torch engine with random weights of a big model's shape: needs the memory, not the files."""
     progress(f"torch: making random weights of shape {shape} on {device}")
     baseline = importlib.import_module("disaggregated_inference.engines.torch.baseline")
     engine = baseline.random_engine(SHAPES[shape], device, kv_bytes=24 << 30)
     report = Report(f"torch engine, random weights of shape {shape}, {engine.dtype} on {device}")
-    measure(engine, report, (1500, 8192, 32768), (1, 4, 16, 32), 3 if quick else 5, 32, progress, context=1500)
+    measure(engine, report, (1500, 8192, 32768), (1, 4, 16, 32), 3 if quick else 5, 32, context=1500)
     return report
 
 
 def measure(
-    engine: Engine,
-    report: Report,
-    prompts: tuple[int, ...],
-    batches: tuple[int, ...],
-    rounds: int,
-    steps: int,
-    progress: Progress,
-    context: int = 32,
+    engine: Engine, report: Report, prompts: Sizes, batches: Sizes, rounds: int, steps: int, context: int = 32
 ) -> None:
-    bare = importlib.import_module(f"disaggregated_inference.engines.{engine.name}.baseline").Baseline(engine)
+    bare = baseline_of(engine)
     for length in prompts:
         progress(f"{engine.name}: prefill of {length} tokens")
         _prefill_rows(engine, bare, report, length, rounds)
@@ -86,6 +64,12 @@ def measure(
         _decode_row(engine, bare, report, context, batch, steps, rounds)
     progress(f"{engine.name}: export and import")
     _transfer_rows(engine, bare, report, min(prompts[-1], 8192), rounds)
+
+
+def baseline_of(engine: Engine) -> Any:
+    """The bare library of an engine, with the same methods for all engines."""
+    module = importlib.import_module(f"disaggregated_inference.engines.{engine.name}.baseline")
+    return module.Baseline(engine)
 
 
 def _decode_row(engine: Engine, bare: Any, report: Report, context: int, batch: int, steps: int, rounds: int) -> None:
@@ -98,11 +82,11 @@ def _decode_row(engine: Engine, bare: Any, report: Report, context: int, batch: 
 
 
 def _prefill_rows(engine: Engine, bare: Any, report: Report, length: int, rounds: int) -> None:
-    tokens = [(31 * i) % 400 + 10 for i in range(length)]
+    tokens = token_prompt(length)
     plain, streamed, theirs = in_turn(
         rounds,
-        lambda: _prefill_seconds(engine, tokens, stream=False),
-        lambda: _prefill_seconds(engine, tokens, stream=True),
+        lambda: prefill_seconds(engine, tokens),
+        lambda: prefill_seconds(engine, tokens, stream=True),
         lambda: bare.prefill_seconds(tokens),
     )
     off, on = f"prefill {length}, export off", f"prefill {length}, export on"
@@ -111,12 +95,13 @@ def _prefill_rows(engine: Engine, bare: Any, report: Report, length: int, rounds
     report.add(compared(on, length, "tok/s", streamed, plain, "export off"))
 
 
-def _prefill_seconds(engine: Engine, tokens: list[int], stream: bool) -> float:
-    """Until the logits are on the host and, when streaming, every slice is too."""
+def prefill_seconds(engine: Engine, tokens: list[int], chunk: int = 0, stream: bool = False) -> float:
+    """Until the token and, with `stream`, all slices are on the host. `chunk` 0: all tokens at once."""
     sequence = engine.open(len(tokens))
     slices: list[KVSlice] = []
     started = time.perf_counter()
-    logits = engine.prefill(sequence, tokens, slices.append if stream else None)
+    for part in chunks(tokens, chunk or len(tokens)):
+        logits = engine.prefill(sequence, part, slices.append if stream else None)
     logits.greedy().tolist()
     for piece in slices:
         piece.wait()
@@ -126,7 +111,7 @@ def _prefill_seconds(engine: Engine, tokens: list[int], stream: bool) -> float:
 
 
 def decode_seconds(engine: Engine, context: int, batch: int, steps: int) -> float:
-    """The loop a node runs for greedy requests: the next step is launched before the last token is read."""
+    """The loop of a node for greedy requests: it launches the next step before it reads the last token."""
     sequences = [_filled(engine, context, context + steps + 2) for _ in range(batch)]
     tokens = engine.step(sequences, [11] * batch).greedy()
     tokens.tolist()
@@ -144,13 +129,13 @@ def decode_seconds(engine: Engine, context: int, batch: int, steps: int) -> floa
 
 def _filled(engine: Engine, length: int, capacity: int) -> Sequence:
     sequence = engine.open(capacity)
-    for part in chunks([(31 * i) % 400 + 10 for i in range(length)], 2048):
+    for part in chunks(token_prompt(length), 2048):
         engine.prefill(sequence, part)
     return sequence
 
 
 def _transfer_rows(engine: Engine, bare: Any, report: Report, length: int, rounds: int) -> None:
-    """Slices out of the engine and into it against a copy of the same bytes: all three find room for them first."""
+    """Export and import of slices, compared with a copy of the same bytes. All three allocate memory first."""
     source = _filled(engine, length, length)
     slices = [piece.copy() for piece in engine.export(source)]
     size = sum(piece.size_bytes for piece in slices)
@@ -177,7 +162,7 @@ def _transfer_rows(engine: Engine, bare: Any, report: Report, length: int, round
 
 
 def _gather(slices: Iterable[KVSlice], size: int) -> None:
-    """Into new memory: an engine that hands out views of its own has its bytes read here, as a wire would."""
+    """Copy into new memory, as a KV transfer would: an engine may export views of its own memory."""
     target, at = np.empty(size, np.uint8), 0
     for piece in slices:
         piece.wait()
@@ -192,47 +177,29 @@ def _seconds(action: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-def _bench_named(name: str, model_name: str, device: str, threads: int, quick: bool, progress: Progress) -> Report:
-    with steps() as fetching:
-        model = ModelStore().resolve(model_name, fetching, file_kind(name))
-    options: dict[str, dict[str, Any]] = {
-        "torch": {"device": device or None, "threads": threads or None},
-        "llamacpp": {"threads": threads or None},
-    }
-    return bench_model(name, model, options.get(name, {}), quick, progress)
-
-
 def run(
-    engines: list[str], model_name: str, shape: str, device: str, threads: int, quick: bool, output: Path
+    engines: list[str], model: str, shape: str, device: str, threads: int, quick: bool, output: Path
 ) -> list[Report]:
-    """The command: measure, show and save."""
-    console = Console()
+    """Every report is saved before the next measurement begins."""
     if shape and shape not in SHAPES:
-        raise DisaggError(f"no shape {shape!r}; there are {', '.join(SHAPES)}")
-
-    def progress(text: str) -> None:
-        console.print(text, style="dim", highlight=False)
-
-    found: list[Report] = []
-    for name, report in _reports(engines, model_name, shape, device, threads, quick, progress):
-        found.append(report)
-        report.show(console)
-        path = output / f"engines-{name}.json"
-        report.save(path)
-        progress(f"saved {path}\n")
-    return found
+        raise DisaggError(f"unknown shape {shape!r}; there are {', '.join(SHAPES)}")
+    reports = _reports(engines, model, shape, device, threads or None, quick)
+    return [report.publish(output / f"engines-{name}.json") for name, report in reports]
 
 
 def _reports(
-    engines: list[str], model_name: str, shape: str, device: str, threads: int, quick: bool, progress: Progress
+    engines: list[str], model: str, shape: str, device: str, threads: int | None, quick: bool
 ) -> Iterator[tuple[str, Report]]:
-    """One after the other: what has been measured is kept, whatever comes next."""
     if shape:
-        yield f"torch-{shape}", bench_shape(shape, device or "cuda", quick, progress)
+        yield f"torch-{shape}", bench_shape(shape, device or "cuda", quick)
         return
+    options: dict[str, dict[str, Any]] = {
+        "torch": {"device": device or None, "threads": threads},
+        "llamacpp": {"threads": threads},
+    }
     chosen = engines or [name for name, packages in ENGINES.items() if packages]
     for name in chosen:
         require_engine(name)
     for name in chosen:
-        yield name, _bench_named(name, model_name, device, threads, quick, progress)
-    yield "pairs", bench_pairs(chosen, model_name, 500, 1 if quick else 3, progress)
+        yield name, bench_model(name, resolve_model(model, file_kind(name)), options.get(name, {}), quick)
+    yield "pairs", bench_pairs(chosen, model, 500, 1 if quick else 3)

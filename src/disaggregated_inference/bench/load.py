@@ -1,7 +1,7 @@
-"""`disagg bench load`: a gateway over simulated nodes, asked by a program that nobody here wrote.
+"""`disagg bench load`: a gateway over simulated nodes under the load of GuideLLM, an independent load generator.
 
-GuideLLM runs from an environment of its own and tells what its clients saw; beside it stands what the gateway's own
-/metrics say of the same requests. Where the two agree, a dashboard over /metrics can be believed.
+GuideLLM runs in its own environment. Its figures are compared with the gateway's /metrics of the same requests: if they
+agree, a dashboard on /metrics can be trusted.
 """
 
 import json
@@ -11,22 +11,20 @@ import sys
 import tempfile
 import urllib.request
 import venv
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from prometheus_client.parser import text_string_to_metric_families
 
-from disaggregated_inference.bench.machines import running
-from disaggregated_inference.bench.processes import Process, ours
-from disaggregated_inference.bench.report import Report, Row
-from disaggregated_inference.bench.servers import MODEL, config_file, node_of, port_of
+from disaggregated_inference.bench.report import Report, Row, progress
+from disaggregated_inference.bench.servers import MODEL, config_file, gateway_process, node_of
+from disaggregated_inference.cluster.local_nodes import running
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.models import ModelStore
 
-GUIDELLM = "guidellm==0.8.1"  # the one that this was tried with: its options change between releases
-_TORCH = "torch==2.13.0"  # first and alone, as for everything else here: it decides what the rest may pull in
+GUIDELLM = "guidellm==0.8.1"  # the tested version: its options change between releases
+_TORCH = "torch==2.13.0"  # installed first: it decides which other versions fit
 _PROFILE = "custom:prefill=20000,decode=50"
 _LIMIT_S = 1800
 
@@ -34,50 +32,39 @@ Sums = dict[str, float]
 
 
 def run(streams: int, requests: int, prompt: int, tokens: int, python: str, output: Path) -> Report:
-    console = Console()
     report = Report(f"{GUIDELLM} against a gateway over SIMULATED nodes: {requests} requests, {streams} at once")
-    command = _guidellm(python, console)
+    command = _guidellm(python)
     nodes = [node_of(role, _PROFILE) for role in ("prefill", "decode")]
     with running(nodes), tempfile.TemporaryDirectory() as folder:
-        config = config_file(Path(folder), nodes[0], port_of(nodes[1]))
-        with _gateway(config) as url:
-            before = _sums(url)
-            seen = _asked(command, url, streams, requests, prompt, tokens, Path(folder) / "seen.json")
-            told = {name: value - before.get(name, 0.0) for name, value in _sums(url).items()}
-    _rows(report, seen, told)
-    report.show(console)
-    report.save(output / "load.json")
-    console.print(f"saved {output / 'load.json'}", style="dim", highlight=False)
-    return report
+        gateway = gateway_process(config_file(Path(folder), nodes[0], nodes[1].port))
+        with running([gateway]):
+            before = _sums(gateway.url)
+            theirs = _run_guidellm(
+                command, gateway.url, streams, requests, prompt, tokens, Path(folder) / "guidellm.json"
+            )
+            ours = {name: value - before.get(name, 0.0) for name, value in _sums(gateway.url).items()}
+    _rows(report, theirs, ours)
+    return report.publish(output / "load.json")
 
 
-def _guidellm(python: str, console: Console) -> Path:
-    """The program, in the environment given, or in one that is made once, beside the models."""
+def _guidellm(python: str) -> Path:
+    """The program in the given environment, or in one that is created once, next to the models."""
     home = Path(python) if python else ModelStore().home / "bench" / GUIDELLM.replace("==", "-")
     folder = home.parent if home.is_file() else home / "bin"
     if not (folder / "guidellm").is_file():
         if python:
-            raise DisaggError(f"no guidellm in {folder}: leave out --python, or install {GUIDELLM} there")
-        console.print(f"installing {GUIDELLM} into {home}: some minutes, once", style="dim", highlight=False)
+            raise DisaggError(f"no guidellm in {folder}: install {GUIDELLM} there, or leave --python out")
+        progress(f"installing {GUIDELLM} into {home}: takes some minutes, only the first time")
         venv.create(home, with_pip=True)
-        for what in (_TORCH, GUIDELLM):
-            subprocess.run([folder / "python", "-m", "pip", "install", "--quiet", what], check=True)
+        for package in (_TORCH, GUIDELLM):
+            subprocess.run([folder / "python", "-m", "pip", "install", "--quiet", package], check=True)
     return folder / "guidellm"
 
 
-@contextmanager
-def _gateway(config: str) -> Iterator[str]:
-    process = Process("the gateway", ours("gateway", "--config", config, "--port", "0"))
-    try:
-        yield process.ready()
-    finally:
-        process.stop()
-
-
-def _asked(
+def _run_guidellm(
     command: Path, url: str, streams: int, requests: int, prompt: int, tokens: int, path: Path
 ) -> dict[str, Any]:
-    """What its clients saw. It needs a tokenizer to make prompts with; no hub is asked for one."""
+    """The metrics of GuideLLM's clients. It makes prompts with the local tokenizer; no hub is used."""
     options = {
         "backend": f"kind=openai_http,target={url},model={MODEL}",
         "profile": f"kind=concurrent,streams={streams}",
@@ -94,41 +81,39 @@ def _asked(
         timeout=_LIMIT_S,
     )
     if done.returncode or not path.is_file():
-        raise DisaggError(f"guidellm ended with {done.returncode}; what it said is above")
+        raise DisaggError(f"guidellm ended with {done.returncode}; see its output above")
     metrics: dict[str, Any] = json.loads(path.read_text())["benchmarks"][0]["metrics"]
     return metrics
 
 
 def _sums(url: str) -> Sums:
-    """Of the gateway's metrics, the counters: by name, whatever their labels. Buckets are not needed here."""
+    """The counters of the gateway's metrics by name, summed over labels, without buckets."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
-        lines = response.read().decode().splitlines()
-    found: Sums = {}
-    for line in lines:
-        name, _, value = line.rpartition(" ")
-        name = name.partition("{")[0]
-        if not line.startswith("#") and name.endswith(("_sum", "_count", "_total")):
-            found[name] = found.get(name, 0.0) + float(value)
-    return found
+        families = text_string_to_metric_families(response.read().decode())
+    sums: Sums = defaultdict(float)
+    for sample in (sample for family in families for sample in family.samples):
+        if sample.name.endswith(("_sum", "_count", "_total")):
+            sums[sample.name] += sample.value
+    return sums
 
 
-def _rows(report: Report, seen: dict[str, Any], told: Sums) -> None:
+def _rows(report: Report, theirs: dict[str, Any], ours: Sums) -> None:
     def mean(name: str) -> float:
-        return 1e3 * told[f"vllm:{name}_seconds_sum"] / told[f"vllm:{name}_seconds_count"]
+        return 1e3 * ours[f"vllm:{name}_seconds_sum"] / ours[f"vllm:{name}_seconds_count"]
 
-    def add(what: str, value: float, unit: str, ours: float | None) -> None:
-        report.add(Row(what, value, unit, ours, "/metrics" if ours is not None else ""))
+    def add(what: str, value: float, unit: str, metric: float | None = None) -> None:
+        report.add(Row(what, value, unit, metric, "/metrics" if metric is not None else ""))
 
-    of = {name: each["successful"] for name, each in seen.items() if isinstance(each, dict) and "successful" in each}
-    add("requests that were answered", seen["request_totals"]["successful"], "", told["disagg_requests_total"])
-    add("requests that were not", seen["request_totals"]["errored"] + seen["request_totals"]["incomplete"], "", None)
-    add("tokens in", of["prompt_token_count"]["total_sum"], "", told["vllm:prompt_tokens_total"])
-    add("tokens out", of["output_token_count"]["total_sum"], "", told["vllm:generation_tokens_total"])
+    of = {name: each["successful"] for name, each in theirs.items() if isinstance(each, dict) and "successful" in each}
+    add("requests that were answered", theirs["request_totals"]["successful"], "", ours["disagg_requests_total"])
+    add("requests that were not", theirs["request_totals"]["errored"] + theirs["request_totals"]["incomplete"], "")
+    add("tokens in", of["prompt_token_count"]["total_sum"], "", ours["vllm:prompt_tokens_total"])
+    add("tokens out", of["output_token_count"]["total_sum"], "", ours["vllm:generation_tokens_total"])
     add("first token, mean", of["time_to_first_token_ms"]["mean"], "ms", mean("time_to_first_token"))
     add("between tokens, mean", of["inter_token_latency_ms"]["mean"], "ms", mean("inter_token_latency"))
     add("whole answer, mean", of["request_latency"]["mean"] * 1e3, "ms", mean("e2e_request_latency"))
     for share in ("p50", "p95", "p99"):
-        add(f"first token, {share}", of["time_to_first_token_ms"]["percentiles"][share], "ms", None)
-        add(f"between tokens, {share}", of["inter_token_latency_ms"]["percentiles"][share], "ms", None)
-    add("requests", of["requests_per_second"]["mean"], "/s", None)
-    add("tokens out", of["output_tokens_per_second"]["mean"], "/s", None)
+        add(f"first token, {share}", of["time_to_first_token_ms"]["percentiles"][share], "ms")
+        add(f"between tokens, {share}", of["inter_token_latency_ms"]["percentiles"][share], "ms")
+    add("requests", of["requests_per_second"]["mean"], "/s")
+    add("tokens out", of["output_tokens_per_second"]["mean"], "/s")

@@ -1,28 +1,29 @@
-"""`disagg bench orchestrator`: what the orchestrator adds to the two requests it makes, and how well it predicts.
+"""`disagg bench orchestrator`: what the orchestrator adds to its two requests, and how well it predicts.
 
-Nodes are simulated and take no time, so what is measured is this project's own work. CPU time is that of this process
-alone: the orchestrator's, or the bare client's.
+Nodes are simulated and take no time, so only the project's own work is measured. CPU time is that of this process: the
+orchestrator's, or the bare client's.
 """
 
 import asyncio
 import itertools
 import os
 import random
-import subprocess
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
-from rich.console import Console
 
-from disaggregated_inference.bench import machines
-from disaggregated_inference.bench.machines import Bare, ClientView, Machine, orchestrated, plain, prompt_of, running
-from disaggregated_inference.bench.report import Report, Row, percentile
+from disaggregated_inference.bench import machines, rounds
+from disaggregated_inference.bench.machines import Bare, Machine, greedy, orchestrated, random_prompt
+from disaggregated_inference.bench.processes import resident_bytes
+from disaggregated_inference.bench.report import Report, Row, percentile, progress
+from disaggregated_inference.bench.rounds import closed_loop, open_streams
+from disaggregated_inference.cluster.local_nodes import ClientView, running
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.orchestrator import DisaggregatedInference
 
@@ -35,46 +36,23 @@ _LEARNING = (50, 100, 200, 400, 800, 1600, 3200)
 _TIMES = (("first token", "first_token_s"), ("whole answer", "total_s"))
 
 Pair = tuple[Machine, Machine]
-Ask = Callable[[ClientView, dict[str, Any]], Awaitable[None]]
-Progress = Callable[[str], None]
+Client = Callable[[ClientView, dict[str, Any]], Coroutine[Any, Any, None]]
+Round = rounds.Round[ClientView]
 _numbers = itertools.count()
 
 
-class _Round(NamedTuple):
-    """Requests that were made at once."""
-
-    seen: list[ClientView]
-    cpu_s: float
-    wall_s: float
-
-    @property
-    def tokens(self) -> int:
-        return sum(each.tokens for each in self.seen)
-
-
-Rounds = dict[tuple[str, int], list[_Round]]  # (whose, tokens of an answer)
-
-
 def run(streams: Sequence[int], tokens: int, requests: int, predictions: int, output: Path) -> Report:
-    console = Console()
-    title = f"the orchestrator, SIMULATED nodes, {_PROMPT} tokens in, {tokens} out; bare: the same two requests alone"
-    report = Report(title)
-
-    def progress(text: str) -> None:
-        console.print(text, style="dim", highlight=False)
-
+    report = Report(
+        f"the orchestrator, SIMULATED nodes, {_PROMPT} tokens in, {tokens} out; bare: the same two requests alone"
+    )
     paced = f"custom:prefill=1000000,decode={_PACE}"
     with running(pair := _pair("tiny", "instant", "instant", "--prefix-memory", "0")):
-        asyncio.run(_overhead(report, pair, streams or STREAMS, tokens, requests, progress))
+        asyncio.run(_overhead(report, pair, streams or STREAMS, tokens, requests))
     with running(pair := _pair("tiny", paced, paced, "--prefix-memory", "0")):
-        asyncio.run(_relayed_one_by_one(report, pair, progress))
+        asyncio.run(_paced_tokens(report, pair))
     with running(pair := _pair("gpt-oss-120b", "dgx-spark", "m3-ultra", "--kv-memory", "3G")):
-        asyncio.run(_predictions(report, pair, predictions, progress))
-    report.show(console)
-    path = output / "orchestrator.json"
-    report.save(path)
-    progress(f"saved {path}")
-    return report
+        asyncio.run(_predictions(report, pair, predictions))
+    return report.publish(output / "orchestrator.json")
 
 
 def _pair(shape: str, prefill: str, decode: str, *arguments: str) -> Pair:
@@ -84,28 +62,30 @@ def _pair(shape: str, prefill: str, decode: str, *arguments: str) -> Pair:
     )
 
 
-async def _overhead(
-    report: Report, pair: Pair, levels: Sequence[int], tokens: int, requests: int, progress: Progress
-) -> None:
-    seen: list[ClientView] = []
-    async with _asks(pair) as asks:
-        for ask in asks.values():
-            await _at_once(ask, 4, tokens)
+async def _overhead(report: Report, pair: Pair, levels: Sequence[int], tokens: int, requests: int) -> None:
+    views: list[ClientView] = []
+    async with _clients(pair) as clients:
+
+        async def measure(name: str, count: int, repeat: int) -> Round:
+            return await _round(clients[name], streams, count)
+
+        for client in clients.values():
+            await _round(client, 4, tokens)
         progress(f"memory of {_OPEN} open streams")
-        size_bytes = await _bytes_per_stream(asks["ours"])
+        size_bytes = await _bytes_per_stream(clients["ours"])
         for streams in levels:
             progress(f"{streams} at once")
-            rounds = await _in_turn(asks, streams, tokens, max(2, requests // streams))
-            _rows(report, f"{streams} at once", rounds, tokens)
-            seen += [each for count in (1, tokens) for done in rounds["ours", count] for each in done.seen]
+            measured = await rounds.alternate(clients, tokens, max(2, requests // streams), measure)
+            _rows(report, f"{streams} at once", measured, tokens)
+            views += [view for count in (1, tokens) for done in measured["ours", count] for view in done.streams]
     report.add(Row(f"memory of one of {_OPEN} open streams", size_bytes / 1024, "KB"))
-    again = sum(each.metrics["attempts"] > 1 for each in seen)
-    report.add(Row(f"of {len(seen)} requests, needed a second attempt", again, "", goal=0, at_most=True))
+    retried = sum(view.metrics["attempts"] > 1 for view in views)
+    report.add(Row(f"of {len(views)} requests, needed a second attempt", retried, "", goal=0, at_most=True))
 
 
 @asynccontextmanager
-async def _asks(pair: Pair) -> AsyncIterator[dict[str, Ask]]:
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)  # as the orchestrator's own
+async def _clients(pair: Pair) -> AsyncIterator[dict[str, Client]]:
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)  # as in the orchestrator
     async with (
         orchestrated(*pair, local="never") as core,
         aiohttp.ClientSession(connector=connector, auto_decompress=False) as session,
@@ -113,50 +93,36 @@ async def _asks(pair: Pair) -> AsyncIterator[dict[str, Ask]]:
         yield {"ours": partial(machines.follow, core), "bare": Bare(session, *pair).follow}
 
 
-def _some_prompt() -> list[int]:
-    return prompt_of(next(_numbers), _PROMPT)
+def _request(tokens: int) -> dict[str, Any]:
+    return greedy(random_prompt(next(_numbers), _PROMPT), tokens)
 
 
-async def _at_once(ask: Ask, streams: int, tokens: int) -> _Round:
-    asked = [plain(_some_prompt(), tokens) for _ in range(streams)]
+async def _round(client: Client, streams: int, tokens: int) -> Round:
+    requests = [_request(tokens) for _ in range(streams)]
     cpu, wall = time.process_time(), time.perf_counter()
-    seen = [ClientView() for _ in asked]
-    await asyncio.gather(*map(ask, seen, asked))
-    return _Round(seen, time.process_time() - cpu, time.perf_counter() - wall)
+    views = [ClientView() for _ in requests]
+    await asyncio.gather(*map(client, views, requests))
+    return Round(views, time.process_time() - cpu, time.perf_counter() - wall)
 
 
-async def _in_turn(asks: dict[str, Ask], streams: int, tokens: int, repeats: int) -> Rounds:
-    """So that a noisy machine is noisy to all; the first is the warm-up. Answers of one token as well: what they cost
-    is the request's, the rest is the other tokens'."""
-    found: Rounds = defaultdict(list)
-    for turn in range(repeats + 1):
-        for (name, ask), count in itertools.product(asks.items(), (1, tokens)):
-            done = await _at_once(ask, streams, count)
-            if turn:
-                found[name, count].append(done)
-    return found
+def _rows(report: Report, name: str, measured: rounds.Rounds[ClientView], tokens: int) -> None:
+    def add(what: str, values: Sequence[float], unit: str, goal: float | None = None) -> None:
+        report.add(Row(f"{name}: {what}", values[0], unit, values[1], "bare", goal=goal))
 
-
-def _rows(report: Report, name: str, rounds: Rounds, tokens: int) -> None:
-    long, short = ([rounds[who, count] for who in ("ours", "bare")] for count in (tokens, 1))
+    long, short = ([measured[who, count] for who in ("ours", "bare")] for count in (tokens, 1))
     for what, field in _TIMES:
-        ours, bare = (_p50_ms(done, field) for done in long)
-        report.add(Row(f"{name}: {what}, p50", ours, "ms", bare, "bare"))
-        if len(long[0][0].seen) == 1:  # among many, a request's time is mostly that of those before it
-            report.add(Row(f"{name}: added to the {what}, p50", ours - bare, "ms", goal=2, at_most=True))
+        times = [_p50([getattr(view, field) * 1e3 for one in done for view in one.streams]) for done in long]
+        add(f"{what}, p50", times, "ms")
+        if len(long[0][0].streams) == 1:  # among many, a request mostly waits for the ones before it
+            report.add(Row(f"{name}: added to the {what}, p50", times[0] - times[1], "ms", goal=2, at_most=True))
     costs = [_request_cpu_s(done) * 1e3 for done in short]
-    report.add(Row(f"{name}: CPU of a request for one token", costs[0], "ms", costs[1], "bare"))
+    add("CPU of a request for one token", costs, "ms")
     report.add(Row(f"{name}: CPU added to it", costs[0] - costs[1], "ms", goal=2, at_most=True))
-    per_token = [
-        (_request_cpu_s(most) - _request_cpu_s(one)) / (tokens - 1) for most, one in zip(long, short, strict=True)
-    ]
-    _token_rows(report, name, per_token)
-    rates = [_p50([each.tokens / each.cpu_s for each in done]) for done in long]
-    report.add(Row(f"{name}: relayed in a second of CPU", rates[0], "tok", rates[1], "bare", goal=10_000))
-    rates = [_p50([each.tokens / each.wall_s for each in done]) for done in long]
-    report.add(Row(f"{name}: relayed, nodes on the same cores", rates[0], "tok/s", rates[1], "bare"))
-    rates = [_p50([len(each.seen) / each.wall_s for each in done]) for done in short]
-    report.add(Row(f"{name}: requests for one token", rates[0], "/s", rates[1], "bare", goal=10))
+    pairs = zip(long, short, strict=True)
+    _token_rows(report, name, [(_request_cpu_s(many) - _request_cpu_s(one)) / (tokens - 1) for many, one in pairs])
+    add("relayed in a second of CPU", [_p50([one.tokens / one.cpu_s for one in done]) for done in long], "tok", 10_000)
+    add("relayed, nodes on the same cores", [_p50([one.tokens / one.wall_s for one in done]) for done in long], "tok/s")
+    add("requests for one token", [_p50([len(one.streams) / one.wall_s for one in done]) for done in short], "/s", 10)
 
 
 def _token_rows(report: Report, name: str, seconds: Sequence[float]) -> None:
@@ -169,107 +135,75 @@ def _p50(values: Sequence[float]) -> float:
     return percentile(values, 50)
 
 
-def _p50_ms(rounds: list[_Round], field: str) -> float:
-    return _p50([getattr(each, field) for done in rounds for each in done.seen]) * 1e3
-
-
-def _request_cpu_s(rounds: list[_Round]) -> float:
-    return _p50([each.cpu_s / len(each.seen) for each in rounds])
+def _request_cpu_s(measured: list[Round]) -> float:
+    return _p50([one.request_cpu_s for one in measured])
 
 
 @asynccontextmanager
-async def _writing(ask: Ask, streams: int) -> AsyncIterator[list[ClientView]]:
-    """Streams that all have begun, and go on until they are left."""
-    seen = [ClientView() for _ in range(streams)]
-    tasks = [asyncio.ensure_future(ask(each, plain(_some_prompt(), 8000))) for each in seen]
-    try:
-        while not all(each.tokens for each in seen):
-            await asyncio.sleep(0.02)
-            for task in tasks:
-                if task.done():
-                    task.result()
-        yield seen
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+async def _open(client: Client, streams: int) -> AsyncIterator[list[ClientView]]:
+    views = [ClientView() for _ in range(streams)]
+    async with open_streams((client(view, _request(8000)) for view in views), lambda: all(v.tokens for v in views)):
+        yield views
 
 
-async def _bytes_per_stream(ask: Ask) -> float:
-    """Resident memory; before anything else has grown it, since what was grown stays."""
-    before = _resident_bytes()
-    async with _writing(ask, _OPEN):
-        return (_resident_bytes() - before) / _OPEN
+async def _bytes_per_stream(client: Client) -> float:
+    """Resident memory. Measured first, because a process rarely gives memory back."""
+    before = resident_bytes(os.getpid())
+    async with _open(client, _OPEN):
+        return (resident_bytes(os.getpid()) - before) / _OPEN
 
 
-def _resident_bytes() -> int:
-    if (statm := Path("/proc/self/statm")).exists():
-        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-    return int(subprocess.check_output(["ps", "-o", "rss=", "-p", str(os.getpid())])) * 1024
-
-
-async def _relayed_one_by_one(report: Report, pair: Pair, progress: Progress) -> None:
-    """From nodes in no hurry every token comes by itself: that is what relaying one costs at most."""
+async def _paced_tokens(report: Report, pair: Pair) -> None:
+    """Slow nodes send every token by itself: the highest cost to relay one."""
     costs: dict[str, list[float]] = defaultdict(list)
-    async with _asks(pair) as asks:
+    async with _clients(pair) as clients:
         progress(f"{_PACED} streams of {_PACE} tokens/s")
-        for name, ask in [*asks.items()] * 3:
-            costs[name].append(await _steady_cpu_s(ask))
+        for name, client in [*clients.items()] * 3:
+            costs[name].append(await _steady_cpu_s(client))
     name, (ours, bare) = f"{_PACED} of {_PACE} tokens/s", (min(costs[who]) for who in ("ours", "bare"))
     _token_rows(report, name, (ours, bare))
     report.add(Row(f"{name}: relayed in a second of CPU", 1 / ours, "tok", 1 / bare, "bare", goal=10_000))
 
 
-async def _steady_cpu_s(ask: Ask) -> float:
-    """Per token, while nobody comes or leaves."""
-    async with _writing(ask, _PACED) as seen:
+async def _steady_cpu_s(client: Client) -> float:
+    """CPU seconds per token while no stream starts or ends."""
+    async with _open(client, _PACED) as views:
         await asyncio.sleep(0.2)
-        before, cpu = sum(each.tokens for each in seen), time.process_time()
+        before, cpu = sum(view.tokens for view in views), time.process_time()
         await asyncio.sleep(_STEADY_S)
-        spent, came = time.process_time() - cpu, sum(each.tokens for each in seen) - before
-    if not came:
-        raise DisaggError("not one token came while it was measured: this machine is too busy")
-    return spent / came
+        cpu_s, tokens = time.process_time() - cpu, sum(view.tokens for view in views) - before
+    if not tokens:
+        raise DisaggError("no token arrived during the measurement: this machine is too busy")
+    return cpu_s / tokens
 
 
-async def _predictions(report: Report, pair: Pair, requests: int, progress: Progress) -> None:
+async def _predictions(report: Report, pair: Pair, requests: int) -> None:
     async with orchestrated(*pair) as core:
-        progress("predictions: the nodes measure themselves")
-        fresh = [await _predicted(core, prompt_of(next(_numbers), length)) for length in _LEARNING]
+        progress("predictions: the orchestrator measures the nodes")
+        fresh = [await _predicted(core, random_prompt(next(_numbers), length)) for length in _LEARNING]
         for length in _LEARNING * 2:
-            await _predicted(core, prompt_of(next(_numbers), length))
+            await _predicted(core, random_prompt(next(_numbers), length))
         for together in (1, 4):
             progress(f"predictions: {together} at a time")
-            pairs = await _crowd(core, _mixed(requests, seed=together), together)
+            pairs = await closed_loop(_mixed(requests, seed=together), together, partial(_predicted, core))
             _prediction_rows(report, f"predicted first token, {together} at a time", pairs)
     _prediction_rows(report, "predicted first token, of fresh nodes", fresh, (50,))
 
 
 def _mixed(requests: int, seed: int) -> list[list[int]]:
-    """From 50 to 4,000 tokens, short ones as often as long ones; a third begins with a part of the same document."""
-    rng, document, prompts = random.Random(seed), prompt_of(-1, 4000), []
+    """50 to 4,000 tokens, short prompts as often as long ones; a third begin with a part of one document."""
+    rng, document, prompts = random.Random(seed), random_prompt(-1, 4000), []
     for number in range(requests):
         length = int(50 * 80 ** rng.random())
         shared = rng.randrange(length) if number % 3 == 0 else 0
-        prompts.append(document[:shared] + prompt_of(next(_numbers), length - shared))
+        prompts.append(document[:shared] + random_prompt(next(_numbers), length - shared))
     return prompts
 
 
-async def _crowd(core: DisaggregatedInference, prompts: list[list[int]], together: int) -> list[tuple[float, float]]:
-    waiting, found = iter(prompts), []
-
-    async def client() -> None:
-        for prompt in waiting:
-            found.append(await _predicted(core, prompt))
-
-    await asyncio.gather(*(client() for _ in range(together)))
-    return found
-
-
 async def _predicted(core: DisaggregatedInference, prompt: list[int]) -> tuple[float, float]:
-    """Time to the first token: as it was, and as it had been expected."""
-    answer = await core.generate(**plain(prompt, 16))
-    return answer["first_token_time"], answer["predicted_first_token_time"]
+    """Time to the first token: measured and predicted."""
+    result = await core.generate(**greedy(prompt, 16))
+    return result["first_token_time"], result["predicted_first_token_time"]
 
 
 def _prediction_rows(

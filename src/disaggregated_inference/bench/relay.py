@@ -1,7 +1,7 @@
-"""The least that an OpenAI endpoint over one node can be: a starlette app that rewrites a node's events, and no more.
+"""The minimal OpenAI endpoint in front of one node: a starlette app that rewrites the node's events.
 
-No plan, no failover, no health, no record, no keys, no keep-alive, no tokenizer: what is measured beside it is what all
-of these cost. What it does it does as well as the gateway: what has come is rewritten and sent in one go.
+No plan, failover, health checks, record, keys, keep-alive or tokenizer: the comparison shows the cost of all these.
+Like the gateway, it rewrites and sends everything that has arrived in one go.
 `python -m disaggregated_inference.bench.relay NODE_URL` prints its port.
 """
 
@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 _DONE = b"data: [DONE]\n\n"
 _JSON = {"Content-Type": "application/json"}
-_ASKED = ("messages", "max_tokens", "ignore_eos", "temperature")
+_FIELDS = ("messages", "max_tokens", "ignore_eos", "temperature")
 
 
 def relay_app(node_url: str) -> Starlette:
@@ -41,30 +41,36 @@ def relay_app(node_url: str) -> Starlette:
 
 
 async def _relayed(session: aiohttp.ClientSession, node_url: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
-    asked = msgspec.json.encode({name: body[name] for name in _ASKED if name in body} | {"stream": True})
-    name = body["messages"][-1]["content"].partition(":")[0]  # the one thing that every proxy before this leaves alone
-    before = _before(name, body["model"])
-    async with session.post(node_url + "/generate", data=asked, headers=_JSON | {"X-Request-Id": name}) as response:
+    request = msgspec.json.encode({name: body[name] for name in _FIELDS if name in body} | {"stream": True})
+    name = body["messages"][-1]["content"].partition(":")[0]  # the one field that every proxy passes on unchanged
+    head = _chunk_head(name, body["model"])
+    async with session.post(node_url + "/generate", data=request, headers=_JSON | {"X-Request-Id": name}) as response:
         response.raise_for_status()
-        rest = b""
-        while data := await response.content.readany():
-            *lines, rest = (rest + data).split(b"\n\n")
-            if events := [_chunk(before, line) for line in lines if line.startswith(b"data: ")]:
-                yield b"".join(events)
+        async for lines in event_lines(response):
+            yield b"".join(_chunk(head, line) for line in lines)
 
 
-def _before(name: str, model: str) -> bytes:
+async def event_lines(response: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
+    """All events that have arrived in one go, without comments."""
+    rest = b""
+    while data := await response.content.readany():
+        *lines, rest = (rest + data).split(b"\n\n")
+        if events := [line for line in lines if line.startswith(b"data: ")]:
+            yield events
+
+
+def _chunk_head(name: str, model: str) -> bytes:
     head = {"id": f"chatcmpl-{name}", "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
     return b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
 
 
-def _chunk(before: bytes, line: bytes) -> bytes:
+def _chunk(head: bytes, line: bytes) -> bytes:
     event = msgspec.json.decode(line[6:])
     if "token" not in event:
         return _DONE if "done" in event else line + b"\n\n"
     delta = {"role": "assistant", "content": event["text"]}
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": event.get("finish_reason")}
-    return before + msgspec.json.encode(choice) + b"]}\n\n"
+    return head + msgspec.json.encode(choice) + b"]}\n\n"
 
 
 class _RelayServer(uvicorn.Server):

@@ -1,4 +1,4 @@
-"""How a benchmark tells its results: one table for people, one JSON for programs."""
+"""Results of a benchmark: a table for people, a JSON file for programs."""
 
 import json
 import math
@@ -16,8 +16,8 @@ from disaggregated_inference import __version__
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A measured value, and the baseline it is compared with where there is one; where both were measured in rounds,
-    one after the other, the ratio is the median of the rounds' own."""
+    """A measured value and its baseline, if any. If both were measured in rounds, the ratio is the median of the
+    rounds' ratios."""
 
     what: str
     value: float
@@ -34,8 +34,8 @@ class Row(msgspec.Struct, frozen=True):
             return statistics.median(self.ratios)
         return self.value / self.baseline if self.baseline else None
 
-    def told_ratio(self) -> str:
-        """With the half of all rounds in the middle, where there were enough to have one."""
+    def ratio_text(self) -> str:
+        """With the middle half of the rounds, if there are enough of them."""
         if self.ratio is None:
             return ""
         middle = [percentile(self.ratios, share) for share in (25, 75)] if len(self.ratios) > 3 else []
@@ -49,6 +49,16 @@ class Report(msgspec.Struct):
     def add(self, row: Row) -> None:
         self.rows.append(row)
 
+    def publish(self, path: Path, notes: Sequence[str] = ()) -> "Report":
+        """Print the table and the notes, and save the JSON file."""
+        console = Console()
+        self.show(console)
+        for note in notes:
+            console.print(note, highlight=False)
+        rows = [msgspec.to_builtins(row) | {"ratio": row.ratio} for row in self.rows]
+        save_rows(path, self.title, rows)
+        return self
+
     def show(self, console: Console) -> None:
         table = Table(title=self.title, title_justify="left")
         for name in ("measured", "value", "baseline", "ratio", "goal"):
@@ -56,11 +66,12 @@ class Report(msgspec.Struct):
         for row in self.rows:
             baseline = f"{_number(row.baseline)} {row.against}" if row.baseline is not None else ""
             goal = "" if row.goal is None else f"{'≤' if row.at_most else '≥'} {row.goal:g}"
-            table.add_row(row.what, f"{_number(row.value)} {row.unit}", baseline, row.told_ratio(), goal)
+            table.add_row(row.what, f"{_number(row.value)} {row.unit}", baseline, row.ratio_text(), goal)
         console.print(table)
 
-    def save(self, path: Path) -> None:
-        save_rows(path, self.title, [msgspec.to_builtins(row) | {"ratio": row.ratio} for row in self.rows])
+
+def progress(text: str) -> None:
+    Console().print(text, style="dim", highlight=False)
 
 
 def save_rows(path: Path, title: str, rows: list[dict[str, Any]]) -> None:
@@ -68,6 +79,7 @@ def save_rows(path: Path, title: str, rows: list[dict[str, Any]]) -> None:
     content = {"title": title, "version": __version__, "machine": machine, "rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n")
+    progress(f"saved {path}")
 
 
 def _number(value: float) -> str:
@@ -75,21 +87,21 @@ def _number(value: float) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` per cent of all do not exceed."""
+    """The smallest value that at least `share` per cent of the values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, math.ceil(len(ordered) * share / 100) - 1)]
 
 
 def in_turn(rounds: int, *contenders: Callable[[], float]) -> list[list[float]]:
-    """Seconds of each contender in every round, after a warm-up. A noisy machine is noisy to all of a round; who begins
-    changes, so that nobody always comes after the same one."""
+    """Seconds of each contender in every round, after a warm-up. Contenders alternate, so that noise of the machine
+    hits all of them. The order changes from round to round."""
     for contender in contenders:
         contender()
     columns: list[list[float]] = [[] for _ in contenders]
-    for turn in range(rounds):
+    for round in range(rounds):
         for place in range(len(contenders)):
-            who = (turn + place) % len(contenders)
-            columns[who].append(contenders[who]())
+            index = (round + place) % len(contenders)
+            columns[index].append(contenders[index]())
     return columns
 
 
@@ -102,7 +114,7 @@ def compared(
     against: str,
     goal: float | None = None,
 ) -> Row:
-    """So much in a second, ours and theirs, from the seconds of each round."""
+    """`amount` per second, ours and theirs, from the seconds of each round."""
     rates = [amount / statistics.median(column) for column in (ours, theirs)]
     ratios = tuple(other / mine for mine, other in zip(ours, theirs, strict=True))
     return Row(what, rates[0], unit, rates[1], against, goal, ratios=ratios)

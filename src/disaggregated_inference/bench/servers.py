@@ -1,66 +1,51 @@
-"""What stands between clients and simulated nodes: our gateway, a bare relay, LiteLLM's proxy. A process each."""
+"""Servers between clients and simulated nodes, one process each: the gateway, a bare relay, LiteLLM's proxy."""
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from disaggregated_inference.bench import machines
 from disaggregated_inference.bench.machines import Machine
-from disaggregated_inference.bench.processes import Process, free_port, ours
+from disaggregated_inference.bench.processes import free_port
+from disaggregated_inference.cluster.local_nodes import Process, disagg, running
 from disaggregated_inference.errors import BadRequest
 
 OURS, BARE, LITELLM = "ours", "bare", "litellm"
 MODEL = "tiny"
-_AT_HOME = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it would fetch a list of prices first
+_OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # LiteLLM would fetch a price list first
 
 
-class BenchServer(NamedTuple):
-    process: Process
-    url: str
-
-
-Servers = dict[str, BenchServer]
+Servers = dict[str, Process]
 
 
 def node_of(role: str, profile: str) -> Machine:
     return machines.simulated(role, role, MODEL, profile, "--prefix-memory", "0")
 
 
-def port_of(machine: Machine) -> int:
-    port: int = machine.entry["port"]
-    return port
-
-
 @contextmanager
 def serving(prefill: Machine, decode_port: int, bare_port: int, litellm: str = "") -> Iterator[Servers]:
-    """Ours over a prefill node and the decode node at the one port, the bare one over that at the other; LiteLLM, if an
-    environment that has it is given, over the bare one."""
-    with tempfile.TemporaryDirectory() as name, _processes() as started:
-        folder = Path(name)
-        config = config_file(folder, prefill, decode_port)
-        started[OURS] = Process("the gateway", ours("gateway", "--config", config, "--port", "0"))
+    """The gateway with a prefill node and the decode node at `decode_port`; the bare relay with that at `bare_port`;
+    LiteLLM in front of the bare relay, if the environment `litellm` is given."""
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+        folder = Path(temporary)
         relay = [sys.executable, "-m", "disaggregated_inference.bench.relay", f"http://127.0.0.1:{bare_port}"]
-        started[BARE] = Process("the relay", relay)
-        urls = {name: process.ready() for name, process in started.items()}
+        gateway = gateway_process(config_file(folder, prefill, decode_port))
+        servers = {OURS: gateway, BARE: Process("the relay", relay)}
+        stack.enter_context(running([*servers.values()]))
         if litellm:
-            command, port = litellm_command(litellm, folder, urls[BARE]), free_port()
-            started[LITELLM] = Process("LiteLLM", [*command, "--port", str(port)], port, **_AT_HOME)
-            urls[LITELLM] = started[LITELLM].ready()
-        yield {name: BenchServer(process, urls[name]) for name, process in started.items()}
+            command, port = litellm_command(litellm, folder, servers[BARE].url), free_port()
+            servers[LITELLM] = Process("LiteLLM", [*command, "--port", str(port)], port, os.environ | _OFFLINE)
+            stack.enter_context(running([servers[LITELLM]]))
+        yield servers
 
 
-@contextmanager
-def _processes() -> Iterator[dict[str, Process]]:
-    started: dict[str, Process] = {}
-    try:
-        yield started
-    finally:
-        for process in started.values():
-            process.stop()
+def gateway_process(config: str) -> Process:
+    return Process("the gateway", disagg("gateway", "--config", config, "--port", "0"))
 
 
 def config_file(folder: Path, prefill: Machine, decode_port: int) -> str:
@@ -74,15 +59,15 @@ def config_file(folder: Path, prefill: Machine, decode_port: int) -> str:
     return str(path)
 
 
-def litellm_command(given: str, folder: Path, url: str) -> list[str]:
-    """Its proxy, from an environment or the Python of one, in front of an OpenAI endpoint."""
-    places = (Path(given) / "bin" / "litellm", Path(given).parent / "litellm")
+def litellm_command(environment: str, folder: Path, url: str) -> list[str]:
+    """LiteLLM's proxy in front of an OpenAI endpoint. `environment` is an environment or its Python."""
+    places = (Path(environment) / "bin" / "litellm", Path(environment).parent / "litellm")
     command = next((str(place) for place in places if place.is_file()), None)
     if not command:
-        raise BadRequest(f"no LiteLLM in {given}: give an environment in which litellm[proxy] is installed")
-    behind = {"model": f"openai/{MODEL}", "api_base": f"{url}/v1", "api_key": "none"}
-    open_to_all = {"dangerously_permit_weak_or_unset_master_key": True}  # as the others here: on loopback, for a moment
-    settings = {"model_list": [{"model_name": MODEL, "litellm_params": behind}], "general_settings": open_to_all}
+        raise BadRequest(f"no LiteLLM in {environment}: give an environment with litellm[proxy]")
+    backend = {"model": f"openai/{MODEL}", "api_base": f"{url}/v1", "api_key": "none"}
+    no_key = {"dangerously_permit_weak_or_unset_master_key": True}  # like the other servers: on loopback, for a moment
+    settings = {"model_list": [{"model_name": MODEL, "litellm_params": backend}], "general_settings": no_key}
     config = folder / "litellm.json"  # JSON is YAML
     config.write_text(json.dumps(settings))
     return [command, "--config", str(config), "--host", "127.0.0.1", "--num_workers", "1"]

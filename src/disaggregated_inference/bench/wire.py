@@ -1,4 +1,4 @@
-"""`disagg bench wire`: the real sender and receiver, checksums included, against bare sockets in the same run."""
+"""`disagg bench wire`: the KV sender and receiver, with checksums, compared with bare sockets in the same run."""
 
 import json
 import multiprocessing
@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from rich.console import Console
 
-from disaggregated_inference.bench.report import Report, Row
-from disaggregated_inference.kv import Fingerprint, KVLayout, KVSlice, LayerPlan
-from disaggregated_inference.kv.fingerprint import Weights
-from disaggregated_inference.kv_transfer import End, Hello, Outbox, Welcome, fetch, serve
-from disaggregated_inference.kv_transfer.frames import Connection, bytes_of
+from disaggregated_inference.bench.processes import free_port
+from disaggregated_inference.bench.report import Report, Row, progress
+from disaggregated_inference.kv import Fingerprint, KVLayout, KVSlice, LayerPlan, Weights
+from disaggregated_inference.kv_transfer import Connection, End, Hello, Outbox, Welcome, bytes_of, fetch_stream, serve
 
 # Qwen3-30B-A3B's rows in chunks of 8,192 tokens: 16.8 MB a slice.
 LAYOUT = KVLayout(layers=(LayerPlan(),) * 48, kv_heads=4, head_dim=128)
@@ -49,7 +47,7 @@ def _slices(count: int) -> list[KVSlice]:
 
 
 def _send_raw(port: int, count: int, cpu: "multiprocessing.Queue[float]") -> None:
-    """A length is known to both sides: nothing but bytes."""
+    """Only bytes: both sides know the length."""
     pieces = _slices(count)
     with socket.create_connection(("127.0.0.1", port)) as sock:
         started = time.process_time()
@@ -85,10 +83,10 @@ def _receive_raw(sock: socket.socket, count: int) -> None:
 
 def _receive_ours(sock: socket.socket, count: int) -> None:
     hello = Hello(ticket="", secret="", fetch="", fingerprint=_fingerprint())
-    fetch(Connection(sock), hello, LAYOUT, _VOCABULARY, TOKENS, lambda piece: None, lambda logits: None)
+    fetch_stream(Connection(sock), hello, LAYOUT, _VOCABULARY, TOKENS, lambda piece: None, lambda logits: None)
 
 
-def _race(send: Callable[..., None], receive: Callable[[socket.socket, int], None], count: int) -> Run:
+def _measure(send: Callable[..., None], receive: Callable[[socket.socket, int], None], count: int) -> Run:
     context = multiprocessing.get_context("spawn")
     cpu: multiprocessing.Queue[float] = context.Queue()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -104,9 +102,8 @@ def _race(send: Callable[..., None], receive: Callable[[socket.socket, int], Non
 
 
 def _iperf3_bytes_s() -> float:
-    """One connection on loopback, what the system can do without Python."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    """One connection on loopback without Python."""
+    port = str(free_port())
     server = subprocess.Popen(["iperf3", "-s", "-1", "-p", port], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         command = ["iperf3", "-c", "127.0.0.1", "-p", port, "-t", "5", "-J"]
@@ -114,7 +111,7 @@ def _iperf3_bytes_s() -> float:
             result = subprocess.run(command, capture_output=True)
             if result.returncode == 0:
                 break
-            time.sleep(0.1)  # the server is not there yet
+            time.sleep(0.1)  # the server has not started yet
         return float(json.loads(result.stdout)["end"]["sum_received"]["bits_per_second"]) / 8
     finally:
         server.terminate()
@@ -122,23 +119,19 @@ def _iperf3_bytes_s() -> float:
 
 
 def run(megabytes: int, repeats: int, output: Path) -> Report:
-    console = Console()
     count = max(1, round(megabytes * 1e6 / LAYOUT.row_bytes("bfloat16") / TOKENS))
     size = count * TOKENS * LAYOUT.row_bytes("bfloat16")
     raw, ours = [], []
     for number in range(repeats):
-        console.print(f"wire: round {number + 1} of {repeats}, {size / 1e6:.0f} MB each", style="dim", highlight=False)
-        raw.append(_race(_send_raw, _receive_raw, count))
-        ours.append(_race(_send_ours, _receive_ours, count))
+        progress(f"wire: round {number + 1} of {repeats}, {size / 1e6:.0f} MB each")
+        raw.append(_measure(_send_raw, _receive_raw, count))
+        ours.append(_measure(_send_ours, _receive_ours, count))
     report = Report("wire, loopback, one connection, best of the rounds")
     goodput, bare = (size / min(r.seconds for r in runs) / 1e9 for runs in (ours, raw))
     report.add(Row("goodput, framed and checksummed", goodput, "GB/s", bare, "bare sockets", 0.8))
     cost, bare_cost = (min(r.cpu_seconds for r in runs) / size * 1e9 for runs in (ours, raw))
     report.add(Row("CPU, both sides", cost, "s/GB", bare_cost, "bare sockets"))
     if shutil.which("iperf3"):
-        console.print("wire: iperf3, 5 s", style="dim", highlight=False)
+        progress("wire: iperf3, 5 s")
         report.add(Row("goodput, framed and checksummed", goodput, "GB/s", _iperf3_bytes_s() / 1e9, "iperf3"))
-    report.show(console)
-    report.save(output / "wire.json")
-    console.print(f"saved {output / 'wire.json'}", style="dim", highlight=False)
-    return report
+    return report.publish(output / "wire.json")

@@ -1,11 +1,13 @@
-"""What people send to a model, for measurements in which the words matter."""
+"""Models and prompts of the benchmarks."""
 
-from disaggregated_inference.models import ModelFiles
+from disaggregated_inference.cli.progress import steps
+from disaggregated_inference.models import FileKind, ModelFiles, ModelStore
 
 _SENTENCE = (
     "The cache of a prompt is computed once, moves to another machine while it is being computed, and is used there. "
 )
 
+# For measurements that depend on the words.
 TEXTS = (
     """Summarise this for someone who has never seen a computer room:
 
@@ -53,7 +55,17 @@ journey.""",
 )
 
 
-def prompt_of(model: ModelFiles, length: int) -> list[int]:
-    """A text of exactly so many tokens."""
+def resolve_model(name: str, kind: FileKind = "safetensors") -> ModelFiles:
+    with steps() as progress:
+        return ModelStore().resolve(name, progress, kind)
+
+
+def token_prompt(length: int, number: int = 0) -> list[int]:
+    """Token ids that every model has. Another number gives another prompt."""
+    return [(31 * at + number) % 400 + 10 for at in range(length)]
+
+
+def text_prompt(model: ModelFiles, length: int) -> list[int]:
+    """A text with exactly `length` tokens."""
     tokens = model.tokenizer.encode(_SENTENCE)
     return (tokens * (length // len(tokens) + 1))[:length]
