@@ -1,0 +1,106 @@
+"""The docs hold together: links and file names resolve, lines are wrapped, the glossary stays short."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "disaggregated_inference"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")])
+COLUMNS = 100
+GLOSSARY_LINES = 30
+
+_LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+_IMAGE = re.compile(r"(?:src|srcset)=\"([^\"]+)\"")
+_CODE_SPAN = re.compile(r"`([^`\n]+)`")
+# A path has a slash and ends in a folder's slash or in one of these. Anything else in backticks is not taken for one.
+_PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*/(?:[\w.-]+\.(?:py|md|json|toml|svg|txt|ipynb))?")
+_OF_OTHERS = ("benches/", "hosted_vllm/", "text-completion-openai/", "ollama_chat/")  # names of other projects
+
+
+def _lines(page: Path) -> Iterator[tuple[int, str]]:
+    """Lines of prose with their numbers: no code blocks."""
+    fenced = False
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif not fenced:
+            yield number, line
+
+
+def _prose(page: Path) -> str:
+    return "\n".join(line for _, line in _lines(page))
+
+
+def _anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = [line.lstrip("#").strip() for _, line in _lines(page) if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_resolve(page: Path) -> None:
+    prose = _prose(page)
+    for link in [*_LINK.findall(prose), *_IMAGE.findall(prose)]:
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{_name(page)} links to {link}"
+        if anchor and target.suffix == ".md":
+            assert anchor in _anchors(target), f"{_name(page)} links to {link}, which has {sorted(_anchors(target))}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_file_names_exist(page: Path) -> None:
+    """Paths start at the root, at the package or beside the page."""
+    if page.name == "CHANGELOG.md":  # names what is gone
+        return
+    for code in _CODE_SPAN.findall(_prose(page)):
+        for word in code.split():
+            if _PATH.fullmatch(word) and not word.startswith(_OF_OTHERS):
+                places = (ROOT / word, PACKAGE / word, PACKAGE.parent / word, page.parent / word)
+                places += tuple(PACKAGE.glob(f"*/{word}"))  # `openai/` beside `gateway/`
+                assert any(place.exists() for place in places), f"{_name(page)} names {word}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_lines_are_wrapped(page: Path) -> None:
+    """Except tables, code, headings, and a link that is too long for a line of its own."""
+    for number, line in _lines(page):
+        exempt = line.lstrip().startswith(("|", "#", "<")) or not _LINK.sub("", line).strip(" -.,;")
+        assert exempt or len(line) <= COLUMNS, f"{_name(page)}:{number} has {len(line)} columns"
+
+
+def test_the_glossary_is_short() -> None:
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    glossary = text.split("\n## Glossary\n")[1].split("\n## ")[0].strip().splitlines()
+    assert 0 < len(glossary) <= GLOSSARY_LINES
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"({page.name})" in index, page.name
+
+
+def test_every_package_is_in_the_architecture() -> None:
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    for folder in PACKAGE.iterdir():
+        if (folder / "__init__.py").exists():
+            assert f"`{folder.name}/`" in text, folder.name
+
+
+def test_every_dependency_has_a_reason() -> None:
+    page = (ROOT / "docs" / "DEPENDENCIES.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = {re.split(r"[\[<>=; ]", name)[0] for name in sum(extras.values(), project["dependencies"])}
+    assert not {name for name in wanted | set(extras) if f"`{name}`" not in page}
