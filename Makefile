@@ -6,13 +6,21 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench fuzz format clean
+.PHONY: demo test quick check bench fuzz chaos format clean
 
 demo: $(READY)
 	$(BIN)/disagg demo
 
+# Two processes, a file at a time; tests/conftest.py puts the longest files first.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Everything: under 15 minutes on two cores.
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+# Before a commit: under 3 minutes on two cores, something of every package.
+quick: check
+	$(PYTEST) -m "not slow"
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -34,6 +42,11 @@ bench: $(READY)
 # Frames, handshakes, tapes and contexts of any shape, for some minutes.
 fuzz: $(READY)
 	DISAGG_FUZZ_EXAMPLES=$${DISAGG_FUZZ_EXAMPLES:-5000} $(BIN)/python -m pytest tests/kv_transfer/test_fuzz.py
+
+# Requests of every kind while nodes die and connections break, for longer than `make test` does.
+chaos: $(READY)
+	DISAGG_CHAOS_SECONDS=$${DISAGG_CHAOS_SECONDS:-120} DISAGG_CHAOS_REQUESTS=$${DISAGG_CHAOS_REQUESTS:-2000} \
+	$(BIN)/python -m pytest tests/node/test_chaos.py tests/orchestrator/test_clusters.py -k "hundreds or leave or die"
 
 format: $(READY)
 	$(BIN)/ruff format .

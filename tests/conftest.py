@@ -1,74 +1,43 @@
-"""Models are saved once and engines loaded once per run: the suite asks for them by name."""
+"""Fixtures of all tests. Models are saved once and engines loaded once per run: tests ask for them by name."""
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import hypothesis
 import pytest
 
 from disaggregated_inference.engines import Engine, load_engine
 from disaggregated_inference.engines.mlx.blas import load_blas
-from disaggregated_inference.kv_transfer import paths
-from disaggregated_inference.models import ModelFiles, ModelStore, embedded
-from disaggregated_inference.models.store import default_home
+from disaggregated_inference.models import ModelFiles, ModelStore, default_home, embedded
 from disaggregated_inference.node.decode import DecodeNode
 from disaggregated_inference.node.kv_memory import KVMemory
 from disaggregated_inference.node.prefill import PrefillNode
 from disaggregated_inference.node.scheduler import Scheduler
+from disaggregated_inference.timeouts import NodeTimeouts
+from tests.support.engines import ENGINE_OPTIONS, LLAMACPP_OPTIONS, LoadTiny, twin_of
+from tests.support.node_pair import ONE_PROCESS, Pair
 
-# Some virtual machines announce AMX and then trap on it; torch's bfloat16 on the CPU would take the process down.
+# Some virtual machines announce AMX and trap on it: torch's bfloat16 on the CPU would kill the process.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 
-# Two processes whose OpenMP threads spin for each other on two cores are sixty times slower than one; tiny models need
-# one thread anyway. For the nodes that tests start, too. OpenMP reads it when torch is imported, which is below.
+# OpenMP threads of two processes that spin for each other on two cores are sixty times slower than one thread. Node
+# processes inherit this. OpenMP reads it when torch is imported, which is below.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# On a CUDA machine without MLX: DISAGG_TEST_ENGINES=torch DISAGG_TEST_DEVICE=cuda pytest
-_DEVICE = os.environ.get("DISAGG_TEST_DEVICE", "cpu")
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "torch": {"device": _DEVICE, "dtype": "float32", "threads": 1, "kv_bytes": 1 << 30},
-    "mlx": {"dtype": "float32"},
-}
-ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
-    name: _OPTIONS[name] for name in os.environ.get("DISAGG_TEST_ENGINES", "torch,mlx").split(",")
-}
-# llama.cpp's attention is in half precision whatever it is told, so it has tiny models of its own, as GGUF files: see
-# tests/twins.py.
-LLAMACPP_OPTIONS: dict[str, Any] = {"threads": 1, "kv_bytes": 16 << 20}
-LLAMACPP = ("llamacpp",) if find_spec("xllamacpp") or find_spec("llama_cpp") else ()
 
 if "mlx" in ENGINE_OPTIONS:  # before any test imports MLX: it would stay with its own BLAS, sixty times slower
     load_blas()
 
-# Started in the background, a shell has us ignore Ctrl-C, and so would every process that a test starts.
+# A shell makes background processes ignore Ctrl-C, and the processes that tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LoadTiny = Callable[[str, str], Engine]
-Pair = tuple[PrefillNode, DecodeNode]
 
-
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    """Whether it was ever so: what passes by is not asked for a second time."""
-    deadline = time.monotonic() + seconds
-    while not (so := condition()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return so
-
-
-def written(file: IO[str]) -> str:
-    """What a child process has written there. Not by seeking: the place where it writes on is the same for both."""
-    return os.pread(file.fileno(), 1 << 26, 0).decode()
-
-
-# A busy machine is no failure; too slow to make examples on it is none either.
-# The same examples every time, unless someone goes to look for others (`make fuzz`).
+# No time limits: the machine may be busy. The same examples every time, except in `make fuzz`.
 hypothesis.settings.register_profile(
     "busy",
     deadline=None,
@@ -85,14 +54,6 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
     root = tmp_path_factory.mktemp("tiny")
     return lru_cache(lambda architecture: save_tiny(architecture, root / architecture))
-
-
-@lru_cache
-def twin_of(folder: Path) -> Path:
-    """The same weights as a GGUF, beside the folder's own files."""
-    from tests.support.gguf_twins import write_twin
-
-    return write_twin(folder, folder / "model.gguf")
 
 
 @pytest.fixture(scope="session")
@@ -125,6 +86,45 @@ def smollm2_engine(smollm2: ModelFiles) -> Callable[[str], Engine]:
     return lru_cache(lambda name: load_engine(name, smollm2, **ENGINE_OPTIONS[name]))
 
 
+# Files of more than 20 seconds, the longest first, so that two processes end together (`--dist loadfile`).
+_LONGEST = (
+    "orchestrator/test_orchestrator.py",
+    "gateway/test_guarantees.py",
+    "gateway/test_openai.py",
+    "contract/test_contract.py",
+    "node/test_batching.py",
+    "node/test_serving.py",
+    "kv_transfer/test_faults.py",
+    "orchestrator/test_clusters.py",
+    "cli/test_cluster_commands.py",
+    "cli/test_command.py",
+    "gateway/test_anthropic.py",
+    "gateway/test_server.py",
+    "bench/test_cluster.py",
+    "gateway/test_ollama.py",
+    "node/test_serve_command.py",
+    "gateway/test_responses.py",
+    "contract/test_processes.py",
+    "engines/test_memory.py",
+    "node/test_chaos.py",
+    "node/test_counters.py",
+    "models/test_models.py",
+    "contract/test_llamacpp_nodes.py",
+)
+# Fixtures that load the embedded model into engines or nodes: what needs them is slow.
+_SLOW_FIXTURES = {"real", "real_pair", "smollm2_engine"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(_LONGEST)}
+    assert all(path.exists() for path in ranks), "a renamed file"
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+    for item in items:
+        if _SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Measured drift is reported, not only bounded."""
     passed = terminalreporter.stats.get("passed", [])
@@ -133,11 +133,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture
-def nodes(tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pair]]:
-    """A prefill node and a decode node in this process, each with its engine on its own thread, over real sockets.
-    Threads of one process wait for each other: nobody is gone who takes a second or two to say that he is there."""
-    for name in ("_ANSWER_S", "_MOST_ANSWER_S", "PATIENCE_S"):
-        monkeypatch.setattr(paths, name, 3.0)
+def nodes(tiny_folder: Callable[[str], Path]) -> Iterator[Callable[..., Pair]]:
+    """A prefill node and a decode node in this process, each with its engine on its own thread, over real sockets."""
     made: list[Pair] = []
 
     def make(
@@ -148,14 +145,17 @@ def nodes(tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -
         streams: int = 2,
         codecs: tuple[str, ...] = ("raw",),
         prefix_bytes: int = 0,
+        timeouts: NodeTimeouts = ONE_PROCESS,
         **options: Any,
     ) -> Pair:
         model = ModelFiles(architecture, tiny_folder(architecture))
         both = (reader, ENGINE_OPTIONS[reader]), (writer, ENGINE_OPTIONS[writer] | (writer_options or {}))
         threads = [Scheduler(partial(load_engine, name, model, **settings)) for name, settings in both]
         rooms = [KVMemory(thread, prefix_bytes=prefix_bytes) for thread in threads]
-        prefill = PrefillNode(rooms[0], **({"chunk_tokens": 77} | options))
-        decode = DecodeNode(rooms[1], model.tokenizer, chunk_tokens=50, streams=streams, codecs=codecs)
+        prefill = PrefillNode(rooms[0], timeouts=timeouts, **({"chunk_tokens": 77} | options))
+        decode = DecodeNode(
+            rooms[1], model.tokenizer, chunk_tokens=50, streams=streams, codecs=codecs, timeouts=timeouts
+        )
         made.append((prefill, decode))
         return made[-1]
 

@@ -1,27 +1,32 @@
-"""What may import what, and that asking for help loads no engine."""
+"""What may import what, one name for one class, and that `--help` loads no engine."""
 
 import ast
 import os
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "src" / "disaggregated_inference"
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "src" / "disaggregated_inference"
 
 # Rooms, and the rooms each may import. Engine libraries only inside their engine's folder.
+SHARED = {"errors", "timeouts"}
 MAP = {
-    "kv": {"errors"},
-    "models": {"errors", "kv"},
-    "kv_transfer": {"errors", "kv"},
-    "http": {"errors"},
-    "engines": {"errors", "kv", "models"},
-    "node": {"errors", "logs", "kv", "models", "engines", "kv_transfer", "http", "ollama_node"},
-    "ollama_node": {"errors", "logs", "kv", "models", "http", "node"},
+    "kv": SHARED,
+    "api": {"errors", "kv"},
+    "models": {*SHARED, "kv"},
+    "kv_transfer": {*SHARED, "kv"},
+    "http": {*SHARED, "api"},
+    "engines": {*SHARED, "kv", "models"},
+    "node": {*SHARED, "api", "logs", "kv", "models", "engines", "kv_transfer", "http", "ollama_node"},
+    "ollama_node": {*SHARED, "api", "logs", "kv", "models", "http", "node"},
     "cluster": {"errors"},
-    "orchestrator": {"errors", "kv", "models", "cluster"},
-    "gateway": {"__init__", "errors", "logs", "cluster", "models", "orchestrator", "http"},
+    "orchestrator": {*SHARED, "api", "kv", "models", "cluster"},
+    "gateway": {*SHARED, "__init__", "api", "logs", "cluster", "models", "orchestrator", "http"},
 }
 LIBRARIES = {"torch": "torch", "transformers": "torch", "triton": "torch", "mlx": "mlx", "mlx_lm": "mlx"}
 LIBRARIES |= {"xllamacpp": "llamacpp", "llama_cpp": "llamacpp"}
@@ -38,6 +43,12 @@ def _imports(path: Path) -> list[str]:
     return found
 
 
+def _imported_names(path: Path) -> list[str]:
+    """`from a import b` as `a.b`: b may be a module."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    return _imports(path) + [f"{node.module}.{alias.name}" for node in nodes for alias in node.names]
+
+
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -49,13 +60,46 @@ def test_imports_point_one_way(path: Path) -> None:
         if top in LIBRARIES:
             assert parts[:2] == ("engines", LIBRARIES[top]), f"{path} imports {name}"
         if top == "disaggregated_inference" and len(parts) > 1 and parts[0] in MAP:
-            kv_memory = rest[0] if rest else "__init__"
-            assert kv_memory == parts[0] or kv_memory in MAP[parts[0]], f"{path} imports {name}"
+            room = rest[0] if rest else "__init__"
+            assert room == parts[0] or room in MAP[parts[0]], f"{path} imports {name}"
+
+
+# Rooms that others import by their front door only, and the doors inside them.
+FRONT_DOORS = ("api", "kv", "kv_transfer", "models", "engines", "http", "node", "orchestrator")
+INNER_DOORS = {"api.sampling", "kv.prefix_cache", "engines.simulated"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_rooms_are_entered_by_the_front_door(path: Path) -> None:
+    own = path.relative_to(PACKAGE).parts[0]
+    for name in _imports(path):
+        top, _, inside = name.partition(".")
+        room, _, deep = inside.partition(".")
+        if top == "disaggregated_inference" and deep and room in FRONT_DOORS and room != own:
+            assert inside in INNER_DOORS, f"{path} imports {name}: import it from disaggregated_inference.{room}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_files_fit_in_the_head(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400
+
+
+def test_no_test_imports_another_test() -> None:
+    """What several tests need lives in tests/support/."""
+    for path in TESTS.rglob("*.py"):
+        for name in _imported_names(path):
+            is_test = re.match(r"tests\.(\w+\.)*(test_\w+|conftest)\b", name)
+            where = str(path.relative_to(TESTS))
+            assert not is_test, f"{where} imports {name}"
+
+
+def test_no_class_name_is_defined_twice() -> None:
+    defined = defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                defined[node.name].append(str(path.relative_to(PACKAGE)))
+    assert not {name: paths for name, paths in defined.items() if len(paths) > 1}
 
 
 _QUIET = """

@@ -6,27 +6,26 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import until, written
+from tests.support.command import read_output
+from tests.support.forked import start_node
+from tests.support.waiting import until
 
-# Not where the system finds ports for whoever dials: one of those is soon taken by somebody's connection. Each worker
-# has some thousands of its own.
+# Outside the range that the system takes for outgoing connections. Each pytest worker has its own ports.
 _FIRST, _EACH = 10_000, 5_000
-_scheduler = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
-_ports = itertools.cycle(range(_FIRST + _scheduler * _EACH, _FIRST + (_scheduler + 1) * _EACH))
-for _ in range(random.SystemRandom().randrange(_EACH)):  # beside another run of the tests
+_worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
+_ports = itertools.cycle(range(_FIRST + _worker * _EACH, _FIRST + (_worker + 1) * _EACH))
+for _ in range(random.SystemRandom().randrange(_EACH)):  # another run of the tests may use the same range
     next(_ports)
 
 
 def free_port() -> int:
-    """Free now, and still so when a process has started that will listen there."""
+    """A port that is free, and stays free until a new process listens there."""
     for port in _ports:
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
@@ -39,17 +38,17 @@ class Process:
     def __init__(self, name: str, role: str, engine: str, model: str, *arguments: str) -> None:
         self.name, self.role, self.engine, self.model = name, role, engine, model
         self.port = free_port()
-        self._command = [sys.executable, "-m", "disaggregated_inference", "serve", "--role", role, "--engine", engine]
-        self._command += ["--model", model, "--port", str(self.port), *arguments]
+        self._command = ["serve", "--role", role, "--engine", engine, "--model", model]
+        self._command += ["--port", str(self.port), *arguments]
         self.kv_port = free_port()
-        self.kv_addresses: list[str] = []  # that the config gives, where it gives any
+        self.kv_addresses: list[str] = []  # for the config; empty: as the node announces them
         if role != "decode":
             self._command += ["--kv-port", str(self.kv_port)]
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in end
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=self.log)
+        self.process = start_node(*self._command, stderr=self.log)
 
     def ready(self) -> "Process":
         assert self.process.stdout
@@ -58,7 +57,7 @@ class Process:
         return self
 
     def said(self) -> str:
-        return written(self.log)
+        return read_output(self.log)
 
     @property
     def alive(self) -> bool:

@@ -1,4 +1,4 @@
-"""A gateway on a thread of this process or as one of its own, small clusters to put behind it, and answers by hand."""
+"""A gateway on a thread or as a process, small clusters behind it, and scripted deltas."""
 
 import asyncio
 import json
@@ -23,8 +23,10 @@ from disaggregated_inference.gateway.auth import Caller
 from disaggregated_inference.gateway.chat import ChatDelta, ChatRequest
 from disaggregated_inference.gateway.tool_parsers.base import ContentDelta
 from disaggregated_inference.orchestrator import DisaggregatedInference
-from tests.conftest import until, written
+from disaggregated_inference.timeouts import HttpTimeouts
 from tests.support.cluster import Process, config_of
+from tests.support.command import read_output
+from tests.support.waiting import until
 
 _FLOAT32 = ("--dtype", "float32", "--kv-memory", "256M")
 _START_S = 30.0
@@ -33,7 +35,7 @@ _METRICS = {"prompt_tokens": 9, "completion_tokens": 5, "total_tokens": 14, "cac
 
 @contextmanager
 def served(config: dict[str, Any], *adapters: ModuleType) -> Iterator[str]:
-    """The base URL of the whole gateway without keys; where adapters are named, of nothing but them."""
+    """The base URL of a gateway without API keys: with all adapters, or with those that are named."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         gateway = _Gateway(config, adapters, sock)
         gateway.start()
@@ -78,7 +80,7 @@ class _Gateway(threading.Thread):
 
 
 class GatewayProcess:
-    """`disagg gateway` as people run it, on a free port. Its config is a file that a test may write again."""
+    """`disagg gateway` on a free port. Its config is a file that a test may rewrite."""
 
     def __init__(self, folder: Path, config: dict[str, Any], *arguments: str) -> None:
         self.config = folder / "cluster.json"
@@ -91,14 +93,14 @@ class GatewayProcess:
     def ready(self) -> "GatewayProcess":
         assert self.process.stdout
         line = self.process.stdout.readline()
-        assert line, self.said()
+        assert line, self.log_text()
         self.url = json.loads(line)["url"]
         return self
 
-    def said(self) -> str:
-        return written(self._log)
+    def log_text(self) -> str:
+        return read_output(self._log)
 
-    def tell(self, signal: int) -> None:
+    def send_signal(self, signal: int) -> None:
         self.process.send_signal(signal)
 
     def ended(self) -> int:
@@ -124,20 +126,20 @@ def gateway_process(folder: Path, config: dict[str, Any], *arguments: str) -> It
 
 @contextmanager
 def smollm2_pair() -> Iterator[tuple[Process, Process]]:
-    """The embedded model: torch reads, MLX writes. What they say is real, and the same in float32 on every engine."""
+    """The embedded model: prefill on torch, decode on MLX. In float32 every engine gives the same tokens."""
     with _pair(("torch", "mlx"), "smollm2", *_FLOAT32) as pair:
         yield pair
 
 
 @contextmanager
 def simulated_pair(profile: str = "instant") -> Iterator[tuple[Process, Process]]:
-    """No inference, but timing as the profile says; an answer is a row of numbers."""
+    """No inference, with the timing of the profile. A completion is a row of numbers."""
     with _pair(("simulated", "simulated"), "simulated:tiny", "--profile", profile, "--kv-memory", "256M") as pair:
         yield pair
 
 
 def simulated_config(*nodes: Process, **policies: Any) -> dict[str, Any]:
-    """With an alias, as people have them."""
+    """A config with an alias for the model."""
     return config_of(*nodes, **policies) | {"models": {"simulated:tiny": {"aliases": ["tiny-alias"]}}}
 
 
@@ -162,20 +164,20 @@ def _app(core: DisaggregatedInference, adapters: tuple[ModuleType, ...]) -> Any:
 
 
 def app_of(core: DisaggregatedInference, *adapters: ModuleType) -> Any:
-    """Some adapters without keys; errors in the first one's shape."""
+    """Some adapters without API keys. Errors have the shape of the first adapter."""
     app = Starlette(routes=[route for adapter in adapters for route in adapter.routes()])
-    app.state.core = core
+    app.state.core, app.state.http_timeouts = core, HttpTimeouts(keepalive_s=0.2)
 
     def refused(request: Request, error: Exception) -> Response:
-        from disaggregated_inference.http.sse import json_response
+        from disaggregated_inference.http import json_response
 
         return json_response(adapters[0].error_body(error), getattr(error, "status", 500))
 
     app.add_exception_handler(DisaggError, refused)
-    return _as_anyone(app)
+    return _with_caller(app)
 
 
-def _as_anyone(app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+def _with_caller(app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     async def with_caller(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             scope["state"] = dict(scope.get("state", {})) | {"caller": Caller()}
@@ -185,24 +187,24 @@ def _as_anyone(app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[N
 
 
 class Script:
-    """What a model is made to say, and what it was asked: `converse` stands where an adapter has the gateway's own."""
+    """Replaces `stream_chat` in an API: it records the requests and returns the deltas of a test."""
 
     def __init__(self) -> None:
-        self.turns: list[ChatRequest] = []
-        self.parts: list[ChatDelta] = []
+        self.requests: list[ChatRequest] = []
+        self.deltas: list[ChatDelta] = []
         self.error: Exception | None = None
         self.wait_s = 0.0
 
-    def says(self, *said: ContentDelta, finish: Any = "stop") -> None:
-        self.parts = [ChatDelta(said=(one,), token=7) for one in said] + [
+    def replies(self, *content: ContentDelta, finish: Any = "stop") -> None:
+        self.deltas = [ChatDelta(content=(piece,), token=7) for piece in content] + [
             ChatDelta(finish_reason=finish),
             ChatDelta(metrics=_METRICS),
         ]
 
-    async def converse(self, core: Any, turn: ChatRequest) -> AsyncIterator[list[ChatDelta]]:
-        self.turns.append(turn)
+    async def stream_chat(self, core: Any, chat: ChatRequest, on_plan: Any = None) -> AsyncIterator[list[ChatDelta]]:
+        self.requests.append(chat)
         await asyncio.sleep(self.wait_s)
-        for part in self.parts:
-            yield [part]
+        for delta in self.deltas:
+            yield [delta]
         if self.error:
             raise self.error

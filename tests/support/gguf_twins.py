@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from gguf import GGUFWriter, RopeScalingType
 
-from disaggregated_inference.kv.dtype import Array
+from disaggregated_inference.kv import Array
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.models.safetensors import read_tensors
 

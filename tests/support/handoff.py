@@ -1,4 +1,4 @@
-"""What the contract tests do with engines: read a prompt here, write the answer there."""
+"""A hand-off between two engines without nodes: prefill in one, decode in the other."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ def prompt_of(length: int, vocabulary: int = 512, seed: int = 0) -> list[int]:
 
 
 def read_prompt(engine: Engine, prompt: list[int], chunk: int, answer: int = 64) -> tuple[list[KVSlice], Logits]:
-    """Prefill and close: slices are copied, as a wire would."""
+    """Prefill and close; the slices are copied, as by a transfer."""
     sequence = engine.open(len(prompt) + answer)
     slices: list[KVSlice] = []
     logits: Logits | None = None
@@ -24,7 +24,7 @@ def read_prompt(engine: Engine, prompt: list[int], chunk: int, answer: int = 64)
 
 
 def receive(engine: Engine, slices: list[KVSlice], length: int, answer: int = 64) -> Sequence:
-    """A sequence filled with someone else's cache."""
+    """A sequence with the KV of another engine."""
     sequence = engine.open(length + answer)
     for piece in slices:
         engine.place(sequence, piece)
@@ -33,7 +33,7 @@ def receive(engine: Engine, slices: list[KVSlice], length: int, answer: int = 64
 
 
 def write_answer(engine: Engine, sequence: Sequence, logits: Logits, count: int) -> list[int]:
-    """Greedy tokens; the first comes from the logits that travelled with the cache."""
+    """Greedy tokens; the first comes from the transferred logits."""
     tokens = logits.greedy().tolist()
     while len(tokens) < count:
         tokens += engine.step([sequence], tokens[-1:]).greedy().tolist()
@@ -42,7 +42,7 @@ def write_answer(engine: Engine, sequence: Sequence, logits: Logits, count: int)
 
 
 def alone(engine: Engine, prompt: list[int], count: int, chunk: int = 4096) -> list[int]:
-    """The single-engine answer: the oracle."""
+    """The tokens of one engine alone: the expected result."""
     sequence = engine.open(len(prompt) + count)
     for part in chunks(prompt, chunk):
         logits = engine.prefill(sequence, part)
@@ -50,7 +50,7 @@ def alone(engine: Engine, prompt: list[int], count: int, chunk: int = 4096) -> l
 
 
 def forced_logits(engine: Engine, prompt: list[int], answer: list[int]) -> NDArray[np.float32]:
-    """Logits at the end of the prompt and after each token of a given answer."""
+    """Logits after the prompt and after each token of a given completion."""
     sequence = engine.open(len(prompt) + len(answer))
     rows = [engine.prefill(sequence, prompt).numpy()]
     rows += [engine.step([sequence], [token]).numpy() for token in answer]

@@ -14,14 +14,14 @@ import urllib.request
 from collections.abc import AsyncIterator
 from typing import Any
 
-import uvicorn
 from aiohttp import web
 from starlette.applications import Starlette
 
-from disaggregated_inference.ollama_node.client import COUNTS_ALL, HONOURS_TRUNCATE, OllamaClient, version_of
-from disaggregated_inference.ollama_node.node import OllamaNode
-from disaggregated_inference.ollama_node.routes import ollama_app
-from tests.conftest import until
+from disaggregated_inference.http import HttpServer
+from disaggregated_inference.ollama_node import OllamaClient, OllamaNode, ollama_app
+from disaggregated_inference.ollama_node.client import COUNTS_ALL, HONOURS_TRUNCATE, version_of
+from disaggregated_inference.timeouts import HttpTimeouts
+from tests.support.waiting import until
 
 LONG_S = 60.0
 _START_S = 30.0
@@ -266,11 +266,11 @@ def _tokens(prompt: str) -> int:
 class OnThread:
     """An app on a thread of this process, by HTTP."""
 
-    def __init__(self, app: Starlette) -> None:
+    def __init__(self, app: Starlette, timeouts: HttpTimeouts = HttpTimeouts()) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
-        config = uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=1)
-        self._server = uvicorn.Server(config)
+        hooks: Any = {"on_ready": lambda port: None, "on_stop": lambda: None}
+        self._server = HttpServer(app, "127.0.0.1", self.port, 1, **hooks, lifespan="auto", timeouts=timeouts)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         assert until(lambda: self._server.started, LONG_S)
@@ -308,7 +308,9 @@ class OnThread:
 class Front(OnThread):
     """A node in front of an Ollama."""
 
-    def __init__(self, url: str, model: str = "smollm2", role: str = "both", **changes: Any) -> None:
-        settings: dict[str, Any] = {"most_window": 32768, "keep_alive": "", "slots": 4, "queue": 8} | changes
+    def __init__(
+        self, url: str, model: str = "smollm2", role: str = "both", http: HttpTimeouts = HttpTimeouts(), **changes: Any
+    ) -> None:
+        settings: dict[str, Any] = {"max_window": 32768, "keep_alive": "", "slots": 4, "queue": 8} | changes
         self.node = OllamaNode(OllamaClient(url, model), role, **settings)
-        super().__init__(ollama_app(self.node, None))
+        super().__init__(ollama_app(self.node, None), http)

@@ -1,4 +1,4 @@
-"""A TCP line that can be cut, gone silent or noisy at a chosen byte: stands between two nodes."""
+"""A TCP proxy between two nodes that fails at a chosen byte: it cuts, goes silent or flips a bit."""
 
 import socket
 import threading
@@ -8,10 +8,10 @@ from typing import Literal
 Fault = Literal["none", "cut", "silent", "mute", "flip"]
 
 
-class Line:
-    """Forwards connections to `target`. The fault strikes once, `at` bytes into what flows back to the dialler (counted
-    over all connections); `struck` says that it did. A cut line stays cut unless it `heals`; of a mute one only the
-    connection that was struck carries nothing any more; `pause_s` after every 16 KB makes it slow."""
+class FaultyProxy:
+    """Forwards connections to `target`. The fault happens once, after `at` bytes to the client over all connections,
+    and sets `struck`. After a cut, new connections are refused unless the proxy `heals`. "silent" stops every
+    connection, "mute" only the one with the fault. `pause_s` after every 16 KB makes the proxy slow."""
 
     def __init__(
         self, target: tuple[str, int], fault: Fault = "none", at: int = 0, heals: bool = False, pause_s: float = 0.0
@@ -26,7 +26,7 @@ class Line:
         self.address: tuple[str, int] = ("127.0.0.1", self._listener.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def __enter__(self) -> "Line":
+    def __enter__(self) -> "FaultyProxy":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -35,7 +35,7 @@ class Line:
     def close(self) -> None:
         self._closed.set()
         self._refuse()
-        self._hang_up()
+        self.hang_up()
         for sock in self._sockets:
             sock.close()
 
@@ -44,8 +44,8 @@ class Line:
             self._listener.shutdown(socket.SHUT_RDWR)  # closing alone lets a waiting accept take one more
         self._listener.close()
 
-    def _hang_up(self) -> None:
-        """Those who use the sockets hear of it."""
+    def hang_up(self) -> None:
+        """End all connections; the proxy still accepts new ones."""
         for sock in self._sockets:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -93,10 +93,10 @@ class Line:
             self._refuse()
         if self.fault == "silent":
             self._wait_forever()
-        self._hang_up()
+        self.hang_up()
         raise OSError("cut")
 
     def _wait_forever(self) -> None:
-        """The bytes are gone, the connection is not: as when a cable is pulled."""
+        """No byte arrives and the connection stays open, as after a pulled cable."""
         self._closed.wait()
         raise OSError("closed")

@@ -1,6 +1,6 @@
 """Tiny random-weight models of every supported architecture, saved the way people's models are saved.
 
-`twin_llama` and so on are for comparing with llama.cpp, which gets the same weights as a GGUF (tests/twins.py)."""
+`twin_llama` and so on are for comparing with llama.cpp, which gets the same weights as a GGUF (gguf_twins.py)."""
 
 import json
 from pathlib import Path

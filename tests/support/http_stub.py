@@ -1,0 +1,25 @@
+"""A server with one route, in place of a node."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from disaggregated_inference.cluster import Server
+
+Answer = Callable[[web.Request], Awaitable[web.Response]]
+
+
+@asynccontextmanager
+async def served(path: str, answer: Answer, method: str = "GET") -> AsyncIterator[Server]:
+    app = web.Application()
+    app.router.add_route(method, path, answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    try:
+        yield Server(name="n", role="decode", host="127.0.0.1", port=port, model="m")
+    finally:
+        await runner.cleanup()

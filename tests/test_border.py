@@ -1,0 +1,55 @@
+"""mypy fails when one side of the border between orchestrator and nodes changes a field and the other does not."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+API = Path("src/disaggregated_inference/api")
+# Fields that one side sets and the other reads, in both directions.
+FIELDS = [("PrefillRequest", "ticket"), ("PrefillResponse", "context"), ("NodeStatus", "waiting")]
+SIDES = ("node", "orchestrator")
+
+
+def _rename_in_definition(root: Path, struct: str, field: str) -> None:
+    for path in (root / API).glob("*.py"):
+        lines = path.read_text().splitlines(keepends=True)
+        for node in ast.walk(ast.parse("".join(lines))):
+            if isinstance(node, ast.ClassDef) and node.name == struct:
+                [definition] = [line for line in node.body if _defines(line, field)]
+                at = definition.lineno - 1
+                lines[at] = lines[at].replace(field, f"renamed_{field}", 1)
+                path.write_text("".join(lines))
+                return
+    raise AssertionError(f"no struct {struct} in {API}")
+
+
+def _defines(line: ast.stmt, field: str) -> bool:
+    return isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.target.id == field
+
+
+@pytest.fixture(scope="module")
+def complaints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What mypy says about a copy of the source in which the structs have other fields."""
+    root = tmp_path_factory.mktemp("renamed")
+    shutil.copytree(ROOT / "src", root / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", root)
+    for struct, field in FIELDS:
+        _rename_in_definition(root, struct, field)
+    packages = [f"--package=disaggregated_inference.{side}" for side in SIDES]
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--cache-dir", str(root / "cache"), *packages]
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 1, run.stdout + run.stderr
+    return run.stdout.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(("struct", "field"), FIELDS)
+def test_a_renamed_field_is_an_error_on_both_sides(complaints: list[str], struct: str, field: str, side: str) -> None:
+    of_side = [line for line in complaints if line.startswith(f"src/disaggregated_inference/{side}/")]
+    assert [line for line in of_side if f'"{struct}"' in line and f'"{field}"' in line], "\n".join(complaints)
