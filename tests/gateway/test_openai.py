@@ -29,7 +29,7 @@ from disaggregated_inference.gateway.tool_parsers.base import (
     ToolCallArguments,
     ToolCallStart,
 )
-from disaggregated_inference.http import stream_response
+from disaggregated_inference.http import EventStreamResponse
 from tests.support.cluster import Process, config_of
 from tests.support.gateway import served, simulated_config, simulated_pair, smollm2_pair
 from tests.support.waiting import until
@@ -558,7 +558,7 @@ def test_a_failed_send_is_not_described_to_the_client() -> None:
 
     async def run() -> None:
         request = Request({"type": "http", "app": Starlette(), "headers": []})
-        response = await stream_response(request, lines(), lambda error: pytest.fail(str(error)))
+        response = EventStreamResponse(request, lines(), lambda error: pytest.fail(str(error)))
         with suppress(Exception):
             await response({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
 

@@ -17,6 +17,7 @@ from disaggregated_inference.errors import BadRequest, DisaggError, KVMemoryFull
 from disaggregated_inference.http import (
     KEEPALIVE_COMMENT,
     Bearer,
+    EventStreamResponse,
     RequestId,
     error_body,
     error_response,
@@ -25,7 +26,6 @@ from disaggregated_inference.http import (
     read_body,
     request_id,
     sse_event,
-    stream_response,
 )
 from disaggregated_inference.timeouts import HttpTimeouts
 
@@ -48,7 +48,7 @@ async def count(request: Request) -> Response:
             yield sse_event(number)
             await asyncio.sleep(0.05)
 
-    return await stream_response(request, events(), lambda error: sse_event(error_body(error)))
+    return EventStreamResponse(request, events(), lambda error: sse_event(error_body(error)))
 
 
 async def refused(request: Request, error: Exception) -> Response:
@@ -138,3 +138,70 @@ def test_a_full_node_says_when_to_come_back() -> None:
 @pytest.mark.parametrize(("host", "loopback"), [("127.0.0.1", True), ("::1", True), ("0.0.0.0", False)])
 def test_loopback(host: str, loopback: bool) -> None:
     assert is_loopback(host) is loopback
+
+
+def test_a_client_that_leaves_ends_its_stream() -> None:
+    """Before the first event, too. The call returns as if all had been sent; only the server itself cancels it."""
+    closed: list[str] = []
+
+    async def events(name: str) -> AsyncGenerator[bytes, None]:
+        try:
+            if name != "early":
+                yield b"one"
+            await asyncio.Event().wait()
+        finally:
+            closed.append(name)
+
+    async def run(name: str, leave: asyncio.Event) -> list[Any]:
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            await leave.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        request = Request({"type": "http", "app": Starlette(), "headers": []})
+        await EventStreamResponse(request, events(name), lambda error: b"")({"type": "http"}, receive, send)
+        return sent
+
+    async def all_of_them() -> None:
+        leave = asyncio.Event()
+        early, late = asyncio.create_task(run("early", leave)), asyncio.create_task(run("late", leave))
+        stopped = asyncio.create_task(run("stopped", asyncio.Event()))
+        await asyncio.sleep(0.05)
+        leave.set()
+        stopped.cancel()
+        await asyncio.wait({early, late, stopped})
+        assert early.result() == []
+        assert [message.get("body") for message in late.result()] == [None, b"one"]
+        assert stopped.cancelled()
+
+    asyncio.run(all_of_them())
+    assert sorted(closed) == ["early", "late", "stopped"]
+
+
+def test_the_head_of_a_stream_waits_for_an_early_error_only_a_moment() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async def run() -> None:
+        started, kept_alive = asyncio.Event(), asyncio.Event()
+
+        async def send(message: Any) -> None:
+            (started if message["type"] == "http.response.start" else kept_alive).set()
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        request = Request({"type": "http", "app": Starlette(), "headers": []})
+        times = HttpTimeouts(early_error_s=0.01, keepalive_s=0.01)
+        response = EventStreamResponse(request, events(), lambda error: b"", timeouts=times)
+        running = asyncio.create_task(response({"type": "http"}, receive, send))
+        await started.wait()
+        await kept_alive.wait()
+        running.cancel()
+
+    asyncio.run(run())

@@ -13,7 +13,7 @@ from aiohttp import web
 from disaggregated_inference.api import ErrorDetail
 from disaggregated_inference.cluster import Policies, Server, load_config
 from disaggregated_inference.errors import BadRequest
-from disaggregated_inference.orchestrator.heartbeat import Heartbeats, StreamSilent
+from disaggregated_inference.orchestrator.heartbeat import Heartbeats, PendingRequest, StreamSilent
 from disaggregated_inference.orchestrator.node_client import LegFailed, NodeClient, NodeRefused
 from disaggregated_inference.orchestrator.node_state import NodeState
 from disaggregated_inference.orchestrator.registry import NodeRegistry
@@ -205,5 +205,61 @@ def test_a_silent_node_is_named_once_in_the_error() -> None:
                 StreamSilent("d1: it does not answer")
             )
             assert (str(failure), failure.code, failure.node_gone) == ("d1: it does not answer", "unreachable", True)
+
+    asyncio.run(run())
+
+
+def test_a_request_without_a_response_ends_when_its_node_fails_a_probe() -> None:
+    """The request itself would wait for ever. A cancellation from outside is not taken for the probe's."""
+
+    async def run() -> None:
+        heartbeats, probes = Heartbeats(OrchestratorTimeouts(watch_s=0.0)), list[str]()
+
+        async def fails() -> None:
+            probes.append("fails")
+            raise LegFailed("d1", "unreachable", "it does not answer")
+
+        async def wait() -> None:
+            with PendingRequest(heartbeats, fails):
+                await asyncio.Event().wait()
+
+        async def check() -> None:
+            await asyncio.sleep(0.01)
+            heartbeats.check(asyncio.get_running_loop().time() + 1.0, late=False)
+
+        waiting = asyncio.create_task(wait())
+        await check()
+        with pytest.raises(LegFailed, match="does not answer"):
+            await waiting
+        cancelled = asyncio.create_task(wait())
+        await asyncio.sleep(0.01)
+        cancelled.cancel()
+        await asyncio.wait({cancelled})
+        assert cancelled.cancelled()
+        assert probes == ["fails"]
+        assert not heartbeats.open
+
+    asyncio.run(run())
+
+
+def test_a_probe_that_fails_after_the_response_began_ends_nothing() -> None:
+    async def run() -> None:
+        heartbeats, response, failed = (
+            Heartbeats(OrchestratorTimeouts(watch_s=0.0)),
+            asyncio.Event(),
+            asyncio.Event(),
+        )
+
+        async def fails_late() -> None:
+            await response.wait()
+            failed.set()
+            raise LegFailed("d1", "unreachable", "it does not answer")
+
+        with PendingRequest(heartbeats, fails_late):
+            heartbeats.check(asyncio.get_running_loop().time() + 1.0, late=False)
+            await asyncio.sleep(0.01)
+        response.set()
+        await failed.wait()
+        await asyncio.sleep(0.01)  # a cancellation would come here
 
     asyncio.run(run())

@@ -6,6 +6,7 @@ one. Labels are bounded: models and nodes of the config, error codes of errors.p
 
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -49,12 +50,14 @@ class GatewayMetrics:
     def __init__(self, core: Callable[[], DisaggregatedInference]) -> None:
         self.registry = registry = CollectorRegistry()
         self._core, self._gauges = core, _Gauges()
+        # Labels have few values, and functools finds their series faster.
         self._histograms = {
-            name: Histogram(name, text, labels, buckets=buckets, registry=registry)
+            name: cache(Histogram(name, text, labels, buckets=buckets, registry=registry).labels)
             for name, (text, labels, buckets) in HISTOGRAMS.items()
         }
         self._counters = {
-            name: Counter(name, text, labels, registry=registry) for name, (text, labels) in COUNTERS.items()
+            name: cache(Counter(name, text, labels, registry=registry).labels)
+            for name, (text, labels) in COUNTERS.items()
         }
         registry.register(self._gauges)
         core().on_end.append(self.ended)
@@ -77,10 +80,10 @@ class GatewayMetrics:
             self._add("disagg_refused", 1, _one_of(error.code, STATUS_OF))
 
     def _add(self, name: str, value: float, *labels: str) -> None:
-        self._counters[name].labels(*labels).inc(value)
+        self._counters[name](*labels).inc(value)
 
     def _observe(self, name: str, value: float, *labels: str) -> None:
-        self._histograms[name].labels(*labels).observe(value)
+        self._histograms[name](*labels).observe(value)
 
     def _count(self, record: RequestRecord) -> None:
         model = _one_of(record.model, self._core().config.names)  # its own name, not the alias in the request

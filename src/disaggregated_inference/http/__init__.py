@@ -8,8 +8,8 @@ from disaggregated_inference.http.sse import (
     KEEPALIVE_COMMENT,
     UNBUFFERED_HEADERS,
     DescribeError,
+    EventStreamResponse,
     sse_event,
-    stream_response,
     unless_disconnected,
 )
 from disaggregated_inference.http.tls import Certificate
@@ -21,6 +21,7 @@ __all__ = [
     "Bearer",
     "Certificate",
     "DescribeError",
+    "EventStreamResponse",
     "HttpServer",
     "RequestId",
     "error_body",
@@ -33,7 +34,6 @@ __all__ = [
     "request_id",
     "require_free_port",
     "sse_event",
-    "stream_response",
     "unless_disconnected",
     "write_ready_line",
 ]

@@ -4,11 +4,12 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from disaggregated_inference.errors import Cancelled, DisaggError
@@ -59,92 +60,82 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def stream_response(
-    request: Request,
-    events: AsyncGenerator[bytes, None],
-    describe_error: DescribeError,
-    headers: Callable[[], dict[str, str]] = dict,
-    keepalive: bytes | Callable[[], bytes] = KEEPALIVE_COMMENT,
-    media_type: str = "text/event-stream",
-    opening: Callable[[], bytes] = bytes,
-    timeouts: HttpTimeouts | None = None,
-) -> Response:
-    """`events` as a response. An error within a moment and before the first event is raised here, and gets its own
-    HTTP status. A later error becomes the last event, by `describe_error`. `headers` is called after that moment, when
-    the plan is known. `opening` is sent together with the headers, `keepalive` whenever there is nothing else to send.
-    """
-    timeouts = timeouts or http_timeouts(request)
-    first = asyncio.ensure_future(anext(events, b""))
-    try:
-        await asyncio.wait({first}, timeout=timeouts.early_error_s)
-        if first.done():
-            first.result()
-    except BaseException:
-        first.cancel()
-        raise
-    send_alive = keepalive if callable(keepalive) else lambda: keepalive
-    options: dict[str, Any] = {"headers": UNBUFFERED_HEADERS | headers(), "media_type": media_type}
-    return _StreamResponse(first, events, describe_error, send_alive, timeouts.keepalive_s, opening, **options)
+class EventStreamResponse(Response):
+    """`events` as a response. An error within a moment and before the first event gets its own HTTP status. A later
+    error becomes the last event, by `describe_error`. `headers` is called after that moment, when the plan is known.
+    `opening` is sent together with the headers, `keepalive` whenever there is nothing else to send.
 
-
-class _StreamResponse(StreamingResponse):
-    """The keep-alive has its own task, so events pass no queue."""
+    Events are sent by the request's own task, so they pass no queue. One more task watches the client and the clock."""
 
     def __init__(
         self,
-        first: "asyncio.Future[bytes]",
+        request: Request,
         events: AsyncGenerator[bytes, None],
         describe_error: DescribeError,
-        keepalive: Callable[[], bytes],
-        keepalive_s: float,
-        opening: Callable[[], bytes],
-        **options: Any,
+        headers: Callable[[], dict[str, str]] = dict,
+        keepalive: bytes | Callable[[], bytes] = KEEPALIVE_COMMENT,
+        media_type: str = "text/event-stream",
+        opening: Callable[[], bytes] = bytes,
+        timeouts: HttpTimeouts | None = None,
     ) -> None:
-        super().__init__(events, **options)
-        self._first, self._events, self._describe_error = first, events, describe_error
-        self._keepalive, self._keepalive_s, self._opening = keepalive, keepalive_s, opening
-        self._sent_at = 0.0
+        self.status_code, self.media_type, self.background = 200, media_type, None
+        self._events, self._describe_error, self._make_headers = events, describe_error, headers
+        self._keepalive = keepalive if callable(keepalive) else lambda: keepalive
+        self._opening, self._timeouts = opening, timeouts or http_timeouts(request)
+        self._started = self._left = self._sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task = asyncio.current_task()
+        assert task
+        self._sent_at, cancelling = time.monotonic(), task.cancelling()
+        watching = asyncio.create_task(self._watch(receive, send, task))
         try:
-            await super().__call__(scope, receive, send)
-        finally:  # the client may have left before the first event, or between two
-            self._first.cancel()
-            await asyncio.wait({self._first})
+            await self._send_events(send)
+        except asyncio.CancelledError:
+            if not self._left or task.uncancel() > cancelling:  # then the server stops
+                raise
+        finally:
+            watching.cancel()
             await self._events.aclose()
 
-    async def stream_response(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        self._sent_at = time.monotonic()
-        keepalive = asyncio.create_task(self._send_keepalives(send))
+    async def _send_events(self, send: Send) -> None:
         try:
-            async for event in self._all_events():
-                await self._send(send, event)
-        finally:
-            keepalive.cancel()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _all_events(self) -> AsyncGenerator[bytes, None]:
-        """The last one describes the error, if there was one. Errors of sending do not come through here."""
-        if opening := self._opening():
-            yield opening
-        try:
-            yield await self._first
             async for event in self._events:
-                yield event
+                await self._send(send, event)
         except Exception as error:
+            if not self._started or self._sending:  # a client without a socket gets no last event
+                raise
             if not isinstance(error, DisaggError):
                 log.error("a stream failed", exc_info=error)
-            yield self._describe_error(error)
+            await self._send(send, self._describe_error(error))
+        await self._send(send, b"", more_body=False)
 
-    async def _send(self, send: Send, event: bytes) -> None:
-        self._sent_at = time.monotonic()
-        await send({"type": "http.response.body", "body": event, "more_body": True})
+    async def _send(self, send: Send, event: bytes, *, more_body: bool = True) -> None:
+        self._sent_at, self._sending = time.monotonic(), True
+        if not self._started:
+            event = await self._start(send) + event
+        if event or not more_body:
+            await send({"type": "http.response.body", "body": event, "more_body": more_body})
+        self._sending = False
 
-    async def _send_keepalives(self, send: Send) -> None:
-        while True:
-            quiet_s = time.monotonic() - self._sent_at
-            if quiet_s < self._keepalive_s:
-                await asyncio.sleep(self._keepalive_s - quiet_s)
-            else:
-                await self._send(send, self._keepalive())
+    async def _start(self, send: Send) -> bytes:
+        self._started = True
+        self.init_headers(UNBUFFERED_HEADERS | self._make_headers())
+        opening = self._opening()
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        return opening
+
+    async def _watch(self, receive: Receive, send: Send, task: "asyncio.Task[None]") -> None:
+        """Sends what is due while there are no events. When the client disconnects, the request's task ends."""
+        loop = asyncio.get_running_loop()
+        while not self._left:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(loop.time() + self._due_s()):
+                    self._left = (await receive())["type"] == "http.disconnect"
+            if not self._left and self._due_s() <= 0:
+                await self._send(send, self._keepalive() if self._started else b"")
+        task.cancel()
+
+    def _due_s(self) -> float:
+        limit_s = self._timeouts.keepalive_s if self._started else self._timeouts.early_error_s
+        return self._sent_at + limit_s - time.monotonic()

@@ -19,6 +19,7 @@ Message = dict[str, Any]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
+_SHORT_CHARS = 2000  # below it, the batch costs more than the work
 _ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's form of a single byte
 
 
@@ -67,6 +68,8 @@ class ModelTokenizer:
     def encode(self, text: str) -> list[int]:
         """Special tokens in the text are recognised; none are added."""
         try:
+            if len(text) < _SHORT_CHARS:
+                return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
             # As a batch, which releases the GIL: a long text takes seconds.
             return list(self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
         except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair, from broken JSON escapes

@@ -16,12 +16,12 @@ from starlette.routing import Route
 from disaggregated_inference.api import DoneEvent, TextEvent, TextGenerateResponse, TextMetrics, Usage
 from disaggregated_inference.errors import BadRequest, DeadlineExceeded, DisaggError, TicketNotFound
 from disaggregated_inference.http import (
+    EventStreamResponse,
     error_body,
     json_response,
     read_body,
     request_id,
     sse_event,
-    stream_response,
     unless_disconnected,
 )
 from disaggregated_inference.node import RequestMetrics, base_app
@@ -100,7 +100,7 @@ def _decode_routes(node: OllamaNode, metrics: "OllamaMetrics") -> list[Route]:
         if not params.stream:
             return json_response(await unless_disconnected(request, response.document()))
         timeouts = HttpTimeouts(early_error_s=node.timeouts.early_error_s, keepalive_s=node.timeouts.heartbeat_s)
-        return await stream_response(
+        return EventStreamResponse(
             request, response.events(), response.describe_error, keepalive=node.heartbeat, timeouts=timeouts
         )
 

@@ -1,12 +1,13 @@
-"""Heartbeats: notices streams that have gone silent, all of them in one pass, a few times a second.
+"""Heartbeats: notices requests and streams that have gone silent, all of them in one pass, a few times a second.
 
 A decode node sends something on every stream four times a second. The node of a silent stream is probed: a busy machine
-answers late, a frozen one does not answer.
+answers late, a frozen one does not answer. So is a node whose response does not begin.
 """
 
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import aiohttp
 
@@ -20,6 +21,45 @@ class StreamSilent(Exception):
     def __init__(self, message: str, *, node_alive: bool = False, timed_out: bool = True) -> None:
         super().__init__(message)
         self.node_alive, self.timed_out = node_alive, timed_out
+
+
+class PendingRequest:
+    """A request whose response has not begun: `with` around the wait. The node may take its time, but it must not be
+    frozen or stuck meanwhile: then the wait ends with the error of the probe."""
+
+    __slots__ = ("_cancelling", "_error", "_heartbeats", "_probe", "_probing", "_task", "last_probe_at")
+
+    def __init__(self, heartbeats: "Heartbeats", probe: Callable[[], Awaitable[None]]) -> None:
+        self._heartbeats, self._probe = heartbeats, probe
+        self._probing: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._error: Exception | None = None
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        assert self._task
+        self._cancelling, self.last_probe_at = self._task.cancelling(), self._task.get_loop().time()
+        self._heartbeats.open.add(self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._heartbeats.open.discard(self)
+        task, self._task = self._task, None  # from here on, no probe cancels it
+        if self._error and task and task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            raise self._error from None
+
+    def check(self, now: float) -> None:
+        due = now - self.last_probe_at > self._heartbeats.timeouts.watch_s
+        if due and (self._probing is None or self._probing.done()):
+            self._probing = asyncio.create_task(self._verify())
+
+    async def _verify(self) -> None:
+        try:
+            await self._probe()
+            self.last_probe_at = asyncio.get_running_loop().time()
+        except Exception as error:  # any failure of the probe is no answer
+            if self._task:
+                self._error = error
+                self._task.cancel()
 
 
 class MonitoredStream:
@@ -59,11 +99,11 @@ class MonitoredStream:
 
 
 class Heartbeats:
-    """All open streams of an orchestrator."""
+    """All open requests and streams of an orchestrator."""
 
     def __init__(self, timeouts: OrchestratorTimeouts = OrchestratorTimeouts()) -> None:
         self.timeouts = timeouts
-        self.open: set[MonitoredStream] = set()
+        self.open: set[MonitoredStream | PendingRequest] = set()
         self.held_up_at = -math.inf  # when this process itself was last paused
 
     async def run(self) -> None:

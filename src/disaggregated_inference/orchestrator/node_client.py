@@ -23,7 +23,7 @@ from disaggregated_inference.api import (
 )
 from disaggregated_inference.cluster import Server
 from disaggregated_inference.errors import BadRequest, DisaggError
-from disaggregated_inference.orchestrator.heartbeat import Heartbeats, MonitoredStream, StreamSilent
+from disaggregated_inference.orchestrator.heartbeat import Heartbeats, MonitoredStream, PendingRequest, StreamSilent
 
 _PATIENCE = 8  # times its recent latency: a busy machine is slow for all clients, a frozen one is silent
 _DECAY = 0.9  # what is left of a slow answer after the next one
@@ -111,6 +111,7 @@ class NodeClient:
     def __init__(self, server: Server, session: aiohttp.ClientSession, heartbeats: Heartbeats, stuck_s: float) -> None:
         self.server, self._session, self._heartbeats, self._stuck_s = server, session, heartbeats, stuck_s
         self._timeouts = heartbeats.timeouts
+        self._dial_timeout = aiohttp.ClientTimeout(total=None, connect=self._timeouts.dial_s)
         self._headers = {"Authorization": f"Bearer {server.token}"} if server.token else {}
         self.epoch = ""  # of its last status: after a restart the node may hold another model
         self.replaceable: Callable[[], bool] = lambda: False  # whether another node could do its work now
@@ -228,6 +229,8 @@ class NodeClient:
 
     async def _drain(self, response: aiohttp.ClientResponse) -> None:
         """To the very end, so that the connection can be reused. A node that fails now has done its work."""
+        if response.content.at_eof():
+            return
         with suppress(aiohttp.ClientError, TimeoutError, OSError):
             async with asyncio.timeout(self._timeouts.small_body_s):
                 await response.content.read()
@@ -252,13 +255,10 @@ class NodeClient:
         headers = self._headers | {"X-Request-Id": request_id, "Content-Type": "application/json"}
         if self.epoch:
             headers["X-Node-Epoch"] = self.epoch
-        timeout = aiohttp.ClientTimeout(total=None, connect=self._timeouts.dial_s)
         url, body = self.server.url + path, msgspec.json.encode(request)
-        sending = asyncio.ensure_future(
-            self._session.post(url, data=body, headers=headers, timeout=timeout).__aenter__()
-        )
         try:
-            response = await self._watch(sending)
+            with PendingRequest(self._heartbeats, self._require_alive):
+                response = await self._session.post(url, data=body, headers=headers, timeout=self._dial_timeout)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unreachable(error) from error
         try:
@@ -267,18 +267,6 @@ class NodeClient:
             yield response
         finally:
             response.close()  # the connection is kept only if the response was read to its end
-
-    async def _watch(self, sending: "asyncio.Future[aiohttp.ClientResponse]") -> aiohttp.ClientResponse:
-        """The node may take its time, but it must not be frozen or stuck meanwhile."""
-        try:
-            while not (await asyncio.wait({sending}, timeout=self._timeouts.watch_s))[0]:
-                await self._require_alive()
-            return sending.result()
-        except BaseException:
-            sending.cancel()
-            if sending.done() and not sending.cancelled() and not sending.exception():
-                sending.result().close()
-            raise
 
     async def _receive(self, response: aiohttp.ClientResponse) -> bytes:
         """What has arrived, at least something. The heartbeat ends the wait on a silent stream."""

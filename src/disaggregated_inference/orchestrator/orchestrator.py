@@ -89,7 +89,8 @@ class DisaggregatedInference:
         if self._registry is None:
             self._loop = asyncio.get_running_loop()
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=self._timeouts.idle_connection_s)
-            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
+            cookies = aiohttp.DummyCookieJar()  # nodes set none
+            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=cookies, auto_decompress=False)
             self._registry = NodeRegistry(self.config, self._session, self._timeouts)
             self._registry.start()
         return self._registry
@@ -178,8 +179,9 @@ class DisaggregatedInference:
                 yield deltas
             record = await _result(task)
         finally:
-            task.cancel()
-            await asyncio.wait({task})
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
         yield [Delta(metrics=answer_of(Completion(choices=recorder.choices(), record=record)))]
 
     async def generate_many(self, requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -335,7 +337,8 @@ def _is_late(error: BaseException, deadline: float) -> bool:
 async def _result(task: "asyncio.Task[RequestRecord]") -> RequestRecord:
     """A caller that is cancelled cancels the request. If the orchestrator was closed meanwhile, that is the error."""
     try:
-        await asyncio.wait({task})
+        if not task.done():
+            await asyncio.wait({task})
     except asyncio.CancelledError:
         task.cancel()
         await asyncio.wait({task})

@@ -14,7 +14,7 @@ from disaggregated_inference.gateway.chat import ChatDeltas, consume, render_pro
 from disaggregated_inference.gateway.open_content import encode_event
 from disaggregated_inference.gateway.reasoning_effort import can_think
 from disaggregated_inference.gateway.request_context import RequestContext
-from disaggregated_inference.http import json_response, read_json, stream_response, unless_disconnected
+from disaggregated_inference.http import EventStreamResponse, json_response, read_json, unless_disconnected
 from disaggregated_inference.orchestrator import in_thread
 
 __all__ = ["REQUEST_ID", "error_body", "routes"]
@@ -45,7 +45,7 @@ async def messages(request: Request) -> Response:
         return encode_event(error_body(error, context.id))
 
     events = _events(builder, batches)
-    return await stream_response(request, events, failed, lambda: _headers(context), builder.keepalive)
+    return EventStreamResponse(request, events, failed, lambda: _headers(context), builder.keepalive)
 
 
 async def count_tokens(request: Request) -> Response:

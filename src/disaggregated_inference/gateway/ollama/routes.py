@@ -21,7 +21,7 @@ from disaggregated_inference.gateway.ollama.requests import (
     read,
 )
 from disaggregated_inference.gateway.request_context import RequestContext
-from disaggregated_inference.http import json_response, read_json, stream_response, unless_disconnected
+from disaggregated_inference.http import EventStreamResponse, json_response, read_json, unless_disconnected
 from disaggregated_inference.models import ModelTokenizer
 from disaggregated_inference.orchestrator import DisaggregatedInference, in_thread
 
@@ -130,7 +130,7 @@ async def _respond(
 
     keepalive = encode_line(writer.body(OllamaChunk()))  # NDJSON has no comments: an empty line of content
     lines = encode_all(batches, writer.line)
-    return await stream_response(request, lines, failed, context.headers, keepalive, _NDJSON)
+    return EventStreamResponse(request, lines, failed, context.headers, keepalive, _NDJSON)
 
 
 async def _remaining_window(core: DisaggregatedInference, chat: ChatRequest, tokenizer: ModelTokenizer) -> int:

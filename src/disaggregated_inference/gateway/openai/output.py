@@ -13,7 +13,7 @@ from disaggregated_inference.gateway.chat import ChatDelta
 from disaggregated_inference.gateway.openai.errors import error_body
 from disaggregated_inference.gateway.openai.requests import OpenAIRequest
 from disaggregated_inference.gateway.request_context import RequestContext
-from disaggregated_inference.http import sse_event, stream_response
+from disaggregated_inference.http import EventStreamResponse, sse_event
 from disaggregated_inference.models import ModelTokenizer
 from disaggregated_inference.orchestrator import Delta
 
@@ -75,7 +75,7 @@ class CompletionWriter:
 
 async def stream_events(context: RequestContext, events: AsyncGenerator[bytes, None]) -> Response:
     """No [DONE] follows an error: the completion is not complete."""
-    return await stream_response(context.request, events, lambda error: sse_event(error_body(error)), context.headers)
+    return EventStreamResponse(context.request, events, lambda error: sse_event(error_body(error)), context.headers)
 
 
 def usage_of(records: list[dict[str, Any]], reasoning_tokens: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from disaggregated_inference.gateway.openai.responses_requests import (
 )
 from disaggregated_inference.gateway.request_context import RequestContext
 from disaggregated_inference.gateway.response_store import ResponseNotFound, ResponseStore, StoredResponse
-from disaggregated_inference.http import json_response, read_json, stream_response, unless_disconnected
+from disaggregated_inference.http import EventStreamResponse, json_response, read_json, unless_disconnected
 
 __all__ = ["error_body", "routes"]
 
@@ -68,11 +68,11 @@ class Responses:
             return b"".join(map(encode_event, builder.opening()))
 
         encoded = encode_all(events, encode_event)
-        return await stream_response(request, encoded, failed, context.headers, opening=opening)
+        return EventStreamResponse(request, encoded, failed, context.headers, opening=opening)
 
     async def retrieve(self, request: Request) -> HttpResponse:
         if request.query_params.get("stream") == "true":
-            raise BadRequest("stream: stored responses are not stream_response; leave it out", param="stream")
+            raise BadRequest("stream: stored responses are not streamed; leave it out", param="stream")
         context = RequestContext(request)
         return json_response(self._stored(context).response, headers=context.headers())
 
