@@ -19,6 +19,7 @@ from disaggregated_inference.errors import (
     KVMemoryFull,
     NodeBusy,
     RequestTooLarge,
+    TicketRefused,
 )
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node.decode import DecodeNode
@@ -308,6 +309,38 @@ def test_a_request_that_waits_for_one_piece_does_not_block_others(tiny_folder: A
     assert large.metrics.completion_tokens == 0
     end(1)
     assert list(large) == alone(tiny_engine("torch", "llama"), prompt_of(2990), 10)
+    assert until(lambda: not kv_memory.held_bytes and not admission.held_bytes)
+    node.close()
+    kv_memory.close_all()
+    scheduler.stop()
+
+
+def test_a_prompt_is_admitted_only_when_its_memory_is_in_one_piece(tiny_folder: Any) -> None:
+    """Its context must not go out before that: it would get decode memory that the holders of its own memory need."""
+    model = ModelFiles("llama", tiny_folder("llama"))
+    scheduler = Scheduler(partial(load_engine, "torch", model, **ENGINE_OPTIONS["torch"] | {"kv_bytes": 6001 << 10}))
+    kv_memory = KVMemory(scheduler, prefix_bytes=0)
+    node, admission = PrefillNode(kv_memory), kv_memory.prefill_admission
+    holders = [node.submit(prompt_of(1900))[0].ticket for _ in range(3)]
+    for ticket in holders:
+        node.admitted(ticket).result(60)
+    node.tickets.cancel(holders[0])
+    node.tickets.cancel(holders[2])
+    cost = kv_memory.engine.kv_cost(2900)
+    assert until(lambda: admission.limit_bytes - admission.held_bytes > cost), "there is enough, in two pieces"
+    large, computed = node.submit(prompt_of(2900), wait_s=600, timeout_s=600)
+    small, _ = node.submit(prompt_of(20))
+    node.admitted(small.ticket).result(60)
+    assert not node.admitted(large.ticket).done()
+    node.tickets.cancel(holders[1])
+    node.admitted(large.ticket).result(60)
+    assert computed.result(60).prompt_tokens == 2900
+    cancelled, _ = node.submit(prompt_of(2900), wait_s=600, timeout_s=600)
+    admitted = node.admitted(cancelled.ticket)
+    node.tickets.cancel(cancelled.ticket)
+    assert isinstance(admitted.exception(60), TicketRefused)
+    for ticket in (large.ticket, small.ticket):
+        node.tickets.cancel(ticket)
     assert until(lambda: not kv_memory.held_bytes and not admission.held_bytes)
     node.close()
     kv_memory.close_all()

@@ -125,7 +125,7 @@ def test_a_failed_open_holds_no_memory(nodes: Callable[..., Pair], tiny_engine: 
 
         node.kv_memory.open = broken  # type: ignore[method-assign]
         if node is prefill:
-            with pytest.raises(RuntimeError):
+            with pytest.raises(DisaggError, match="no such file any more"):
                 prefill.submit(prompt_of(50))[1].result(5)
         else:
             with pytest.raises(RuntimeError):

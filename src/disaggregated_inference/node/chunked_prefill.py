@@ -42,12 +42,22 @@ class ChunkedPrefill:
 
         def start(claim: Claim) -> None:
             job.claim = claim
+            if not self.engine.loaded:
+                job.set_admitted()  # no memory is in use, and loading takes long: the decode node may load meanwhile
+            self._scheduler.post(open_and_compute)
+
+        def open_and_compute() -> None:
+            """Admitted is a prompt whose memory is really there. If its context went out earlier, it could get the
+            decode memory for which the prompts that hold its own memory are waiting."""
             try:
-                computing = self._scheduler.submit(self._compute(job, requested_at))
+                if self._open(job):
+                    job.set_admitted()
+                    computing = self._scheduler.submit(self._compute(job, requested_at))
+                    computing.add_done_callback(lambda done: self._settle(job, done))
             except DisaggError as error:
-                return refuse(error)
-            computing.add_done_callback(lambda done: self._settle(job, done))
-            job.set_admitted()
+                refuse(error)
+            except Exception as error:
+                refuse(DisaggError(f"the prefill cannot start: {error}"))
 
         def refuse(error: DisaggError) -> None:
             job.outbox.fail(error)
@@ -61,9 +71,14 @@ class ChunkedPrefill:
         if job.ended:
             self._release(job)
 
-    def compute_canary(self, job: PrefillJob) -> "Future[PrefillMetrics | None]":
+    def compute_canary(self, job: PrefillJob) -> "Future[PrefillMetrics]":
         """Without admission: the prompt of a peer check is short."""
-        return self._scheduler.submit(self._compute(job, time.perf_counter()), urgent=True)
+
+        def compute() -> Work[PrefillMetrics]:
+            self._open(job)
+            return (yield from self._compute(job, time.perf_counter()))
+
+        return self._scheduler.submit(compute(), urgent=True)
 
     def cancel(self, job: PrefillJob) -> None:
         """The ticket ended. The scheduler frees the memory after the current chunk."""
@@ -85,16 +100,14 @@ class ChunkedPrefill:
         with suppress(NodeBusy):  # the engine has stopped: there is no memory to free
             self._scheduler.post(lambda: self._close(job))
 
-    def _settle(self, job: PrefillJob, done: "Future[PrefillMetrics | None]") -> None:
+    def _settle(self, job: PrefillJob, done: "Future[PrefillMetrics]") -> None:
         error = done.exception()
-        if error or done.result():  # neither: the job waits for memory again
-            self.finish(job, error, None if error else done.result())
+        self.finish(job, error, None if error else done.result())
 
-    def _compute(self, job: PrefillJob, requested_at: float) -> Work[PrefillMetrics | None]:
-        started, requeued = time.perf_counter(), False
+    def _compute(self, job: PrefillJob, requested_at: float) -> Work[PrefillMetrics]:
+        started = time.perf_counter()
         try:
-            if requeued := not self._open(job):
-                return None
+            job.raise_if_cancelled()
             cached = job.cached_tokens = yield from self._reuse_prefix(job)
             yield from self._compute_chunks(job, cached)
             count, seconds = len(job.tokens), time.perf_counter() - started
@@ -110,10 +123,9 @@ class ChunkedPrefill:
             job.outbox.fail(DisaggError(f"the prefill failed: {error}"))
             raise
         finally:
-            if not requeued:
-                self._tickets.hold(job.ticket)
-                if job.ended or job.outbox.failed:
-                    self._close(job)
+            self._tickets.hold(job.ticket)
+            if job.ended or job.outbox.failed:
+                self._close(job)
         return metrics
 
     def _open(self, job: PrefillJob) -> bool:

@@ -120,7 +120,7 @@ class KVServer:
     def _canary_job(self) -> PrefillJob:
         return PrefillJob(canary_prompt(self._prefill.engine.spec.vocabulary))
 
-    def _start_canary(self, job: PrefillJob) -> "Future[PrefillMetrics | None]":
+    def _start_canary(self, job: PrefillJob) -> "Future[PrefillMetrics]":
         def keep(_: object) -> None:
             """On the scheduler's thread, before the rows are freed."""
             if job.outbox.complete:
