@@ -424,6 +424,33 @@ def test_a_dead_stream_of_a_healthy_node_fails_over(record_property: Any) -> Non
                 node.end()
 
 
+def test_an_answer_outlives_an_outage() -> None:
+    """The only decode node is away for longer than any failover takes. A request without output fails as before."""
+    only = simulated("only", "custom:prefill=5000,decode=40")
+    ask: dict[str, Any] = {"model": "simulated:tiny", "prompt": "hello", "max_tokens": 60, "temperature": 0}
+    short = OrchestratorTimeouts(quiet_node_s=0.1, come_back_s=0.1)
+    try:
+        only.ready()
+        with DisaggregatedClient(config_of(only, local="always"), timeouts=short) as client:
+            _, expected = client.generate(**ask)
+            tokens, refused = list[int](), list[NoDecodeNode]()
+            for delta in client.stream(**ask):
+                tokens += [] if delta.token is None else [delta.token]
+                if len(tokens) == 20 and not refused:
+                    only.kill()
+                    with pytest.raises(NoDecodeNode) as error:
+                        client.generate(**ask)
+                    refused.append(error.value)
+                    only.start()
+                metrics = delta.metrics or {}
+        assert tokens == expected["tokens"]
+        assert metrics["failovers"]
+        assert metrics["failovers"][0]["node"] == "only"
+        assert str(refused[0]).startswith("Decode server unavailable - request failed")
+    finally:
+        only.end()
+
+
 def test_a_node_failure_counts_once_for_all_choices() -> None:
     """A node's death is one failure, however many choices were written there."""
     nodes = [simulated(name, "custom:prefill=5000,decode=60") for name in ("s1", "s2", "s3")]

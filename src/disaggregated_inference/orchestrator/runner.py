@@ -48,6 +48,7 @@ class RequestRunner:
         self._picker = RoutePicker(registry, self._model, self._failover, can_transfer_kv=continuation.can_transfer_kv)
         self._gave_second_chance = False
         self._waiting_since: float | None = None
+        self._waits_for_node = False
         self._cached_tokens: int | None = None  # of the prompt, at most: see `_report_progress`
         self._put: Put = lambda events: None
 
@@ -211,7 +212,8 @@ class RequestRunner:
     async def _wait_for_node(self, error: NoDecodeNode) -> None:
         """No decode node takes this request now. Nodes that are there and did not fail it are waited for, as long as
         another request tries them out and a while longer; nodes that failed it get one second chance. So does a node
-        that has not answered yet, or went quiet a moment ago."""
+        that has not answered yet, or went quiet a moment ago. A request with output waits for a node as long as it has
+        time: its client has begun to read."""
         others = self._picker.other_models()
         nodes = [node for node in self._registry.of(self._model) if node.role != "prefill" and node.name not in others]
         present = [node for node in nodes if node.reachable and not node.mismatch and not node.trouble]
@@ -222,13 +224,23 @@ class RequestRunner:
             return await self._wait_a_while(error, tried_out=any(node.open for node in untried))
         if too_large := self._failover.too_large:  # all other nodes are too small
             raise refusal(413, too_large.code, too_large.message) from too_large
-        if not present and any(node.may_come_back for node in nodes):
-            return await asyncio.sleep(min(self._timeouts.poll_s, self._left_s()))
+        if not present and (any(node.may_come_back for node in nodes) or (nodes and self._has_output())):
+            return await self._wait_for_any_node()
         if not present or self._gave_second_chance:
             raise error
         self._gave_second_chance = True
         self._failover.avoid.clear()
         await asyncio.sleep(min(self._timeouts.come_back_s, self._left_s()))
+
+    def _has_output(self) -> bool:
+        return any(state.text for state in self._choice_states)
+
+    async def _wait_for_any_node(self) -> None:
+        if not self._waits_for_node:
+            self._waits_for_node = True
+            extra = {"request_id": self._request.request_id, "model": self._model}
+            log.warning("no decode node is there: the request waits for one", extra=extra)
+        await asyncio.sleep(min(self._timeouts.poll_s, self._left_s()))
 
     async def _wait_a_while(self, error: NoDecodeNode, tried_out: bool) -> None:
         """The time limit starts when no other request is trying the nodes out."""
