@@ -159,6 +159,12 @@ class NodeBusy(DisaggError, status=503):
     retry_after_s: int
 
 
+class ServerBusy(DisaggError, status=503):
+    """Too many connections or unfinished requests."""
+
+    retry_after_s = 1
+
+
 class NodeDraining(NodeBusy):
     """The node is stopping and takes no new requests."""
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+import socket
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -18,6 +20,7 @@ from disaggregated_inference.http import (
     KEEPALIVE_COMMENT,
     Bearer,
     EventStreamResponse,
+    HttpLimits,
     RequestId,
     error_body,
     error_response,
@@ -28,6 +31,8 @@ from disaggregated_inference.http import (
     sse_event,
 )
 from disaggregated_inference.timeouts import HttpTimeouts
+from tests.support.recorded_ollama import OnThread
+from tests.support.waiting import until
 
 
 class Body(msgspec.Struct):
@@ -205,3 +210,62 @@ def test_the_head_of_a_stream_waits_for_an_early_error_only_a_moment() -> None:
         running.cancel()
 
     asyncio.run(run())
+
+
+@contextmanager
+def limited(**limits: int) -> Iterator[OnThread]:
+    app = Starlette(routes=[Route("/double", double, methods=["POST"])], exception_handlers={DisaggError: refused})
+    server = OnThread(app, HttpTimeouts(read_s=60), HttpLimits(**limits))
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+def opened(server: OnThread, data: bytes) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", server.port))
+    sock.settimeout(30)
+    sock.sendall(data)
+    return sock
+
+
+def received(sock: socket.socket) -> bytes:
+    with suppress(ConnectionResetError):  # closed with data that the server has not read
+        return b"".join(iter(lambda: sock.recv(1 << 16), b""))
+    return b""
+
+
+def test_unfinished_heads_do_not_keep_others_out() -> None:
+    """One too many closes the oldest, long before its deadline; a complete request is never closed."""
+    with limited(unfinished_heads=5) as server, ExitStack() as stack:
+        heads = [stack.enter_context(opened(server, b"GET /double HTTP/1.1\r\nX-Slow: ")) for _ in range(8)]
+        assert [received(sock) for sock in heads[:3]] == [b""] * 3
+        assert server.ask("/double", {"n": 4})[1]["n"] == 8
+
+
+def test_connections_have_a_limit() -> None:
+    for limits in ({"connections": 3}, {"connections_per_address": 3}):
+        with limited(**limits) as server, ExitStack() as stack:
+            for _ in range(3):
+                stack.enter_context(opened(server, b"GET"))
+            head, _, body = received(stack.enter_context(opened(server, b""))).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+            assert json.loads(body)["error"]["code"] == "server_busy"
+            stack.close()
+            assert until(lambda: server.ask("/double", {"n": 4})[0] == 200)
+
+
+def test_unfinished_bodies_have_a_limit_in_sum() -> None:
+    begin = b"POST /double HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n" + b" " * 40
+    with limited(unfinished_body_bytes=100) as server, ExitStack() as stack:
+        first, second, third = (stack.enter_context(opened(server, begin)) for _ in range(3))
+        answers: list[bytes] = []
+        for sock in (first, second, third):  # which of them is one too many depends on the order of arrival
+            sock.settimeout(0.5)
+            with suppress(TimeoutError):
+                answers.append(sock.recv(1 << 16))
+        assert [answer.startswith(b"HTTP/1.1 503 ") for answer in answers] == [True]
+        assert b"retry-after: 1" in answers[0].lower()
+        for sock in (first, second, third):
+            sock.close()
+        assert until(lambda: server.ask("/double", {"n": 4})[0] == 200)

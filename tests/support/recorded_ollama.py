@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 from starlette.applications import Starlette
 
-from disaggregated_inference.http import HttpServer
+from disaggregated_inference.http import HttpLimits, HttpServer
 from disaggregated_inference.ollama_node import OllamaClient, OllamaNode, ollama_app
 from disaggregated_inference.ollama_node.client import COUNTS_ALL, HONOURS_TRUNCATE, version_of
 from disaggregated_inference.timeouts import HttpTimeouts
@@ -266,11 +266,13 @@ def _tokens(prompt: str) -> int:
 class OnThread:
     """An app on a thread of this process, by HTTP."""
 
-    def __init__(self, app: Starlette, timeouts: HttpTimeouts = HttpTimeouts()) -> None:
+    def __init__(
+        self, app: Starlette, timeouts: HttpTimeouts = HttpTimeouts(), limits: HttpLimits = HttpLimits()
+    ) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
-        hooks: Any = {"on_ready": lambda port: None, "on_stop": lambda: None}
-        self._server = HttpServer(app, "127.0.0.1", self.port, 1, **hooks, lifespan="auto", timeouts=timeouts)
+        hooks: Any = {"on_ready": lambda port: None, "on_stop": lambda: None, "lifespan": "auto"}
+        self._server = HttpServer(app, "127.0.0.1", self.port, 1, **hooks, timeouts=timeouts, limits=limits)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         assert until(lambda: self._server.started, LONG_S)

@@ -1,6 +1,7 @@
 """The HTTP layer that nodes, Ollama nodes and the gateway share."""
 
 from disaggregated_inference.http.body import BODY_LIMIT_BYTES, read_body, read_json
+from disaggregated_inference.http.limits import HttpLimits
 from disaggregated_inference.http.middleware import Bearer, RequestId, request_id
 from disaggregated_inference.http.responses import error_body, error_headers, error_response, json_response
 from disaggregated_inference.http.server import HttpServer, is_loopback, require_free_port, write_ready_line
@@ -22,6 +23,7 @@ __all__ = [
     "Certificate",
     "DescribeError",
     "EventStreamResponse",
+    "HttpLimits",
     "HttpServer",
     "RequestId",
     "error_body",

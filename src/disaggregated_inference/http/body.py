@@ -8,6 +8,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from disaggregated_inference.api import invalid
 from disaggregated_inference.errors import BadRequest, BodyTooLarge, Cancelled, RequestTooSlow
+from disaggregated_inference.http.limits import UnfinishedBodies
 from disaggregated_inference.timeouts import HttpTimeouts
 
 BODY_LIMIT_BYTES = 16 << 20
@@ -35,12 +36,14 @@ async def read_json(request: Request) -> dict[str, Any]:
 async def _receive(request: Request, limit_bytes: int) -> bytearray:
     _require_size(_announced_bytes(request), limit_bytes)
     body, until = bytearray(), asyncio.get_running_loop().time() + http_timeouts(request).read_s
+    unfinished: UnfinishedBodies = getattr(request.app.state, "unfinished_bodies", None) or UnfinishedBodies()
     try:
-        async with asyncio.timeout_at(until) as deadline:
-            async for part in request.stream():
-                body += part
-                _require_size(len(body), limit_bytes)
-                deadline.reschedule(until + len(body) / _SLOWEST_BYTES_S)
+        with unfinished.receiving(body):
+            async with asyncio.timeout_at(until) as deadline:
+                async for part in request.stream():
+                    unfinished.add(body, part)
+                    _require_size(len(body), limit_bytes)
+                    deadline.reschedule(until + len(body) / _SLOWEST_BYTES_S)
     except ClientDisconnect:
         raise Cancelled("the client disconnected") from None
     except TimeoutError:

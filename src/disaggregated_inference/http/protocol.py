@@ -1,5 +1,6 @@
-"""HTTP/1.1 with a deadline for request heads. uvicorn has none: a client that sends a byte now and then would keep its
-connection for ever, and a thousand such clients would keep all others out (slowloris)."""
+"""HTTP/1.1 with a deadline for request heads and a limit of connections. uvicorn has no such deadline: a client that
+sends a byte now and then would keep its connection for ever, and a thousand such clients would keep all others out
+(slowloris)."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,7 +9,8 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from disaggregated_inference.errors import BadRequest, DisaggError, RequestTooSlow
+from disaggregated_inference.errors import BadRequest, DisaggError, RequestTooSlow, ServerBusy
+from disaggregated_inference.http.limits import Connections
 
 DescribeHeadError = Callable[[DisaggError], Any]
 
@@ -18,14 +20,19 @@ class HeadDeadlineProtocol(H11Protocol):
     response. No clock runs while a request is being answered. This is h11 also where httptools is installed: httptools
     accepts heads of any length, and drops the response to a request that garbage follows."""
 
-    def __init__(self, *args: Any, read_s: float, error_body: DescribeHeadError, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, read_s: float, error_body: DescribeHeadError, connections: Connections, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
-        self._read_s, self._error_body = read_s, error_body
+        self._read_s, self._error_body, self._connections = read_s, error_body, connections
         self._received = False
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if reason := self._connections.opened(self._address):
+            self._send_error("Service Unavailable", ServerBusy(reason))
+            self.transport.close()
         self._update_timer()
 
     def data_received(self, data: bytes) -> None:
@@ -35,6 +42,7 @@ class HeadDeadlineProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._connections.closed(self._address)
         self._stop_timer()
 
     def send_400_response(self, msg: str) -> None:
@@ -50,15 +58,26 @@ class HeadDeadlineProtocol(H11Protocol):
             self._stop_timer()
         elif not self._timer:
             self._timer = self.loop.call_later(self._read_s, self._expire)
+            self._connections.head_began(self)
 
     def _stop_timer(self) -> None:
+        self._connections.head_ended(self)
         if self._timer:
             self._timer.cancel()
             self._timer = None
 
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    def drop(self) -> None:
+        """Its head is not complete, and too many others have begun theirs since."""
+        self._stop_timer()
+        self.transport.close()
+
     def _expire(self) -> None:
         """A silent connection is closed silently: its client might take an error for its first response."""
-        self._timer = None
+        self._stop_timer()
         if self._received and not self.cycle:
             message = f"the request head was not complete within {self._read_s:g} s"
             self._send_error("Request Timeout", RequestTooSlow(message))

@@ -13,10 +13,12 @@ from functools import partial
 from types import FrameType
 from typing import Any, Literal
 
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
 
 from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.http.limits import Connections, HttpLimits, UnfinishedBodies, raise_file_limit
 from disaggregated_inference.http.protocol import DescribeHeadError, HeadDeadlineProtocol
 from disaggregated_inference.http.responses import error_body
 from disaggregated_inference.http.tls import Certificate
@@ -43,13 +45,20 @@ class HttpServer(uvicorn.Server):
         certificate: Certificate | None = None,
         lifespan: Literal["auto", "off"] = "off",
         timeouts: HttpTimeouts = HttpTimeouts(),
+        limits: HttpLimits = HttpLimits(),
     ) -> None:
+        limits = msgspec.structs.replace(limits, connections=min(limits.connections, raise_file_limit()))
         last_words_s = timeouts.last_words_s if on_drain_end else 0
         config = uvicorn.Config(
             app,
             host=host,
             port=port,
-            http=partial(HeadDeadlineProtocol, read_s=timeouts.read_s, error_body=describe),  # type: ignore[arg-type]
+            http=partial(  # type: ignore[arg-type]
+                HeadDeadlineProtocol,
+                read_s=timeouts.read_s,
+                error_body=describe,
+                connections=Connections(limits),
+            ),
             ws="none",
             lifespan=lifespan,
             log_config=None,
@@ -61,6 +70,7 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         app.state.stop, app.state.http_timeouts = self.stop, timeouts
+        app.state.unfinished_bodies = UnfinishedBodies(limits)
         self._drain_s, self._signalled = drain_s, False
         self._on_ready, self._on_stop, self._on_drain_end = on_ready, on_stop, on_drain_end
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -1,0 +1,105 @@
+"""Limits on what clients may hold open at once: connections, unfinished request heads, unfinished request bodies.
+
+They hold before any token or key was checked, so that nobody without one can shut a server off.
+"""
+
+import logging
+import resource
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import msgspec
+
+from disaggregated_inference.errors import ServerBusy
+
+log = logging.getLogger(__name__)
+
+_OTHER_FILES = 256  # descriptors for connections to nodes, KV transfers, logs and models
+_MOST_FILES = 65_536
+
+
+class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one server (package `http`)."""
+
+    connections: int = 4096
+    connections_per_address: int = 2048  # a reverse proxy is one address
+    unfinished_heads: int = 512  # when one more comes, the oldest is closed
+    unfinished_body_bytes: int = 128 << 20  # of all request bodies that have not arrived completely
+
+
+class Closable(Protocol):
+    def drop(self) -> None: ...
+
+
+class Connections:
+    """The connections of one server."""
+
+    def __init__(self, limits: HttpLimits = HttpLimits()) -> None:
+        self._limits = limits
+        self._by_address: Counter[str] = Counter()
+        self._unfinished: dict[Closable, None] = {}  # in the order in which their heads began
+
+    def __len__(self) -> int:
+        return self._by_address.total()
+
+    def opened(self, address: str) -> str:
+        """Counts a connection. Returns the reason if there are too many."""
+        self._by_address[address] += 1
+        if len(self) > self._limits.connections:
+            return f"all {self._limits.connections} connections of this server are in use"
+        if self._by_address[address] > self._limits.connections_per_address:
+            return f"{address} holds {self._limits.connections_per_address} connections already"
+        return ""
+
+    def closed(self, address: str) -> None:
+        self._by_address[address] -= 1
+        if not self._by_address[address]:
+            del self._by_address[address]
+
+    def head_began(self, connection: Closable) -> None:
+        self._unfinished[connection] = None
+        if len(self._unfinished) > self._limits.unfinished_heads:
+            oldest = next(iter(self._unfinished))
+            self.head_ended(oldest)
+            oldest.drop()
+
+    def head_ended(self, connection: Closable) -> None:
+        self._unfinished.pop(connection, None)
+
+
+class UnfinishedBodies:
+    """The bytes of request bodies that have not arrived completely."""
+
+    def __init__(self, limits: HttpLimits = HttpLimits()) -> None:
+        self._limit_bytes, self.held_bytes = limits.unfinished_body_bytes, 0
+
+    @contextmanager
+    def receiving(self, body: bytearray) -> Iterator[None]:
+        """Around one body. The bytes that `add` counted for it are free again at the end."""
+        try:
+            yield
+        finally:
+            self.held_bytes -= len(body)
+
+    def add(self, body: bytearray, part: bytes) -> None:
+        body += part
+        self.held_bytes += len(part)
+        if self.held_bytes > self._limit_bytes:
+            raise ServerBusy(
+                f"unfinished request bodies hold {self._limit_bytes} bytes already: send the request again later"
+            )
+
+
+def raise_file_limit() -> int:
+    """The file descriptors of this process, as many as the system allows. Returns how many connections they are for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+        except (OSError, ValueError) as error:
+            log.info("the limit of open files stays at %d: %s", soft, error)
+    return max(64, (_MOST_FILES if soft == resource.RLIM_INFINITY else soft) - _OTHER_FILES)
