@@ -6,6 +6,7 @@ from typing import Any
 
 from disaggregated_inference.engines.base import Engine, Logits, Sequence, Tokens, chunks
 from disaggregated_inference.engines.memory import available_bytes
+from disaggregated_inference.engines.scoring import Scoring, chunk_scoring
 from disaggregated_inference.errors import DisaggError, EngineUnavailable, ModelDamaged, ModelUnsupported
 from disaggregated_inference.models import ENGINE_FILES, SIMULATED_MODELS, FileKind, ModelFiles
 
@@ -77,9 +78,11 @@ __all__ = [
     "ENGINES",
     "Engine",
     "Logits",
+    "Scoring",
     "Sequence",
     "Tokens",
     "available_bytes",
+    "chunk_scoring",
     "chunks",
     "file_kind",
     "load_engine",

@@ -22,10 +22,12 @@ from typing import Any, Protocol
 from numpy import float32
 from numpy.typing import NDArray
 
+from disaggregated_inference.engines.scoring import Scoring
 from disaggregated_inference.errors import (
     ContextTooLong,
     EngineUnavailable,
     KVMemoryFull,
+    PromptLogprobsUnsupported,
     SequenceBroken,
     SliceRefused,
     TokensRefused,
@@ -85,8 +87,10 @@ class Engine(ABC):
     name: str
     kv_limit_bytes: int  # for all sequences together
     preallocates_kv = False  # whether KV memory is allocated when the engine is loaded
+    prompt_logprobs = False  # whether `prefill` can score a prompt
     max_batch = 256
     warm_lengths: tuple[int, ...] = (64,)  # chunk lengths to compute once before the first request
+    threads = 0  # of the CPU, for computing; 0: the engine computes on another device
     chunk_tokens = 512  # enough to keep the device busy, few enough that other requests do not wait for seconds
 
     def __init__(self, spec: ModelSpec, fingerprint: Fingerprint, dtype: KVDType) -> None:
@@ -135,8 +139,11 @@ class Engine(ABC):
         """What the open sequences take now, measured."""
         return self._kv_held() if self.loaded else 0
 
-    def prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None = None) -> Logits:
-        """Compute one chunk and return the logits of its last position; `emit` gets each layer's slice when it is done.
+    def prefill(
+        self, sequence: Sequence, tokens: Items[int], emit: Emit | None = None, scoring: Scoring | None = None
+    ) -> Logits:
+        """Compute one chunk and return the logits of its last position; `emit` gets each layer's slice when it is done,
+        `scoring` the logprobs of the tokens that follow, piece by piece.
 
         The caller splits a prompt into chunks, and may do other work between two of them.
         """
@@ -144,9 +151,11 @@ class Engine(ABC):
             raise TokensRefused("a chunk needs at least one token")
         self._require_room(sequence, len(tokens))
         self.require_vocabulary(tokens)
+        if scoring:
+            self._require_scoring(scoring, len(tokens))
         with broken_on_error(sequence):
             sequence.computed += len(tokens)
-            logits = self._prefill(sequence, tokens, emit)
+            logits = self._prefill(sequence, tokens, emit, scoring if scoring and scoring.targets else None)
         self._advance(sequence, len(tokens))
         return logits
 
@@ -210,6 +219,9 @@ class Engine(ABC):
     def _unload(self) -> None:
         """Drop every reference to weights and KV memory, and make the library free what it keeps for reuse."""
 
+    def set_threads(self, count: int) -> None:  # noqa: B027  most devices are no CPU
+        """Compute with so many CPU threads from now on. An engine on another device lets `threads` be 0."""
+
     def leave_thread(self) -> None:  # noqa: B027  most engines have no state per thread
         """Called on the engine's thread before that thread ends."""
 
@@ -227,7 +239,9 @@ class Engine(ABC):
     def _close(self, sequence: Sequence) -> None: ...
 
     @abstractmethod
-    def _prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None) -> Logits: ...
+    def _prefill(
+        self, sequence: Sequence, tokens: Items[int], emit: Emit | None, scoring: Scoring | None
+    ) -> Logits: ...
 
     @abstractmethod
     def _place(self, sequence: Sequence, piece: KVSlice) -> None: ...
@@ -260,6 +274,19 @@ class Engine(ABC):
             raise SliceRefused("slices were placed and not committed; commit or roll back first")
         if sequence.length + count > sequence.capacity:
             raise KVMemoryFull(f"{sequence.length + count} tokens in a sequence with a capacity of {sequence.capacity}")
+
+    def require_prompt_logprobs(self) -> None:
+        if not self.prompt_logprobs:
+            raise PromptLogprobsUnsupported(
+                f"the engine {self.name} computes no prompt logprobs: leave out prompt_logprobs, or use another engine"
+            )
+
+    def _require_scoring(self, scoring: Scoring, count: int) -> None:
+        self.require_prompt_logprobs()
+        if len(scoring.targets) not in (count, count - 1):
+            raise TokensRefused(f"{len(scoring.targets)} tokens to score after a chunk of {count}")
+        if scoring.targets:
+            self.require_vocabulary(scoring.targets)
 
     def require_vocabulary(self, tokens: Items[int]) -> None:
         """An id beyond the vocabulary crashes MLX and makes CUDA unusable: refuse it here."""

@@ -24,11 +24,12 @@ class LlamaBaseline:
         self._context.forget(0)
         return seconds
 
-    def decode_seconds(self, context: int, batch: int, steps: int) -> float:
-        prompt = [(31 * at) % 400 + 10 for at in range(context)]
-        for number in range(batch):
-            self._context.evaluate(prompt, range(context), [number] * context, wanted=0)
-        tokens, numbers = [11] * batch, list(range(batch))
+    def decode_seconds(self, prompts: list[list[int]], steps: int) -> float:
+        context, batch, tokens = len(prompts[0]), len(prompts), list[int]()
+        for number, prompt in enumerate(prompts):
+            logits = self._context.evaluate(prompt, range(context), [number] * context, wanted=1)
+            tokens.append(int(logits.argmax()))
+        numbers = list(range(batch))
         tokens = self._context.evaluate(tokens, [context] * batch, numbers, batch).argmax(axis=-1).tolist()
         started = time.perf_counter()
         for at in range(context + 1, context + 1 + steps):

@@ -21,6 +21,7 @@ GGML_TYPES: dict[KVDType, int] = {"float32": 0, "float16": 1, "bfloat16": 30}
 
 _NO_CELLS = 1  # llama_decode found no free cells and changed nothing
 _ALL_LAYERS = -1
+_SCORED_TOKENS = 64  # of a prompt whose logprobs are wanted, at a time
 
 
 class ContextSize(NamedTuple):
@@ -30,6 +31,11 @@ class ContextSize(NamedTuple):
     sequences: int
     batch_tokens: int = 2048  # limit of one call
     piece_tokens: int = 512  # computed together
+
+    @property
+    def outputs(self) -> int:
+        """Rows of logits that one call may return: never those of all prompt tokens."""
+        return max(self.sequences, _SCORED_TOKENS)
 
 
 class ContextSettings(NamedTuple):
@@ -67,7 +73,7 @@ class LlamaContext:
         params.yarn_beta_fast, params.yarn_beta_slow = settings.yarn_range
         params.kv_unified, params.swa_full = True, False
         if hasattr(params, "n_outputs_max"):
-            params.n_outputs_max = self.size.sequences  # never the logits of all prompt tokens
+            params.n_outputs_max = self.size.outputs
         return params
 
     @property
@@ -93,6 +99,13 @@ class LlamaContext:
             return np.empty((0, self.vocabulary), np.float32)
         logits = self._call.llama_get_logits(self._context)
         return np.ctypeslib.as_array(logits, (wanted, self.vocabulary))
+
+    @property
+    def on_cpu(self) -> bool:
+        return not self._call.llama_supports_gpu_offload()
+
+    def set_threads(self, count: int) -> None:
+        self._call.llama_set_n_threads(self._context, count, count)
 
     def forget(self, sequence: int) -> None:
         self._call.llama_memory_seq_rm(self._memory, sequence, -1, -1)

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
@@ -12,12 +11,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from disaggregated_inference.cores import available_cores, configured_threads
 from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, Tokens, chunks, token_list
 from disaggregated_inference.engines.llamacpp.context import ContextSettings, ContextSize, LlamaContext
 from disaggregated_inference.engines.llamacpp.library import load_library
 from disaggregated_inference.engines.llamacpp.probe import probe
 from disaggregated_inference.engines.llamacpp.state import Pair, StateCodec
 from disaggregated_inference.engines.memory import available_bytes
+from disaggregated_inference.engines.scoring import Scoring
 from disaggregated_inference.errors import EngineUnavailable, KVMemoryFull, SliceRefused
 from disaggregated_inference.kv import Array, Fingerprint, KVDType, KVSlice, as_dtype
 from disaggregated_inference.models import ModelFiles, ModelSpec, llamacpp_rope, rope_parameters
@@ -38,6 +39,15 @@ class LlamaLogits:
 
     def keep(self) -> None:
         self._array = self._array.copy()
+
+    @property
+    def rows(self) -> NDArray[np.float32]:
+        return self._array
+
+    def last(self) -> "LlamaLogits":
+        """Of the last row alone: the others need no copy."""
+        self._array = self._array[-1:]
+        return self
 
     def greedy(self) -> NDArray[np.int64]:
         return self._array.argmax(axis=-1)
@@ -69,6 +79,7 @@ class LlamaEngine(Engine):
 
     name = "llamacpp"
     preallocates_kv = True
+    prompt_logprobs = True
 
     def __init__(self, model: LlamaContext, spec: ModelSpec, fingerprint: Fingerprint, codec: StateCodec) -> None:
         super().__init__(spec, fingerprint, codec.dtype)
@@ -79,6 +90,11 @@ class LlamaEngine(Engine):
         self._numbers = list(range(self._spare))[::-1]
         self.max_batch = self._spare
         self.kv_limit_bytes = model.size.cells * spec.layout.token_bytes(self.dtype)
+
+    def set_threads(self, count: int) -> None:
+        if self.model.on_cpu:
+            self.model.set_threads(count)
+            self.threads = count
 
     def _unload(self) -> None:
         del self.model, self._codec, self._before
@@ -103,14 +119,18 @@ class LlamaEngine(Engine):
         self._numbers.append(sequence.state.number)
         sequence.state.arriving.clear()
 
-    def _prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None) -> Logits:
+    def _prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None, scoring: Scoring | None) -> Logits:
         start, stop = sequence.length, sequence.length + len(tokens)
         self.counters.prompt_tokens += len(tokens)
-        at = start
-        for part in chunks(tokens, self.model.size.batch_tokens):
+        at, size = start, self.model.size
+        for part in chunks(tokens, size.outputs if scoring else size.batch_tokens):
             positions = range(at, at + len(part))
             at = positions.stop
-            logits = self._evaluate(part, positions, [sequence.state.number] * len(part), wanted=int(at == stop))
+            wanted = len(part) if scoring else int(at == stop)
+            logits = self._evaluate(part, positions, [sequence.state.number] * len(part), wanted)
+            if scoring:
+                _score(logits.rows, positions.start - start, start + 1, scoring)
+                logits = logits.last()
         if emit:
             for piece in self._read(sequence, start, stop):
                 emit(piece)
@@ -169,6 +189,13 @@ class LlamaEngine(Engine):
         sequence.state.arriving.clear()
 
 
+def _score(logits: NDArray[np.float32], at: int, start: int, scoring: Scoring) -> None:
+    """The logits are of the chunk's positions from `at` on."""
+    piece = slice(at, min(at + len(logits), len(scoring.targets)))
+    if piece.stop > at:  # the prompt's last position has no target
+        scoring.take_logits(start + at, logits[: piece.stop - at], piece)
+
+
 def _newest(pieces: list[Pair], window: int) -> Pair:
     """The last rows of a sliding layer; older ones are not needed."""
     keys, values = (np.concatenate(rows)[-window:] for rows in zip(*pieces, strict=True))
@@ -188,7 +215,7 @@ def load(
         raise EngineUnavailable(f"llama.cpp has 1 to {_MAX_SEQUENCES - 1} sequences, not {sequences}")
     spec, kind = model.spec, dtype or "float16"
     size = ContextSize(_cells(spec, kind, kv_bytes or default_kv_bytes(spec, kind), sequences), sequences + 1)
-    settings = ContextSettings(kind, threads or default_threads(), _yarn_range(model))
+    settings = ContextSettings(kind, threads or configured_threads() or available_cores(), _yarn_range(model))
     context = LlamaContext(load_library(), model.path, size, settings)
     rounded = llamacpp_rope(model.config, spec.layout.head_dim)
     codec, rope = probe(context, spec, kind, (spec.rope, rounded))
@@ -220,11 +247,3 @@ def _cells(spec: ModelSpec, dtype: KVDType, kv_bytes: int, sequences: int) -> in
 
 def default_kv_bytes(spec: ModelSpec, dtype: KVDType) -> int:
     return min(_WINDOWS * spec.kv_bytes(spec.context_window, dtype), available_bytes() // 4)
-
-
-def default_threads() -> int:
-    """OMP_NUM_THREADS if set, else one per core: more threads than cores make llama.cpp very slow."""
-    configured = os.environ.get("OMP_NUM_THREADS", "")
-    if configured.isdigit() and int(configured):
-        return int(configured)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -80,6 +80,8 @@ class _ContextParams(ctypes.Structure):
 # Name, result, arguments. Pointers to llama.cpp's objects are opaque.
 _FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("llama_backend_init", None, ()),
+    ("llama_supports_gpu_offload", c_bool, ()),
+    ("llama_set_n_threads", None, (c_void_p, c_int32, c_int32)),
     ("llama_log_set", None, (c_void_p, c_void_p)),
     ("llama_model_free", None, (c_void_p,)),
     ("llama_free", None, (c_void_p,)),

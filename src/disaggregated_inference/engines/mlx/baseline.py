@@ -21,10 +21,9 @@ class MlxBaseline:
         next(generate_step(mx.array(tokens), self.engine.model, max_tokens=1, prefill_step_size=len(tokens)))
         return time.perf_counter() - started
 
-    def decode_seconds(self, context: int, batch: int, steps: int) -> float:
+    def decode_seconds(self, prompts: list[list[int]], steps: int) -> float:
         """mlx-lm's single-stream generator for a batch of 1, its batch generator for larger ones."""
-        prompts = [[(17 * i + row) % 400 + 10 for i in range(context)] for row in range(batch)]
-        return self._one(prompts[0], steps) if batch == 1 else self._many(prompts, steps)
+        return self._one(prompts[0], steps) if len(prompts) == 1 else self._many(prompts, steps)
 
     def peak_bytes(self, action: Callable[[], None]) -> int:
         """Peak memory of MLX during `action`, above what it held before."""

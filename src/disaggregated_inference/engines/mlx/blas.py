@@ -10,7 +10,24 @@ import importlib.util
 import sys
 from pathlib import Path
 
+# What sets the number of threads at run time: of OpenBLAS, MKL, torch's MKL (which exports only this name), and BLIS.
+_SET_THREADS = (
+    "openblas_set_num_threads",
+    "MKL_Set_Num_Threads",
+    "mkl_serv_set_num_threads",
+    "bli_thread_set_num_threads",
+)
 _SYSTEM_LIBRARIES = ("libopenblas.so.0", "libopenblas.so", "libblis.so.4", "libmkl_rt.so.2")
+
+
+_loaded: list[ctypes.CDLL] = []
+
+
+def set_blas_threads(count: int) -> None:
+    """For all threads of the process: MLX computes in its own. Without effect on a BLAS that has no such function."""
+    functions = (getattr(library, name) for library in _loaded for name in _SET_THREADS if hasattr(library, name))
+    for function in functions:
+        function(ctypes.c_long(count))  # an int in some of them
 
 
 def load_blas() -> str | None:
@@ -23,6 +40,7 @@ def load_blas() -> str | None:
         except OSError:
             continue
         if hasattr(library, "sgemm_"):
+            _loaded[:] = [library]
             return Path(candidate).name
     return None
 

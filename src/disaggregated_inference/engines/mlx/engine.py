@@ -15,9 +15,11 @@ from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence,
 from disaggregated_inference.engines.memory import available_bytes
 from disaggregated_inference.engines.mlx import grouped
 from disaggregated_inference.engines.mlx.batch import Batches, capacity_class
+from disaggregated_inference.engines.mlx.blas import set_blas_threads
 from disaggregated_inference.engines.mlx.caches import MLX_DTYPES, make_layers, to_numpy, token_major
 from disaggregated_inference.engines.mlx.loading import activation_dtype, load_weights
 from disaggregated_inference.engines.mlx.rope import ensure_exact
+from disaggregated_inference.engines.scoring import Scoring
 from disaggregated_inference.kv import Fingerprint, KVDType, KVSlice
 from disaggregated_inference.models import ModelFiles, ModelSpec
 
@@ -64,6 +66,7 @@ class MlxEngine(Engine):
     """See `engines.base.Engine` for the contract."""
 
     name = "mlx"
+    prompt_logprobs = True
 
     def __init__(self, model: Any, spec: ModelSpec, fingerprint: Fingerprint, kv_bytes: int | None = None) -> None:
         super().__init__(spec, fingerprint, activation_dtype(model))
@@ -73,6 +76,12 @@ class MlxEngine(Engine):
         self._batches = Batches()
         if mx.default_device() == mx.gpu:
             self.chunk_tokens = 2048
+
+    def set_threads(self, count: int) -> None:
+        """Only the BLAS of Linux has several."""
+        if mx.default_device() == mx.cpu:
+            set_blas_threads(count)
+            self.threads = count
 
     def slice_copy_bytes(self, tokens: int) -> int:
         """Slices are copies in the portable layout, in the memory that CPU and GPU share."""
@@ -103,7 +112,7 @@ class MlxEngine(Engine):
         self._batches.drop(sequence)
         sequence.state = None
 
-    def _prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None) -> Logits:
+    def _prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None, scoring: Scoring | None) -> Logits:
         self._batches.take_back(sequence)
         self.counters.prompt_tokens += len(tokens)
         caches = [layer.cache for layer in sequence.state]
@@ -113,10 +122,24 @@ class MlxEngine(Engine):
         mx.async_eval(logits)
         if emit:
             self._emit_slices(sequence.length, len(tokens), taps, emit)
+        if scoring:
+            self._score(hidden[0], sequence.length + 1, scoring)
         for layer in sequence.state:
             layer.settle()
         mx.eval(logits, [array for cache in caches for array in (cache.keys, cache.values)])
         return MlxLogits(logits)
+
+    def _score(self, hidden: mx.array, start: int, scoring: Scoring) -> None:
+        targets = mx.array(list(scoring.targets))[:, None]
+        count = min(scoring.alternatives, self.spec.vocabulary)
+        for piece in scoring.pieces(self.spec.vocabulary):
+            logits = self._head(hidden[piece]).astype(mx.float32)
+            whole = mx.logsumexp(logits, axis=-1, keepdims=True)
+            chosen = (mx.take_along_axis(logits, targets[piece], axis=-1) - whole)[:, 0]
+            tokens = mx.argpartition(-logits, max(count - 1, 0), axis=-1)[:, :count]
+            top = mx.take_along_axis(logits, tokens, axis=-1) - whole
+            mx.eval(chosen, tokens, top)
+            scoring.take(start + piece.start, *map(np.array, (chosen, tokens, top)))
 
     def _emit_slices(self, start: int, count: int, taps: list[_Tap], emit: Emit) -> None:
         """Layer by layer: each is evaluated alone, while the device computes the later ones."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, Tokens, token_list
 from disaggregated_inference.engines.memory import available_bytes
+from disaggregated_inference.engines.scoring import Scoring
 from disaggregated_inference.engines.simulated.arena import SimulatedArena, SimulatedRows
 from disaggregated_inference.engines.simulated.device import Device, wait_until
 from disaggregated_inference.engines.simulated.head import SimulatedHead, SimulatedLogits, SimulatedTokens
@@ -30,6 +31,7 @@ class SimulatedEngine(Engine):
     """See `engines.base.Engine` for the contract."""
 
     name = "simulated"
+    prompt_logprobs = True
     preallocates_kv = True
     warm_lengths = ()  # there is nothing to warm up
 
@@ -58,7 +60,7 @@ class SimulatedEngine(Engine):
     def _close(self, sequence: Sequence) -> None:
         self._arena.give_back(sequence.state)
 
-    def _prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None) -> Logits:
+    def _prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None, scoring: Scoring | None) -> Logits:
         start, stop = sequence.length, sequence.length + len(tokens)
         self.counters.prompt_tokens += len(tokens)
         seconds = self.model.prefill_s(start, stop)
@@ -71,6 +73,9 @@ class SimulatedEngine(Engine):
             wait_until(begin + seconds * (layer + 1) / len(sequence.placed))
             if emit:
                 emit(self._slice(sequence.state, layer, start, stop))
+        for piece in scoring.pieces(self.spec.vocabulary) if scoring else ():
+            assert scoring
+            scoring.take_logits(start + 1 + piece.start, self._head.scores(hashes[piece]), piece)
         sequence.state.hash = int(hashes[-1])
         return SimulatedLogits(self._head, hashes[-1:], begin + seconds)
 

@@ -38,10 +38,9 @@ class TorchBaseline:
             self._use(ATTENTION_NAME)
 
     @torch.inference_mode()
-    def decode_seconds(self, context: int, batch: int, steps: int) -> float:
+    def decode_seconds(self, prompts: list[list[int]], steps: int) -> float:
         """The plain loop: a growing cache, one launch per kernel."""
-        model = self.engine.model
-        ids = torch.randint(10, 400, (batch, context), device=self.engine.device)
+        model, ids = self.engine.model, torch.tensor(prompts, device=self.engine.device)
         self._use(self._attention())
         try:
             output = model(input_ids=ids, use_cache=True, logits_to_keep=1)

@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, Tokens, token_list
 from disaggregated_inference.engines.memory import available_bytes
+from disaggregated_inference.engines.scoring import Scoring
 from disaggregated_inference.engines.torch import fused
 from disaggregated_inference.engines.torch.arena import TORCH_DTYPES, Starts, TorchArena, host_array, host_tensor
 from disaggregated_inference.engines.torch.attention import has_flash
@@ -66,6 +67,7 @@ class TorchEngine(Engine):
 
     name = "torch"
     preallocates_kv = True
+    prompt_logprobs = True
 
     def __init__(
         self, model: Any, spec: ModelSpec, fingerprint: Fingerprint, kv_bytes: int | None = None, sequences: int = 64
@@ -90,6 +92,12 @@ class TorchEngine(Engine):
             self._chunks = ChunkGraphs(self._compute_chunk, self.arena, self._host)
             self.warm_lengths = tuple(size - 1 for size in ChunkGraphs.sizes)
 
+    def set_threads(self, count: int) -> None:
+        """OpenMP keeps the number per thread: this must be the engine's."""
+        if self.device.type == "cpu":
+            torch.set_num_threads(count)
+            self.threads = count
+
     def _kv_held(self) -> int:
         return self.arena.used_bytes + sum(sequence.state.shadow_bytes for sequence in tuple(self.live))
 
@@ -107,17 +115,28 @@ class TorchEngine(Engine):
         self.arena.give_back(sequence.state.starts)
 
     @torch.inference_mode()
-    def _prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None) -> Logits:
+    def _prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None, scoring: Scoring | None) -> Logits:
         count = len(tokens)
         self.counters.prompt_tokens += count
-        if self._chunks and self._chunks.fits(count):
+        if self._chunks and self._chunks.fits(count) and not scoring:  # a graph keeps the last position's logits only
             logits = self._chunks.run(sequence, tokens, emit)
             if logits is not None:
                 return TorchLogits(logits)
         ids = torch.tensor(tokens, device=self.device).unsqueeze(0)
         positions = torch.arange(sequence.length, sequence.length + count, device=self.device).unsqueeze(0)
         hidden = self._forward(ids, positions, PrefillPass(self.arena, sequence, count, emit, self._host))
+        if scoring:
+            self._score(hidden[0], sequence.length + 1, scoring)
         return TorchLogits(self.model.lm_head(hidden[:, -1]))
+
+    def _score(self, hidden: Tensor, start: int, scoring: Scoring) -> None:
+        targets = torch.tensor(scoring.targets, device=self.device).unsqueeze(1)
+        for piece in scoring.pieces(self.spec.vocabulary):
+            logits = self.model.lm_head(hidden[piece]).float()
+            whole = logits.logsumexp(dim=-1, keepdim=True)
+            top, tokens = logits.topk(min(scoring.alternatives, logits.shape[-1]), dim=-1)
+            chosen = (logits.gather(1, targets[piece]) - whole).squeeze(1)
+            scoring.take(start + piece.start, *(found.cpu().numpy() for found in (chosen, tokens, top - whole)))
 
     def _compute_chunk(self, table: ChunkTable, size: int, arena_pass: ChunkPass) -> Tensor:
         ids, positions = table.ids[:size].unsqueeze(0), table.positions[:size].long().unsqueeze(0)
