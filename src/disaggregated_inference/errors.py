@@ -1,5 +1,7 @@
 """Every error that the project raises on purpose. Each message says what to do; each class has an HTTP status."""
 
+from collections.abc import Sequence
+
 
 class DisaggError(Exception):
     """Base class. `code` is the stable name for programs."""
@@ -153,6 +155,10 @@ class RequestTooSlow(BadRequest, status=408):
     """The request did not arrive in time."""
 
 
+class RequestDamaged(DisaggError, status=400):
+    """The request body is not what its checksum says."""
+
+
 class NodeBusy(DisaggError, status=503):
     """The node's queue is full. `retry_after_s`: seconds until the queue likely has a place, if known."""
 
@@ -169,6 +175,10 @@ class NodeDraining(NodeBusy):
     """The node is stopping and takes no new requests."""
 
 
+class NodeLoading(NodeBusy):
+    """The node has been started and loads its model: it takes no requests yet."""
+
+
 class NodeRestarted(DisaggError, status=409):
     """The node was restarted and no longer has the state."""
 
@@ -178,10 +188,11 @@ class ClusterError(DisaggError, status=503):
 
 
 class NoDecodeNode(ClusterError):
-    """No decode node is available."""
+    """No decode node is available. `causes`: the reason of each node, after the fixed sentence."""
 
-    def __init__(self, message: str = "Decode server unavailable - request failed") -> None:
-        super().__init__(message)
+    def __init__(self, causes: Sequence[str] = ()) -> None:
+        sentence = "Decode server unavailable - request failed"
+        super().__init__(": ".join([sentence, "; ".join(causes)] if causes else [sentence]))
 
 
 class QueueFull(ClusterError):
@@ -212,6 +223,10 @@ class RateLimited(DisaggError, status=429):
 
 class NotOffered(DisaggError, status=501):
     """The cluster does not support this part of the API."""
+
+
+class PromptLogprobsUnsupported(NotOffered):
+    """No engine that could read this prompt computes prompt logprobs."""
 
 
 class ConfigError(DisaggError, status=400):

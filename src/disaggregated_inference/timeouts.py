@@ -14,7 +14,8 @@ class TransferTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     redial_s: float = 0.3  # while all paths fail, a fetch dials them again for this long
     silence_s: float = 0.5  # of a sender; then the receiver probes it on another connection
     probe_s: float = 0.4  # for the answer to that probe; slow peers get more, up to max_probe_s
-    max_probe_s: float = 2.0
+    max_probe_s: float = 0.8
+    max_silence_s: float = 1.3  # of one fetch, over all its connections: a request fetches twice, within 3 s
     avoid_path_s: float = 10.0  # a path that failed is tried last for this long
     goodput_s: float = 2.0  # a path's goodput is an average over about this much time of receiving
     renew_s: float = 5.0  # a receiver renews its lease this often, or every third of it, never below min_renew_s
@@ -41,6 +42,7 @@ class NodeTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferTimeouts = TransferTimeouts()
     tick_s: float = 0.2  # the node's housekeeping thread: leases, deadlines, idle unload
     check_s: float = 1.0  # how often an idle node checks that its memory adds up
+    look_for_nodes_s: float = 1.0  # how often a node looks for others on its machine, to divide the cores
     progress_s: float = 0.1  # at most this often a stream reports how much of the prompt was read
     heartbeat_s: float = 0.25  # how often a stream with nothing to send sends a comment
     stall_s: float = 0.05  # how long running requests may wait for a chunk of another prompt
@@ -85,10 +87,12 @@ class OrchestratorTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     quiet_node_s: float = 5.0  # a node that stopped answering may come back for this long
     missing_model_s: float = 60.0  # all nodes of a model may be away this long and still be that model
     poll_missing_s: float = 0.25  # how often a missing node is polled
+    identify_s: float = 10.0  # how long it is known what answers at a port that is no node's
     tokenizer_s: float = 15.0  # for fetching a tokenizer from a node
     busy_wait_s: float = 2.0  # longest wait for a busy node before planning again
     poll_s: float = 0.05  # how often a waiting request looks for a usable node
     explore_s: float = 60.0  # a node unused for this long gets a request again
+    explore_slowed_s: float = 5.0  # the same for a node that became slow: that may have passed
     no_node_s: float = 10.0  # for nodes that are there and take no request at the moment
     come_back_s: float = 0.5  # a node that was there a moment ago gets this long, once
     history_lock_s: float = 2.0  # for another process that holds the history file

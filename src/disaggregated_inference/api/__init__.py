@@ -1,5 +1,12 @@
 """The structs that cross between clients, orchestrator and nodes. Both sides encode and decode these."""
 
+from disaggregated_inference.api.checksums import (
+    CHECKSUM_HEADER,
+    ChecksumReader,
+    StreamDamaged,
+    checksum,
+    checksum_text,
+)
 from disaggregated_inference.api.events import (
     ChoiceTokenEvent,
     DecodeMetrics,
@@ -10,6 +17,8 @@ from disaggregated_inference.api.events import (
     GeneratedChoice,
     GenerateResponse,
     Progress,
+    PromptLogprob,
+    PromptLogprobs,
     ReportedMetrics,
     StreamEvent,
     TextEvent,
@@ -49,6 +58,7 @@ from disaggregated_inference.api.status import (
     Rates,
     Role,
     SlotStatus,
+    StoredModel,
     TicketEndings,
 )
 from disaggregated_inference.api.validation import (
@@ -61,7 +71,9 @@ from disaggregated_inference.api.validation import (
 )
 
 __all__ = [
+    "CHECKSUM_HEADER",
     "DEFAULT_NODE_TOKENS",
+    "ChecksumReader",
     "ChoiceTokenEvent",
     "Completion",
     "DecodeMetrics",
@@ -90,6 +102,8 @@ __all__ = [
     "PrefillRequest",
     "PrefillResponse",
     "Progress",
+    "PromptLogprob",
+    "PromptLogprobs",
     "QueueDepth",
     "Rate",
     "Rates",
@@ -99,6 +113,8 @@ __all__ = [
     "Role",
     "SamplingParams",
     "SlotStatus",
+    "StoredModel",
+    "StreamDamaged",
     "StreamEvent",
     "TextEvent",
     "TextGenerateRequest",
@@ -109,6 +125,8 @@ __all__ = [
     "TokenLogprob",
     "TopLogprob",
     "Usage",
+    "checksum",
+    "checksum_text",
     "convert",
     "generate_request",
     "invalid",

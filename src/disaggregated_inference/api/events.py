@@ -50,7 +50,7 @@ class GenerationMetrics(msgspec.Struct):
 
 class DecodeMetrics(GenerationMetrics):
     """Of a node that imports KV. Transfer is *hidden* while the prompt is still being prefilled; what remains after the
-    logits have arrived (they overtake waiting slices) is *exposed*."""
+    prefill node's computing has ended is *exposed*. Decode time begins when the whole KV is there."""
 
     cached_tokens: int = 0  # of the prompt, from this node's prefix cache
     prefill_cached_tokens: int = 0  # of the prompt, from the prefill node's prefix cache
@@ -101,6 +101,30 @@ class TopLogprob(msgspec.Struct, frozen=True):
     logprob: float
 
 
+class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A token of the prompt. The first one has no logprob: no token is before it."""
+
+    token: int
+    logprob: float | None
+    top_logprobs: tuple[TopLogprob, ...] = ()
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The tokens of a prompt from position `start` on: a piece at a time, as chunks are prefilled, without a gap."""
+
+    start: int
+    tokens: tuple[PromptLogprob, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+    def after(self, known: int) -> "PromptLogprobs":
+        """Without the tokens before position `known`."""
+        cut = max(0, known - self.start)
+        return self if not cut else PromptLogprobs(start=self.start + cut, tokens=self.tokens[cut:])
+
+
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What a client's stream brings: the next piece of text of one choice. The last delta has the metrics."""
 
@@ -113,6 +137,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     thinking: str = ""  # of a text node, whose engine parses reasoning and tool calls itself
     tool_calls: tuple[dict[str, Any], ...] = ()
     progress: Progress | None = None  # before the first token, if the request asked for it; then nothing else is set
+    prompt_logprobs: PromptLogprobs | None = None  # the same
     metrics: dict[str, Any] | None = msgspec.field(default=None, name="request_metrics")  # never sent by a node
 
 
@@ -178,6 +203,7 @@ class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     tokens: tuple[int, ...]
     finish_reason: str | None
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
     choices: tuple[GeneratedChoice, ...] = ()  # where there are several
     usage: Usage
     metrics: DecodeMetrics

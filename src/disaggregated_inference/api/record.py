@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from disaggregated_inference.api.events import ErrorDetail, GeneratedChoice
+from disaggregated_inference.api.events import ErrorDetail, GeneratedChoice, PromptLogprob
 
 Outcome = Literal["ok", "failed", "refused", "cancelled"]
 
@@ -46,12 +46,16 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     prefill_speed: float = 0.0
     decode_speed: float = 0.0
     method: str | None = None
-    prefill_server: str | None = None
+    prefill_server: str | None = None  # host:port
     decode_server: str | None = None
+    prefill_node: str | None = None  # its name
+    decode_node: str | None = None
     tokens_per_sec: float = 0.0
     warning: str | None = None
+    warning_reason: str | None = None  # of a fallback: why no prefill node read the prompt
     request_id: str = ""
     model: str = ""
+    node_model: str | None = None  # the decode node's own name of it
     first_token_time: float = 0.0
     plan: str | None = None
     predicted_first_token_time: float | None = None
@@ -61,6 +65,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     waterfall: tuple[Phase, ...] = ()
     queue_time: float | None = None
+    load_time: float | None = None  # of a node that takes text
     admission_time: float | None = None
     canary_time: float | None = None
     fetch_time: float | None = None
@@ -102,6 +107,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
     choices: tuple[GeneratedChoice, ...]
     record: RequestRecord
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()  # all of them, or none
 
     @property
     def text(self) -> str:

@@ -9,8 +9,10 @@ import msgspec
 from disaggregated_inference.api.sampling import (
     MAX_CHOICES,
     Count,
+    Logprobs,
     OutputFormat,
     SamplingParams,
+    ScoredTokens,
     Seconds,
     Temperature,
     TokenId,
@@ -37,12 +39,16 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     timeout_s: Seconds = 60.0
     queue_s: WaitSeconds = 30.0  # the part of it that the request may wait for memory
     kv_addresses: tuple[str, ...] = ()  # where the caller reaches this node's KV port, best first
+    prompt_logprobs: Logprobs | None = None  # they go with the KV: `/decode` asks for as many
+    scored_tokens: ScoredTokens = 0  # of the prompt, whose logprobs are known: only later ones are computed
 
     def __post_init__(self) -> None:
         if len(self.kv_addresses) > MAX_KV_ADDRESSES:
             raise BadRequest(f"kv_addresses takes at most {MAX_KV_ADDRESSES} addresses")
         if self.inline and not self.wait:
             raise BadRequest("inline needs the whole cache: leave out wait, or set it to true")
+        if self.inline and self.prompt_logprobs is not None:
+            raise BadRequest("inline carries no prompt_logprobs: leave one of them out", "prompt_logprobs")
         if self.ticket is not None and not _TICKET.fullmatch(self.ticket):
             raise BadRequest("a ticket id has 1 to 200 characters, of A-Z a-z 0-9 . _ : -")
 
@@ -72,6 +78,7 @@ class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=
     timeout_s: Seconds = 180.0
     queue_s: WaitSeconds = 30.0  # the part of it that the request may wait for memory
     progress: bool = False  # a stream also reports how much of the prompt has arrived
+    scored_tokens: ScoredTokens = 0  # of the prompt, whose logprobs an earlier attempt has brought
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,6 +109,8 @@ class DecodeRequest(GenerationParams, frozen=True, kw_only=True, omit_defaults=T
         super().__post_init__()
         if self.context is not None and self.kv_cache is not None:
             raise BadRequest("give context or kv_cache, not both")
+        if self.kv_cache is not None and self.prompt_logprobs is not None:
+            raise BadRequest("kv_cache carries no prompt_logprobs: give a prompt or a context", "prompt_logprobs")
         if None not in (self.max_tokens, self.max_new_tokens) and self.max_tokens != self.max_new_tokens:
             raise BadRequest("max_tokens and max_new_tokens are the same thing: give one of them")
 
@@ -138,6 +147,7 @@ class GenerateOptions(TypedDict, total=False):
     stop: a string or several; the answer ends before the first of them
     n: how many choices
     logprobs: how many alternatives per token
+    prompt_logprobs: the same for the tokens of the prompt; none of it may come from a prefix cache then
     ignore_eos, min_tokens: when the answer may end
     format: structured output: {"type": "json_schema", "schema": {...}}, regex, grammar, choice
     response_format: the same in OpenAI's form
@@ -166,6 +176,7 @@ class GenerateOptions(TypedDict, total=False):
     stop: str | list[str] | tuple[str, ...] | None
     n: int | None
     logprobs: int | None
+    prompt_logprobs: int | None
     ignore_eos: bool | None
     min_tokens: int | None
     format: OutputFormat | dict[str, Any] | None

@@ -21,10 +21,12 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 Logprobs = Annotated[int, Meta(ge=0, le=20)]
+ScoredTokens = Annotated[int, Meta(ge=0, le=1 << 31)]
 MinTokens = Annotated[int, Meta(ge=0, le=1 << 31)]
 StopString = Annotated[str, Meta(min_length=1)]
 Stops = Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
 MaxTokens = Annotated[int, Meta(ge=1, le=1 << 31)]  # what public APIs accept
+EchoMaxTokens = Annotated[int, Meta(ge=0, le=1 << 31)]  # the same where 0 means: the prompt alone
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 WaitSeconds = Annotated[float, Meta(ge=0, le=86400)]
@@ -78,6 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop: str | tuple[StopString, ...] | None = None
     n: Choices = 1
     logprobs: Logprobs | None = None  # how many alternatives per token; None: no logprobs at all
+    prompt_logprobs: Logprobs | None = None  # the same for the tokens of the prompt
     ignore_eos: bool = False  # an end token counts like any other, and does not end the answer
     min_tokens: MinTokens = 0  # no end token before the answer has this many tokens
     format: OutputFormat | None = None

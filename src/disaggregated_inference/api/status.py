@@ -92,6 +92,7 @@ class NodeStatus(NodeHealth, frozen=True, kw_only=True):
     """`/status`: what a router needs to decide."""
 
     dtype: str = ""
+    threads: int = 0  # of the CPU, for computing; 0: the engine computes on another device
     context_window: int = 0
     kv_token_bytes: int = 0
     waiting: int = 0  # open requests, running ones included
@@ -99,6 +100,7 @@ class NodeStatus(NodeHealth, frozen=True, kw_only=True):
     running: int = 0  # answers in the decode batch
     exports: bool = True  # KV
     imports: bool = True
+    prompt_logprobs: bool = False  # the engine can compute them
     queue: QueueDepth = QueueDepth()
     slots: SlotStatus = SlotStatus()
     kv: KVMemoryStatus = KVMemoryStatus()
@@ -124,6 +126,15 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     parameters: int = 0
 
 
+class StoredModel(msgspec.Struct, frozen=True, kw_only=True):
+    """The model's weights as this node loads them. Empty and 0: unknown."""
+
+    format: str = ""  # safetensors, gguf or simulated
+    quantization: str = ""
+    parameters: int = 0
+    size_bytes: int = 0
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """`/model`. A node without a fingerprint hands out neither KV nor tokenizer, and takes text."""
 
@@ -136,6 +147,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     exports: bool | UnsetType = UNSET
     imports: bool | UnsetType = UNSET
     tokenizer: Literal["none"] | UnsetType = UNSET  # of a node that takes text
+    stored: StoredModel = StoredModel()
     capabilities: tuple[str, ...] | None = None  # by Ollama's names; None: unknown, or the tokenizer shows them
 
     def differences(self, other: "ModelInfo") -> list[str]:

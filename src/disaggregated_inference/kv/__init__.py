@@ -19,9 +19,11 @@ from disaggregated_inference.kv.fingerprint import (
     without_layer_number,
 )
 from disaggregated_inference.kv.layout import KVLayout, KVSlice, LayerPlan
+from disaggregated_inference.kv.logprobs import LOWEST_LOGPROB, LogprobRows, reusable_tokens
 from disaggregated_inference.kv.tickets import TicketBook
 
 __all__ = [
+    "LOWEST_LOGPROB",
     "UNKNOWN_ROUNDING",
     "Array",
     "Fingerprint",
@@ -29,6 +31,7 @@ __all__ = [
     "KVLayout",
     "KVSlice",
     "LayerPlan",
+    "LogprobRows",
     "Pair",
     "TicketBook",
     "WeightSample",
@@ -38,6 +41,7 @@ __all__ = [
     "float32_to_bfloat16",
     "require_dtype",
     "require_same_model",
+    "reusable_tokens",
     "storage_dtype",
     "without_layer_number",
 ]

@@ -24,11 +24,12 @@ from disaggregated_inference.errors import (
     PeerGone,
     ProtocolError,
 )
-from disaggregated_inference.kv import Array, KVLayout, KVSlice
+from disaggregated_inference.kv import Array, KVLayout, KVSlice, LogprobRows
 from disaggregated_inference.kv_transfer.frames import Connection, Kind
 from disaggregated_inference.kv_transfer.messages import End, Hello
 from disaggregated_inference.kv_transfer.paths import NetworkPath, format_address
 from disaggregated_inference.kv_transfer.receiver import ConnectionResult, fetch_stream, fetch_tokens, renew
+from disaggregated_inference.kv_transfer.silence import SilenceLimit
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Sink:
     place: Callable[[KVSlice], None]
     commit: Callable[[int], None]
     logits: Callable[[Array], None]
+    logprobs: Callable[[LogprobRows], None] = lambda rows: None  # of the prompt, in order, without a gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class FetchResult:
     end: End
     codec: str
     rounding: float  # of the sender's weights
+    computed_at: float  # when the sender's computing ended, by this side's time.perf_counter
     payload_bytes: int
     resumed: int  # connections that continued a broken one
     paths: tuple[str, ...]  # used, in order of first use
@@ -56,6 +59,7 @@ class _Stream:
 
     number: int
     layers: range
+    silence: SilenceLimit
     result: ConnectionResult | None = None
     received_bytes: int = 0
     resumed: int = 0
@@ -175,10 +179,13 @@ class KVFetch(_Stoppable):
         self._hello, self._layout, self._vocabulary, self._paths, self._sink = hello, layout, vocabulary, paths, sink
         self._tokens = tokens
         count = min(streams, len(layout.layers))
-        self._streams = [_Stream(n, range(n, len(layout.layers), count)) for n in range(count)]
+        self._streams = [
+            _Stream(n, range(n, len(layout.layers), count), SilenceLimit(paths[0].timeouts)) for n in range(count)
+        ]
         self._placed = [hello.held_tokens] * len(layout.layers)
         self._chunk_stop: int | None = None  # end of the chunk that is being placed
         self._has_logits = False
+        self._scored = max(1, hello.scored_tokens or 0)  # the first token of a prompt has no logprob
         self._current_path: dict[int, NetworkPath] = {}
         self.committed = hello.held_tokens
 
@@ -204,6 +211,7 @@ class KVFetch(_Stoppable):
             end=end,
             codec=welcome.codec,
             rounding=welcome.rounding,
+            computed_at=max(result.computed_at for result in results),  # each is a little too early
             payload_bytes=sum(stream.received_bytes for stream in self._streams),
             resumed=sum(stream.resumed for stream in self._streams),
             paths=tuple(dict.fromkeys(name for stream in self._streams for name in stream.used)),
@@ -217,7 +225,8 @@ class KVFetch(_Stoppable):
 
     def _fetch_with_retries(self, stream: _Stream) -> None:
         """Connection after connection, until the stream's END. Fails when every path has failed since the last slice,
-        and either `redial_s` has passed since the first failure or the sender refuses connections."""
+        and either `redial_s` has passed since the first failure or the sender refuses connections; or when silent
+        connections took too long."""
         failures, since = 0, time.monotonic()
         for path in cycle(self._paths):
             before = self._held_tokens(stream)
@@ -236,6 +245,8 @@ class KVFetch(_Stoppable):
                 if not failures and not stream.unresponsive:
                     since = time.monotonic()
                 failures += 1
+                if stream.silence.reached:
+                    raise
                 if failures >= len(self._paths):
                     refused = isinstance(error.__cause__, ConnectionRefusedError)
                     if refused or time.monotonic() - since > path.timeouts.redial_s:
@@ -254,9 +265,11 @@ class KVFetch(_Stoppable):
 
     def _fetch_over(self, path: NetworkPath, stream: _Stream) -> None:
         connection = path.dial(path.probe_timeout_s() if stream.unresponsive else None)
-        connection.sock.settimeout(path.timeouts.silence_s)
-        if not stream.unresponsive:
-            connection.keep_waiting = lambda: self._probe(stream, path, path.probe_timeout_s(connection.handshake_s))
+
+        def probe(limit_s: float) -> bool:
+            return self._probe(stream, path, min(limit_s, path.probe_timeout_s(connection.handshake_s)))
+
+        stream.silence.watch(connection, None if stream.unresponsive else probe)
         stream.unresponsive = False
         with self._changed:
             self.use(connection, stream.number)
@@ -265,6 +278,8 @@ class KVFetch(_Stoppable):
         hello = msgspec.structs.replace(
             self._hello, held_tokens=self._held_tokens(stream), stream=stream.number, streams=len(self._streams)
         )
+        if hello.prompt_logprobs is not msgspec.UNSET:
+            hello = msgspec.structs.replace(hello, scored_tokens=self._scored)
 
         @contextmanager
         def measure(size: int) -> Iterator[None]:
@@ -281,6 +296,7 @@ class KVFetch(_Stoppable):
             self._take_slice,
             self._take_logits,
             measure=measure,
+            on_logprobs=self._take_logprobs,
         )
 
     def _probe(self, stream: _Stream, path: NetworkPath, timeout_s: float) -> bool:
@@ -305,7 +321,18 @@ class KVFetch(_Stoppable):
         with self._changed:
             return min(self._placed[layer] for layer in stream.layers)
 
+    def _take_logprobs(self, rows: LogprobRows) -> None:
+        if rows.start > self._scored:
+            raise ProtocolError(f"the prompt's logprobs continue at token {rows.start}, {self._scored} have arrived")
+        if rows.stop > self._scored:
+            rows, self._scored = rows.after(self._scored), rows.stop
+            self._sink.logprobs(rows)
+
     def _take_logits(self, logits: Array) -> None:
+        if self._hello.prompt_logprobs is not msgspec.UNSET and self._scored < self._tokens:
+            raise ProtocolError(
+                f"the logits came after logprobs of {self._scored} of the prompt's {self._tokens} tokens"
+            )
         if not self._has_logits:  # a resumed connection brings them again
             self._has_logits = True
             self._sink.logits(logits)

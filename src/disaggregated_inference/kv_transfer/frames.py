@@ -6,8 +6,8 @@
          5     1  kind     HELLO .. ALIVE
          6     2  codec    of a slice's payload: 0 raw, 1 int8; 0 elsewhere
          8     4  layer    of a slice; 0 elsewhere
-        12     4  tokens   rows of a slice; 0 elsewhere
-        16     8  start    position of a slice's first row; 0 elsewhere
+        12     4  tokens   rows of a slice or of logprobs; 0 elsewhere
+        16     8  start    position of their first row; 0 elsewhere
         24     8  size     bytes of payload that follow
         32     4  check    XXH32 of the header so far
         36  size  payload
@@ -42,7 +42,6 @@ HEADER = struct.Struct("<4sBBHIIQQI")
 _CHECKED = HEADER.size - 4
 CHECKSUM = struct.Struct("<Q")
 CONTROL_LIMIT_BYTES = 64 << 10
-_MAX_SILENCES = 3  # in a row; a connection that is silent for longer is broken, even if its node answers probes
 _BLOCK_BYTES = 512 << 10
 
 Buffer = memoryview | bytes | bytearray
@@ -65,6 +64,7 @@ class Kind(IntEnum):
     DONE = 9
     ALIVE = 10
     TOKENS = 11
+    LOGPROBS = 12
 
 
 class Frame(NamedTuple):
@@ -112,7 +112,8 @@ class Connection:
         self._sending = threading.Lock()  # frames of two threads must not mix
         self.cancelled = False
         self.deadline: float | None = None  # on the monotonic clock; receiving after it fails
-        self.keep_waiting: Callable[[], bool] = lambda: False  # called when the peer is silent
+        self.keep_waiting: Callable[[], bool] = lambda: False  # called after every timeout of a silent peer
+        self.hello_at = 0.0  # when HELLO was sent or received, on the clock of time.perf_counter
         self.handshake_s = 0.0  # time from HELLO to WELCOME
         self.received_at = 0.0  # when the last bytes arrived
 
@@ -207,16 +208,14 @@ class Connection:
             self.close()
 
     def _fill(self, target: memoryview) -> None:
-        silences = 0
         while target:
             if self.deadline and time.monotonic() > self.deadline:
                 raise PeerGone("the peer took too long to send its HELLO")
             try:
-                count, silences = self.sock.recv_into(target), 0
+                count = self.sock.recv_into(target)
                 self.received_at = time.monotonic()
             except OSError as error:
-                silences += 1
-                if isinstance(error, TimeoutError) and silences < _MAX_SILENCES and self.keep_waiting():
+                if isinstance(error, TimeoutError) and self.keep_waiting():
                     continue
                 raise _gone("receiving", error) from error
             if not count:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from disaggregated_inference.errors import BadRequest, ProtocolError
-from disaggregated_inference.kv import Fingerprint, KVLayout, KVSlice, as_dtype, require_same_model
+from disaggregated_inference.kv import Fingerprint, KVLayout, KVSlice, LogprobRows, as_dtype, require_same_model
 from disaggregated_inference.kv_transfer import codecs
 from disaggregated_inference.kv_transfer.fetch import Sink
 from disaggregated_inference.kv_transfer.frames import Connection, Frame, Kind, bytes_of
@@ -61,6 +61,7 @@ def encode_inline(fingerprint: Fingerprint, welcome: Welcome, outbox: Outbox, li
     send_tokens(connection, outbox.tokens)
     at, want_logits = 0, True
     while not isinstance(item := outbox.next(at, want_logits), End):
+        assert not isinstance(item, LogprobRows)
         if isinstance(item, KVSlice):
             send_slice(connection, item, welcome.codec)
             at += 1
@@ -90,6 +91,7 @@ class InlineReader:
 
     def read_into(self, sink: Sink) -> End:
         while not isinstance(item := self._fetch.next(), End):
+            assert not isinstance(item, LogprobRows)  # they were not asked for: `next` refuses them
             if isinstance(item, KVSlice):
                 self._place(item, sink)
             else:

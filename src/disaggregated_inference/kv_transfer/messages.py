@@ -26,6 +26,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     canary: bool = False  # send the KV of the canary prompt instead; the ticket stays unspent
     # Renew the lease only: the receiver waits for memory. The ticket stays unspent. Absent from every other HELLO.
     renew_only: bool | msgspec.UnsetType = msgspec.UNSET
+    # Send prompt logprobs too, with this many alternatives, for the tokens after the first `scored_tokens`.
+    prompt_logprobs: int | msgspec.UnsetType = msgspec.UNSET
+    scored_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +50,9 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     queue_s: float = 0.0
     prefill_s: float = 0.0
     cached_tokens: int = 0  # of the prompt, from the sender's prefix cache
+    # From this connection's HELLO to the end of computing; negative: it had ended before. A duration from an event that
+    # both sides saw, since their clocks differ.
+    computed_s: float = 0.0
 
 
 class ErrorMessage(msgspec.Struct, frozen=True, kw_only=True):

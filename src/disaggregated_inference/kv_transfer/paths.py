@@ -14,6 +14,9 @@ Address = tuple[str, int]
 
 _SLOW_PEER_FACTOR = 8  # a probe may take this many times as long as the handshake: a busy machine answers late
 _MAX_PATHS = 256
+# What one slice may add to the time counted, as a share of that time or of the whole average: a line that stalls once
+# is not a slow line.
+_MAX_SHARE, _SHORT_SHARE = 0.5, 0.05
 
 
 def format_address(address: Address) -> str:
@@ -74,9 +77,11 @@ class NetworkPath:
 
     def _count(self, size: int) -> None:
         now = self._clock()
+        seconds, self._since = now - self._since, now
+        if self._recent_bytes:
+            seconds = min(seconds, max(_MAX_SHARE * self._recent_s, _SHORT_SHARE * self.timeouts.goodput_s))
         self._recent_bytes += size
-        self._recent_s += now - self._since
-        self._since = now
+        self._recent_s += seconds
         self.payload_bytes += size
         if self._recent_s > self.timeouts.goodput_s:  # older transfers count less and less
             self._recent_bytes /= 2

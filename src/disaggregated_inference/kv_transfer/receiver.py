@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from disaggregated_inference.errors import ChecksumMismatch, DisaggError, PeerFailed, PeerGone, ProtocolError
-from disaggregated_inference.kv import Array, KVLayout, KVSlice
+from disaggregated_inference.kv import LOWEST_LOGPROB, Array, KVLayout, KVSlice, LogprobRows
 from disaggregated_inference.kv_transfer import codecs
 from disaggregated_inference.kv_transfer.frames import Connection, Frame, Kind, bytes_of
 from disaggregated_inference.kv_transfer.messages import End, ErrorMessage, Hello, Welcome, decode_message
@@ -23,6 +23,7 @@ class ConnectionResult:
     end: End
     welcome: Welcome
     payload_bytes: int
+    computed_at: float  # when the sender's computing ended, by this side's clock; too early by the HELLO's way
 
 
 class ConnectionFetch:
@@ -46,7 +47,7 @@ class ConnectionFetch:
         self._has_logits = False
         self.payload_bytes = 0
 
-    def next(self) -> KVSlice | Array | End:
+    def next(self) -> KVSlice | LogprobRows | Array | End:
         """The next item. A slice's arrays are valid until the next call."""
         frame = self.connection.receive_header()
         while frame.kind is Kind.ALIVE:
@@ -56,6 +57,8 @@ class ConnectionFetch:
             return self._slice(frame)
         if frame.kind is Kind.LOGITS and not self._has_logits and self.hello.stream == 0:
             return self._logits(frame)
+        if frame.kind is Kind.LOGPROBS and not self._has_logits and self.hello.stream == 0:
+            return self._logprobs(frame)
         if frame.kind is Kind.END:
             return decode_message(self.connection.receive_message(frame), End)
         raise _unexpected_frame(self.connection, frame)
@@ -89,12 +92,30 @@ class ConnectionFetch:
         self._has_logits = True
         return logits
 
+    def _logprobs(self, frame: Frame) -> LogprobRows:
+        alternatives, count = self.hello.prompt_logprobs, frame.tokens
+        if isinstance(alternatives, msgspec.UnsetType):
+            raise ProtocolError("prompt logprobs were not asked for")
+        if not 0 < count <= self.welcome.chunk_tokens or not 0 < frame.start <= self.welcome.prompt_tokens - count:
+            tokens = self.welcome.prompt_tokens
+            raise ProtocolError(f"logprobs of {count} tokens from {frame.start} of a prompt of {tokens}")
+        kept = min(alternatives, self.vocabulary)
+        logprobs, top = np.empty(count, "<f4"), np.empty((count, kept), "<f4")
+        tokens_there = np.empty((count, kept), "<u4")
+        self.connection.receive_payload(frame, *map(bytes_of, (logprobs, tokens_there, top)))
+        for found in (logprobs, top):
+            if not ((found >= LOWEST_LOGPROB) & (found <= 0)).all():  # false for NaN
+                raise ProtocolError("the logprobs of the prompt are not logarithms of probabilities")
+        if (tokens_there >= self.vocabulary).any():
+            raise ProtocolError(f"the logprobs of the prompt name a token beyond the vocabulary of {self.vocabulary}")
+        return LogprobRows(frame.start, logprobs, tokens_there, top)
+
 
 def _handshake(connection: Connection, hello: Hello) -> Welcome:
-    started = time.perf_counter()
+    connection.hello_at = time.perf_counter()
     connection.send_message(Kind.HELLO, msgspec.json.encode(hello))
     frame = connection.receive_header()
-    connection.handshake_s = time.perf_counter() - started
+    connection.handshake_s = time.perf_counter() - connection.hello_at
     if frame.kind is not Kind.WELCOME:
         raise _unexpected_frame(connection, frame)
     return decode_message(connection.receive_message(frame), Welcome)
@@ -160,6 +181,7 @@ def fetch_stream(
     on_slice: Callable[[KVSlice], None],
     on_logits: Callable[[Array], None],
     measure: Measure = nullcontext,
+    on_logprobs: Callable[[LogprobRows], None] = lambda rows: None,
 ) -> ConnectionResult:
     """One connection from HELLO to END. Sends DONE after `on_slice` took the last slice. Closes the connection.
 
@@ -180,9 +202,14 @@ def fetch_stream(
             every_s = max(limits.min_renew_s, min(limits.renew_s, welcome.lease_s / 3))
             threading.Thread(target=renew_every, args=(every_s,), name="kv-renew", daemon=True).start()
             while not isinstance(item := state.next(), End):
-                on_slice(item) if isinstance(item, KVSlice) else on_logits(item)
+                if isinstance(item, KVSlice):
+                    on_slice(item)
+                elif isinstance(item, LogprobRows):
+                    on_logprobs(item)
+                else:
+                    on_logits(item)
             connection.send_message(Kind.DONE)
-            return ConnectionResult(item, welcome, state.payload_bytes)
+            return ConnectionResult(item, welcome, state.payload_bytes, connection.hello_at + item.computed_s)
         except (PeerGone, ChecksumMismatch):
             raise
         except BaseException as error:

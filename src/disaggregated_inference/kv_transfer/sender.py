@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from disaggregated_inference.errors import Cancelled, DisaggError, PeerGone, ProtocolError
-from disaggregated_inference.kv import Array, KVSlice
+from disaggregated_inference.kv import Array, KVSlice, LogprobRows
 from disaggregated_inference.kv_transfer import codecs
 from disaggregated_inference.kv_transfer.frames import Connection, Frame, Kind, bytes_of
 from disaggregated_inference.kv_transfer.messages import End, ErrorMessage, Hello, Welcome, decode_message, encode_error
@@ -21,14 +21,17 @@ _MAX_STREAMS = 64
 class Outbox:
     """What one prefill has produced so far. Readers do not consume it: a connection that resumes reads it again.
 
-    The engine's thread writes, any number of sender threads read. Logits overtake waiting slices.
+    The engine's thread writes, any number of sender threads read. Prompt logprobs overtake waiting slices, and so do
+    logits after them. `prompt_logprobs`: how many alternatives they have; None: there are none.
     """
 
-    def __init__(self, tokens: Sequence[int] = ()) -> None:
-        self.tokens = tokens
+    def __init__(self, tokens: Sequence[int] = (), prompt_logprobs: int | None = None) -> None:
+        self.tokens, self.prompt_logprobs = tokens, prompt_logprobs
+        self._logprobs: list[LogprobRows] = []
         self._changed = threading.Condition()
         self._slices: list[KVSlice] = []
         self._logits: Array | None = None
+        self.computed_at = 0.0  # when the prefill's computing ended, on the clock of time.perf_counter
         self._end: End | None = None
         self._error: DisaggError | None = None
         self.readers = 0  # senders that use a slice's memory now
@@ -55,9 +58,15 @@ class Outbox:
             self._slices.append(piece)
             self._changed.notify_all()
 
-    def put_logits(self, logits: Array) -> None:
+    def put_logprobs(self, rows: LogprobRows) -> None:
         with self._changed:
-            self._logits = logits
+            self._logprobs.append(rows)
+            self._changed.notify_all()
+
+    def put_logits(self, logits: Array) -> None:
+        """The last thing that a prefill computes."""
+        with self._changed:
+            self._logits, self.computed_at = logits, time.perf_counter()
             self._changed.notify_all()
 
     def finish(self, end: End) -> None:
@@ -80,6 +89,7 @@ class Outbox:
         with self._changed:
             other, other._slices = Outbox(self.tokens), [piece.copy() for piece in self._slices]
             other._logits, other._end, other._error = self._logits, self._end, self._error
+            other.computed_at = self.computed_at
         return other
 
     @property
@@ -89,7 +99,7 @@ class Outbox:
     def clear(self) -> None:
         """Free everything now: pinned memory that waits for the garbage collector is missing for the next prompt."""
         with self._changed:
-            self._slices, self._logits, self.on_released = [], None, lambda: None
+            self._slices, self._logprobs, self._logits, self.on_released = [], [], None, lambda: None
 
     @property
     def failed(self) -> bool:
@@ -100,20 +110,35 @@ class Outbox:
             self._changed.notify_all()
 
     def next(
-        self, at: int, want_logits: bool, stopped: Callable[[], object] = lambda: False, wait_s: float | None = None
-    ) -> "KVSlice | Array | End | None":
-        """Logits if wanted and present, else slice number `at`, else the end. None after `wait_s` without any of them,
-        or when `stopped`, which is checked after every change and by `wake_readers`."""
+        self,
+        at: int,
+        want_logits: bool,
+        stopped: Callable[[], object] = lambda: False,
+        wait_s: float | None = None,
+        logprobs_at: int | None = None,
+    ) -> "KVSlice | LogprobRows | Array | End | None":
+        """Prompt logprobs number `logprobs_at`, else logits if wanted and present, else slice number `at`, else the
+        end. None after `wait_s` without any of them, or when `stopped`, which is checked after every change and by
+        `wake_readers`."""
+
+        def ready() -> bool:
+            return bool(stopped() or self._has_logprobs(logprobs_at) or self._ready(at, want_logits))
+
         with self._changed:
-            if not self._changed.wait_for(lambda: stopped() or self._ready(at, want_logits), wait_s) or stopped():
+            if not self._changed.wait_for(ready, wait_s) or stopped():
                 return None
             if self._error:
                 raise self._error
+            if logprobs_at is not None and self._has_logprobs(logprobs_at):
+                return self._logprobs[logprobs_at]
             if want_logits and self._logits is not None:
                 return self._logits
             if at < len(self._slices):
                 return self._slices[at]
             return self._end
+
+    def _has_logprobs(self, at: int | None) -> bool:
+        return at is not None and at < len(self._logprobs)
 
     def _ready(self, at: int, want_logits: bool) -> bool:
         has_logits = want_logits and self._logits is not None
@@ -162,22 +187,24 @@ def _receive_hello(connection: Connection) -> Hello:
         raise ProtocolError(f"a connection starts with HELLO, not {frame.kind.name}")
     hello = decode_message(connection.receive_message(frame), Hello)
     connection.sock.settimeout(timeout_s)
-    connection.deadline = None
+    connection.deadline, connection.hello_at = None, time.perf_counter()
     return hello
 
 
 def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Outbox, peer: "_ReceiverListener") -> End:
-    """Send this stream's layers from the receiver's held tokens on; the logits go with stream 0. Slices that are
-    skipped send no bytes, so they do not replace an ALIVE."""
+    """Send this stream's layers from the receiver's held tokens on; logits and prompt logprobs go with stream 0. Slices
+    that are skipped send no bytes, so they do not replace an ALIVE."""
     at, want_logits, sent_at = 0, hello.stream == 0, time.monotonic()
+    logprobs_at = 0 if want_logits and hello.prompt_logprobs is not msgspec.UNSET else None
     heartbeat_s = connection.timeouts.heartbeat_s
     while True:
-        item = outbox.next(at, want_logits, lambda: peer.error, heartbeat_s)
+        item = outbox.next(at, want_logits, lambda: peer.error, heartbeat_s, logprobs_at)
         if peer.error:
             raise peer.error
         if isinstance(item, End):
-            connection.send_message(Kind.END, msgspec.json.encode(item))
-            return item
+            end = msgspec.structs.replace(item, computed_s=outbox.computed_at - connection.hello_at)
+            connection.send_message(Kind.END, msgspec.json.encode(end))
+            return end
         if isinstance(item, KVSlice):
             at += 1
             if item.layer % hello.streams == hello.stream and item.stop > hello.held_tokens:
@@ -188,6 +215,11 @@ def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Ou
                 continue
             else:
                 connection.send_message(Kind.ALIVE)
+        elif isinstance(item, LogprobRows):
+            logprobs_at = (logprobs_at or 0) + 1
+            if item.stop <= (hello.scored_tokens or 0):
+                continue
+            _send_logprobs(connection, item)
         elif item is None:
             connection.send_message(Kind.ALIVE)
         else:
@@ -211,6 +243,12 @@ def _wait_for_copy(connection: Connection, piece: KVSlice, peer: "_ReceiverListe
 def send_tokens(connection: Connection, tokens: Sequence[int]) -> None:
     data = bytes_of(np.array(tokens, "<u4"))
     connection.send(Frame(Kind.TOKENS, len(data)), data)
+
+
+def _send_logprobs(connection: Connection, rows: LogprobRows) -> None:
+    arrays = [bytes_of(array) for array in (rows.logprobs, rows.top_tokens, rows.top_logprobs)]
+    frame = Frame(Kind.LOGPROBS, sum(map(len, arrays)), tokens=len(rows.logprobs), start=rows.start)
+    connection.send(frame, *arrays)
 
 
 def _missing_rows(piece: KVSlice, held: int) -> KVSlice:

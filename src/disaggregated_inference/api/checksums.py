@@ -1,0 +1,48 @@
+"""Checksums on the HTTP line between orchestrator and node: of request bodies, and of event streams.
+
+TCP's own checksum misses what a bad cable driver, a proxy or a memory error changes. A changed digit in JSON is a wrong
+answer that nobody notices. KV frames have their own checksums.
+
+The client sends `x-checksum`: the CRC-32 of the body. The node refuses a body that differs. It then sends the same
+header in the head of an event stream, and a comment `: sum CRC-32` after each part: of all parts so far.
+"""
+
+import zlib
+
+CHECKSUM_HEADER = "x-checksum"
+
+_MARK, _LINE_BYTES = b"\n\n: sum ", 18  # the mark, eight digits, two line ends
+_LIMIT_BYTES = 16 << 20
+
+
+def checksum(data: bytes | bytearray, so_far: int = 0) -> int:
+    return zlib.crc32(data, so_far)
+
+
+def checksum_text(data: bytes | bytearray) -> str:
+    return f"{checksum(data):08x}"
+
+
+class StreamDamaged(Exception):
+    """What arrived is not what was sent."""
+
+
+class ChecksumReader:
+    """Passes on what is proven by a sum."""
+
+    def __init__(self) -> None:
+        self._rest, self._so_far = b"", 0
+
+    def feed(self, data: bytes) -> bytes:
+        self._rest += data
+        proven = b""
+        while (at := self._rest.find(_MARK)) >= 0 and len(self._rest) >= at + _LINE_BYTES:
+            part = self._rest[: at + 2]
+            self._so_far = checksum(part, self._so_far)
+            if self._rest[at + 2 : at + _LINE_BYTES] != b": sum %08x\n\n" % self._so_far:
+                raise StreamDamaged("its stream was damaged on the way: the checksum differs")
+            proven += part
+            self._rest = self._rest[at + _LINE_BYTES :]
+        if len(self._rest) > _LIMIT_BYTES:
+            raise StreamDamaged(f"its stream has no checksum within {_LIMIT_BYTES} bytes")
+        return proven
