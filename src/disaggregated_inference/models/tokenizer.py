@@ -13,6 +13,8 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from disaggregated_inference.errors import BadRequest, ContextTooLong, MessagesRefused, ModelDamaged, ModelUnsupported
+from disaggregated_inference.models.chat_template import compile_template, with_reasoning_names
+from disaggregated_inference.models.harmony import MARKS, harmony_pieces
 
 Message = dict[str, Any]
 
@@ -67,43 +69,60 @@ class ModelTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Special tokens in the text are recognised; none are added."""
-        try:
-            if len(text) < _SHORT_CHARS:
-                return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-            # As a batch, which releases the GIL: a long text takes seconds.
-            return list(self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
-        except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair, from broken JSON escapes
-            raise BadRequest("the text is not valid Unicode: it cannot be encoded as UTF-8") from error
+        return self._encode([text])
 
     def encode_within(self, text: str, window: int) -> list[int]:
         """Refuses text that cannot fit before tokenizing it, which takes seconds for megabytes."""
-        least = len(text) // self.longest_token_bytes
-        if least > window:
+        return self._encode([text], window)
+
+    def _encode(self, pieces: list[str], window: int | None = None) -> list[int]:
+        size = sum(map(len, pieces))
+        least = size // self.longest_token_bytes if window else 0
+        if window and least > window:
             raise ContextTooLong(least, window, "at least ", prompt_tokens=least)
-        return self.encode(text)
+        try:
+            if size < _SHORT_CHARS:
+                encoded = [self._tokenizer.encode(piece, add_special_tokens=False) for piece in pieces]
+            else:  # a batch releases the GIL: a long text takes seconds
+                encoded = self._tokenizer.encode_batch(pieces, add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair, from broken JSON escapes
+            raise BadRequest("the text is not valid Unicode: it cannot be encoded as UTF-8") from error
+        return [token for piece in encoded for token in piece.ids]
 
     @cached_property
     def longest_token_bytes(self) -> int:
         """The most text that one token can stand for."""
         return 4 * max(map(len, self._tokenizer.get_vocab()))
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        return self.encode(self.render_chat(messages))
+    def encode_chat(self, messages: Sequence[Message], window: int | None = None, **options: Any) -> list[int]:
+        """The tokens of the prompt. Refuses what cannot fit into the window."""
+        return self._encode(self._chat_pieces(messages, options), window)
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt from the chat template. `options` are the template's variables: `tools`, `reasoning_effort`."""
-        if not self.chat_template:
+        return "".join(self._chat_pieces(messages, options))
+
+    def _chat_pieces(self, messages: Sequence[Message], options: dict[str, Any]) -> list[str]:
+        """The prompt in pieces that are tokenized one by one."""
+        if not self.chat_template and not self.harmony:
             raise ModelUnsupported("this model has no chat template; send a plain prompt")
         from jinja2 import TemplateError
 
         plain = [_plain(message) for message in messages]
         try:
-            text: str = self._template.render(
-                **(self._special | {"add_generation_prompt": True} | options), messages=plain
-            )
+            return harmony_pieces(plain, options) if self.harmony else [self._from_template(plain, options)]
         except (TemplateError, TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
             raise MessagesRefused(f"the model's chat template refuses these messages: {error}") from error
+
+    def _from_template(self, messages: list[Message], options: dict[str, Any]) -> str:
+        defaults = self._special | {"add_generation_prompt": True, "tools": None, "documents": None}
+        text: str = self._template.render(**(defaults | options), messages=with_reasoning_names(messages))
         return text
+
+    @cached_property
+    def harmony(self) -> bool:
+        """Whether the model reads and writes messages on channels, as GPT-OSS does."""
+        return all(self.token_id(mark) is not None for mark in MARKS)
 
     def decode(self, tokens: Iterable[int], special: bool = False) -> str:
         """`special`: include special tokens, such as those around a message."""
@@ -164,7 +183,7 @@ class ModelTokenizer:
 
     @cached_property
     def _template(self) -> Any:
-        return _compile_template(self.chat_template)
+        return compile_template(self.chat_template)
 
 
 class TextStream:
@@ -239,24 +258,3 @@ def _read_template(folder: Path, settings: dict[str, Any]) -> str:
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default", "")
     return str(template)
-
-
-def _compile_template(source: str) -> Any:
-    """Templates come with the model, so they run in a sandbox, with the functions that transformers provides."""
-    from datetime import datetime
-
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda fmt: datetime.now().strftime(fmt)
-    return environment.from_string(source)

@@ -107,8 +107,11 @@ def _from_node(url: str, token: str) -> bytes:
             content: bytes = response.read(_MAX_BYTES)
             return content
     except urllib.error.HTTPError as error:
-        hint = {401: ": give the node's --token", 404: ": is this the address of a node?"}.get(error.code, "")
-        raise ModelNotFound(f"{url} answers with HTTP {error.code}{hint}") from error
+        problem = (
+            "refuses the token; compare DISAGG_TOKEN with the node's" if token else "needs a token; set DISAGG_TOKEN"
+        )
+        hints = {401: f": it {problem}", 404: ": is this the address of a node?"}
+        raise ModelNotFound(f"{url} answers with HTTP {error.code}{hints.get(error.code, '')}") from error
     except (urllib.error.URLError, OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         hint = "start the node, or check address and port"

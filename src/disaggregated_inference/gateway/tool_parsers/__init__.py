@@ -7,7 +7,7 @@ import msgspec
 
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.gateway.tool_parsers.base import PlainParser, ToolParser
-from disaggregated_inference.gateway.tool_parsers.harmony import HarmonyParser, speaks_harmony
+from disaggregated_inference.gateway.tool_parsers.harmony import HarmonyParser
 from disaggregated_inference.gateway.tool_parsers.hermes import CALL, CALL_END, HermesParser
 from disaggregated_inference.gateway.tool_parsers.qwen import FUNCTION, QwenParser
 from disaggregated_inference.gateway.tool_parsers.tagged import THINK, THINK_END, TaggedParser, stripped_tags
@@ -21,7 +21,6 @@ class ModelSyntax:
     """What a tokenizer and its chat template show about a model. It is the same for every request."""
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
-        self.harmony = speaks_harmony(tokenizer)
         self.reasons = THINK in tokenizer.chat_template
         self.qwen = FUNCTION in tokenizer.chat_template
         self.stripped = stripped_tags(tokenizer, (THINK, THINK_END, CALL, CALL_END))
@@ -68,7 +67,7 @@ def parser_of(
     Models that begin within the reasoning although the prompt did not open it are not supported: it becomes text.
     """
     syntax = _syntax_of(tokenizer)
-    if syntax.harmony:
+    if tokenizer.harmony:
         return HarmonyParser(tokenizer, schemas_of(tools))
     free = not guided and tool_choice in ("auto", "none")
     options: dict[str, Any] = {

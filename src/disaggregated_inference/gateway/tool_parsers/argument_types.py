@@ -1,5 +1,6 @@
 """Turns bare text into JSON of the type that the tool's schema requires."""
 
+import ast
 import json
 from typing import Any
 
@@ -39,10 +40,21 @@ def typed(text: str, types: set[str]) -> str:
     try:
         value = strict_json(written)
     except ValueError:
-        return json.dumps(text, ensure_ascii=False)
+        return (_python_literal(written) if types & {"array", "object"} else None) or json.dumps(
+            text, ensure_ascii=False
+        )
     if any(_is(value, name) for name in types - {"string"}):
         return written
     return json.dumps(text, ensure_ascii=False)
+
+
+def _python_literal(text: str) -> str | None:
+    """Qwen3-Coder's template shows lists of former calls as Python writes them, so the model does it too."""
+    try:
+        value = ast.literal_eval(text)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False) if isinstance(value, list | dict) else None
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
 
 
 def _is(value: Any, name: str) -> bool:

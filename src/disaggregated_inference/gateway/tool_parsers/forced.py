@@ -6,7 +6,7 @@ from typing import Any
 
 from disaggregated_inference.api import OutputFormat
 from disaggregated_inference.errors import BadRequest
-from disaggregated_inference.gateway.tool_parsers.harmony import speaks_harmony
+from disaggregated_inference.gateway.closed_schema import close_objects
 from disaggregated_inference.gateway.tool_parsers.hermes import CALL, CALL_END
 from disaggregated_inference.gateway.tool_parsers.tools import forced_tool, require_tools, required_tool, schemas_of
 from disaggregated_inference.models import ModelTokenizer
@@ -23,26 +23,30 @@ def forced_format(tokenizer: ModelTokenizer, tools: list[dict[str, Any]], tool_c
     may reason first; other models cannot.
     """
     require_tools(tools)
-    schemas = schemas_of(tools)
+    schemas = _closed_schemas(tools)
     if required_tool(list(schemas)) != tool_choice:
         schemas = {tool_choice: schemas[forced_tool(tool_choice, list(schemas))]}
-    return _grammar(_harmony(schemas) if speaks_harmony(tokenizer) else _hermes(tokenizer, schemas))
+    return _grammar(_harmony(schemas) if tokenizer.harmony else _hermes(tokenizer, schemas))
 
 
 def either_format(tokenizer: ModelTokenizer, tools: list[dict[str, Any]], format: OutputFormat) -> OutputFormat:
     """Either a tool call or a completion in `format`, as the model decides."""
     require_tools(tools)
-    schemas, body = schemas_of(tools), _body(format)
-    if speaks_harmony(tokenizer):
+    schemas, body = _closed_schemas(tools), _body(format)
+    if tokenizer.harmony:
         return _grammar(_harmony(schemas, f' | "final" <|message|> {body}'))
     return _grammar(_hermes(tokenizer, schemas, f" | {body}"))
 
 
 def framed_format(tokenizer: ModelTokenizer, format: OutputFormat) -> OutputFormat:
     """The format for the whole completion: GPT-OSS writes headers around its text, and may reason first."""
-    if not speaks_harmony(tokenizer):
+    if not tokenizer.harmony:
         return format
     return _grammar([f'start: thought? <|channel|> "final" <|message|> {_body(format)}', _REASONING])
+
+
+def _closed_schemas(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: close_objects(schema) for name, schema in schemas_of(tools).items()}
 
 
 def _grammar(rules: Iterable[str]) -> OutputFormat:

@@ -21,17 +21,15 @@ _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _MARKS = (START, CHANNEL, CONSTRAIN, MESSAGE, *_ENDS)
 
 _MARK = re.compile(r"<\|\w+\|>")
-_TO = re.compile(r"to=(\S+)")
+_TO = re.compile(r"to=(\S+)|(?<!\S)(functions\.\S+)")  # models forget `to=` at times
 _ON = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
-_HEADER_WORDS = ("assistant", "to=", "analysis", "commentary", "final", "json", "code")
+_FUNCTIONS = "functions."
+_HEADER_WORDS = ("assistant", "to=", "analysis", "commentary", "final", "json", "code", _FUNCTIONS)
 _MAX_HEADER = 300
 _ALL = re.compile(r"(?s).*")
 
 Read = Callable[[TextBuffer], Waits[None]]
-
-
-def speaks_harmony(tokenizer: ModelTokenizer) -> bool:
-    return None not in (tokenizer.token_id(CHANNEL), tokenizer.token_id(MESSAGE))
+Emit = Callable[[str], None]
 
 
 class Section:
@@ -75,6 +73,7 @@ class HarmonyParser(ToolParser):
         self._marks = {tokenizer.token_id(mark): mark for mark in _MARKS}
         self._decoded, self._tools = tokenizer.stream(), frozenset(tools)
         self._out, self._ended = ContentBuffer(), False
+        self._begun: set[Emit] = set()
         self._sections = deque([Section()])  # the prompt ends with <|start|>assistant: a recipient may follow
 
     def push(self, token: int | None, text: str) -> list[ContentDelta]:
@@ -134,16 +133,24 @@ class HarmonyParser(ToolParser):
 
     def _reader(self, header: str) -> Read:
         to, on = _TO.search(_MARK.sub(" ", header)), _ON.search(header)
-        name = to[1] if to else ""
-        if name.startswith("functions.") or name in self._tools:
-            return lambda source: self._call(source, name.removeprefix("functions."))
-        return self._reasoning if on and on[1] == "analysis" else self._text
+        name = (to[1] or to[2]) if to else ""
+        if name.startswith(_FUNCTIONS) or name in self._tools:
+            return lambda source: self._call(source, name.removeprefix(_FUNCTIONS))
+        emit = self._out.reasoning if on and on[1] == "analysis" else self._out.text
+        return lambda source: self._paragraph(source, emit)
+
+    def _paragraph(self, source: TextBuffer, emit: Emit) -> Waits[None]:
+        """The content of a message. APIs have one text and one reasoning: a second message begins on a new line."""
+        while not source.ahead and not source.ended:
+            yield
+        if source.ahead and emit in self._begun:
+            emit("\n")
+        if source.ahead:
+            self._begun.add(emit)
+        yield from _copy_all(source, emit)
 
     def _text(self, source: TextBuffer) -> Waits[None]:
         return _copy_all(source, self._out.text)
-
-    def _reasoning(self, source: TextBuffer) -> Waits[None]:
-        return _copy_all(source, self._out.reasoning)
 
     def _call(self, source: TextBuffer, name: str) -> Waits[None]:
         try:
@@ -172,7 +179,7 @@ class HarmonyParser(ToolParser):
             yield from JsonObjectReader(source, emit).read()
 
 
-def _copy_all(source: TextBuffer, emit: Callable[[str], None]) -> Waits[None]:
+def _copy_all(source: TextBuffer, emit: Emit) -> Waits[None]:
     while not source.over:
         emit(source.take(_ALL))
         source.accept()
@@ -194,4 +201,4 @@ def _was_header(tokens: str) -> bool:
 
 
 def _begins_known(word: str) -> bool:
-    return any(known.startswith(word) for known in _HEADER_WORDS)
+    return word.startswith(_FUNCTIONS) or any(known.startswith(word) for known in _HEADER_WORDS)

@@ -20,7 +20,7 @@ To call one, write its name and arguments as a JSON object within tags:
 
 
 def knows_tools(tokenizer: ModelTokenizer) -> bool:
-    return "tools" in tokenizer.chat_template
+    return tokenizer.harmony or "tools" in tokenizer.chat_template
 
 
 def render_tools_as_text(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:

@@ -18,8 +18,14 @@ FunctionName = Annotated[str, Meta(pattern=r"^[\w.:/-]{1,128}$")]
 
 def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
     described = {"description": description} if description else {}
-    schema = {"type": "object", "properties": {}} if parameters is None else parameters
-    return {"type": "function", "function": {"name": name, **described, "parameters": schema}}
+    schema = {} if parameters is None else {"parameters": parameters}
+    return {"type": "function", "function": {"name": name, **described, **schema}}
+
+
+def with_parameters(tool: dict[str, Any]) -> dict[str, Any]:
+    """Many chat templates and engines require a schema, also of a function without arguments."""
+    none = {"type": "object", "properties": {}}
+    return tool | {"function": tool["function"] | {"parameters": tool["function"].get("parameters") or none}}
 
 
 def function_call(id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
