@@ -1,10 +1,12 @@
 """The HTTP layer that nodes, Ollama nodes and the gateway share."""
 
 from disaggregated_inference.http.body import BODY_LIMIT_BYTES, read_body, read_json
+from disaggregated_inference.http.checksums import StreamChecksums
 from disaggregated_inference.http.limits import HttpLimits
+from disaggregated_inference.http.listening import is_free, is_loopback, listen_error, require_free_port
 from disaggregated_inference.http.middleware import Bearer, RequestId, request_id
 from disaggregated_inference.http.responses import error_body, error_headers, error_response, json_response
-from disaggregated_inference.http.server import HttpServer, is_loopback, require_free_port, write_ready_line
+from disaggregated_inference.http.server import Announce, HttpServer, announce_as_json
 from disaggregated_inference.http.sse import (
     KEEPALIVE_COMMENT,
     UNBUFFERED_HEADERS,
@@ -19,6 +21,7 @@ __all__ = [
     "BODY_LIMIT_BYTES",
     "KEEPALIVE_COMMENT",
     "UNBUFFERED_HEADERS",
+    "Announce",
     "Bearer",
     "Certificate",
     "DescribeError",
@@ -26,16 +29,19 @@ __all__ = [
     "HttpLimits",
     "HttpServer",
     "RequestId",
+    "StreamChecksums",
+    "announce_as_json",
     "error_body",
     "error_headers",
     "error_response",
+    "is_free",
     "is_loopback",
     "json_response",
+    "listen_error",
     "read_body",
     "read_json",
     "request_id",
     "require_free_port",
     "sse_event",
     "unless_disconnected",
-    "write_ready_line",
 ]

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from disaggregated_inference.api import invalid
-from disaggregated_inference.errors import BadRequest, BodyTooLarge, Cancelled, RequestTooSlow
+from disaggregated_inference.api import CHECKSUM_HEADER, checksum_text, invalid
+from disaggregated_inference.errors import BadRequest, BodyTooLarge, Cancelled, RequestDamaged, RequestTooSlow
 from disaggregated_inference.http.limits import UnfinishedBodies
 from disaggregated_inference.timeouts import HttpTimeouts
 
@@ -48,6 +48,8 @@ async def _receive(request: Request, limit_bytes: int) -> bytearray:
         raise Cancelled("the client disconnected") from None
     except TimeoutError:
         raise RequestTooSlow("the request body did not arrive in time: send it faster, or send less") from None
+    if (sent := request.headers.get(CHECKSUM_HEADER)) and sent != checksum_text(body):
+        raise RequestDamaged("the request body was damaged on the way: its checksum differs; send it again")
     return body
 
 

@@ -67,8 +67,10 @@ class Bearer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != "/health":
-            scheme, _, token = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            sent = dict(scope["headers"]).get(b"authorization", b"")
+            scheme, _, token = sent.partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self._token):
-                error = Unauthorized("missing or wrong bearer token: set `token` in the config")
+                problem = "wrong" if sent else "missing"
+                error = Unauthorized(f"{problem} bearer token: set DISAGG_TOKEN, or `token` in the cluster file")
                 return await error_response(error)(scope, receive, send)
         await self._app(scope, receive, send)

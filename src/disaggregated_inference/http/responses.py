@@ -29,6 +29,8 @@ def error_headers(error: Exception, status: int, retry_after_s: float | None = N
     if status in (429, 503):
         seconds: float = getattr(error, "retry_after_s", 1) if retry_after_s is None else retry_after_s
         headers["Retry-After"] = str(max(1, round(seconds)))
+    if status == 501:
+        headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients repeat every other 5xx
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if status == 408:  # the rest of the body may still arrive; it must not be read as the next request

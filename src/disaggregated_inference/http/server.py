@@ -1,14 +1,15 @@
 """The HTTP server of every process: uvicorn with deadlines, a ready line, and a drain before it stops."""
 
 import asyncio
-import ipaddress
 import json
 import logging
+import os
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import Any, Literal
@@ -16,8 +17,8 @@ from typing import Any, Literal
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.http.limits import Connections, HttpLimits, UnfinishedBodies, raise_file_limit
 from disaggregated_inference.http.protocol import DescribeHeadError, HeadDeadlineProtocol
 from disaggregated_inference.http.responses import error_body
@@ -25,6 +26,16 @@ from disaggregated_inference.http.tls import Certificate
 from disaggregated_inference.timeouts import HttpTimeouts
 
 log = logging.getLogger(__name__)
+
+
+class _Mounted:
+    """uvicorn's connections keep the app that they began with: this one passes every request to the present one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
 
 
 class HttpServer(uvicorn.Server):
@@ -49,8 +60,9 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         limits = msgspec.structs.replace(limits, connections=min(limits.connections, raise_file_limit()))
         last_words_s = timeouts.last_words_s if on_drain_end else 0
+        self._mounted = _Mounted(app)
         config = uvicorn.Config(
-            app,
+            self._mounted,
             host=host,
             port=port,
             http=partial(  # type: ignore[arg-type]
@@ -69,15 +81,27 @@ class HttpServer(uvicorn.Server):
             ssl_keyfile=certificate.key or None if certificate else None,
         )
         super().__init__(config)
-        app.state.stop, app.state.http_timeouts = self.stop, timeouts
-        app.state.unfinished_bodies = UnfinishedBodies(limits)
+        self._timeouts, self._unfinished_bodies = timeouts, UnfinishedBodies(limits)
+        self.mount(app)
         self._drain_s, self._signalled = drain_s, False
         self._on_ready, self._on_stop, self._on_drain_end = on_ready, on_stop, on_drain_end
         self._loop: asyncio.AbstractEventLoop | None = None
 
+    def mount(self, app: Starlette) -> None:
+        """Serve this app from now on, also on open connections."""
+        app.state.stop, app.state.http_timeouts = self.stop, self._timeouts
+        app.state.unfinished_bodies = self._unfinished_bodies
+        self._mounted.app = app
+
     def stop(self) -> None:
         """Drain, then stop, as the first signal does."""
         self.should_exit = True
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        """On the event loop, from another thread. After the end of the server nothing happens."""
+        assert self._loop
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -117,27 +141,16 @@ class HttpServer(uvicorn.Server):
             await self._on_drain_end()
 
 
-def write_ready_line(port: int, **about: Any) -> None:
-    """One line on standard output that a person or a program can wait for."""
-    sys.stdout.write(json.dumps({"event": "ready", "port": port, **about}) + "\n")
-    sys.stdout.flush()
+Announce = Callable[..., None]  # announce(event, **facts): where a starting server is
 
 
-def is_loopback(host: str) -> bool:
+def announce_as_json(event: str, **facts: Any) -> None:
+    """One line on standard output when the server is ready: a program can wait for it. It may have left: the server
+    goes on."""
+    if event != "ready":
+        return
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def require_free_port(host: str, port: int) -> None:
-    """Check before anything starts: uvicorn would only log a port that is taken, and exit."""
-    try:
-        for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            with socket.socket(family, kind) as sock:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # as asyncio does
-                sock.bind(address)
-    except OSError as error:
-        raise BadRequest(f"cannot listen on {host}:{port}: {error.strerror or error}; give --host or --port") from error
+        sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python fails at its end

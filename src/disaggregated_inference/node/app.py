@@ -14,7 +14,7 @@ from starlette.types import Lifespan
 
 from disaggregated_inference.api import ErrorBody, ErrorDetail, ModelInfo, NodeHealth, NodeStatus
 from disaggregated_inference.errors import DisaggError
-from disaggregated_inference.http import Bearer, RequestId, error_response, json_response, request_id
+from disaggregated_inference.http import Bearer, RequestId, StreamChecksums, error_response, json_response, request_id
 from disaggregated_inference.node.metrics import RequestMetrics
 
 log = logging.getLogger(__name__)
@@ -55,9 +55,21 @@ def base_app(
             metrics.count_refusal(role, error)  # a started request is counted when it ends
         return error_response(error, node.retry_after_s(error) if error.status == 503 else None)
 
-    middleware = [Middleware(RequestId), *([Middleware(Bearer, token=token)] if token else [])]
-    handlers: dict[Any, Any] = {DisaggError: refuse, 404: _no_route, 405: _no_route}
+    middleware = [
+        Middleware(RequestId),
+        *([Middleware(Bearer, token=token)] if token else []),
+        Middleware(StreamChecksums),
+    ]
     all_routes = [*_shared_routes(node, metrics), *routes]
+    offered = frozenset(route.path for route in all_routes)
+
+    async def no_route(request: Request, error: Exception) -> Response:
+        status, path = getattr(error, "status_code", 404), request.scope["path"]
+        code, reason = ("not_found", "no such path") if status == 404 else ("method_not_allowed", "wrong method")
+        message = _wrong_role(path, offered) or f"{reason}: {request.method} {path}"
+        return json_response(ErrorBody(ErrorDetail(code, message)), status)
+
+    handlers: dict[Any, Any] = {DisaggError: refuse, 404: no_route, 405: no_route}
     return Starlette(routes=all_routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
 
 
@@ -98,7 +110,10 @@ def _show(
     return respond
 
 
-async def _no_route(request: Request, error: Exception) -> Response:
-    status, path = getattr(error, "status_code", 404), request.scope["path"]
-    code, reason = ("not_found", "no such path") if status == 404 else ("method_not_allowed", "wrong method")
-    return json_response(ErrorBody(ErrorDetail(code, f"{reason}: {request.method} {path}")), status)
+def _wrong_role(path: str, offered: frozenset[str]) -> str:
+    """What to do with a request for the role that this node does not have; empty if it is not that."""
+    role = _ROLES.get(path)
+    if role is None or path in offered:
+        return ""
+    own = "decode" if role == "prefill" else "prefill"
+    return f"this is a {own} node, without {path}: send it to a {role} node (`disagg serve --role {role}`)"

@@ -8,9 +8,9 @@ from contextlib import suppress
 import numpy as np
 
 from disaggregated_inference.api import PrefillMetrics
-from disaggregated_inference.engines import Engine
+from disaggregated_inference.engines import Engine, Scoring, chunk_scoring
 from disaggregated_inference.errors import Cancelled, DisaggError, KVMemoryFull, NodeBusy, TicketRefused
-from disaggregated_inference.kv import TicketBook
+from disaggregated_inference.kv import TicketBook, reusable_tokens
 from disaggregated_inference.kv_transfer import End
 from disaggregated_inference.node.admission import Claim
 from disaggregated_inference.node.kv_memory import KVMemory
@@ -111,7 +111,8 @@ class ChunkedPrefill:
             cached = job.cached_tokens = yield from self._reuse_prefix(job)
             yield from self._compute_chunks(job, cached)
             count, seconds = len(job.tokens), time.perf_counter() - started
-            metrics = PrefillMetrics(count, seconds, count / seconds, started - requested_at, cached)
+            speed = (count - cached) / seconds  # of the tokens that this node computed
+            metrics = PrefillMetrics(count, seconds, speed, started - requested_at, cached)
             self.finish(job, None, metrics)
             self.prefix_writer.save(job)
             end = End(prompt_tokens=count, queue_s=metrics.queue_time, prefill_s=seconds, cached_tokens=cached)
@@ -142,8 +143,9 @@ class ChunkedPrefill:
             return False
 
     def _reuse_prefix(self, job: PrefillJob) -> Work[int]:
-        """Place the longest cached prefix. The last token is always computed, for its logits."""
-        match = self._kv_memory.prefixes.match(job.tokens, len(job.tokens) - 1) if job.ticket else None
+        """Place the longest cached prefix."""
+        limit = reusable_tokens(len(job.tokens), job.scored_tokens)
+        match = self._kv_memory.prefixes.match(job.tokens, limit) if job.ticket else None
         if not match or not match.tokens:
             return 0
         assert job.sequence
@@ -164,7 +166,7 @@ class ChunkedPrefill:
             size = self._scheduler.chunk_tokens(self.rates.estimate(new), self.chunk_tokens)
             chunk = job.tokens[job.sequence.length :][:size]
             started = time.perf_counter()
-            logits = self.engine.prefill(job.sequence, chunk, job.outbox.put)
+            logits = self.engine.prefill(job.sequence, chunk, job.outbox.put, self._scoring(job, len(chunk)))
             spent += time.perf_counter() - started
             if not job.ticket:
                 self.canary_tokens += len(chunk)
@@ -173,7 +175,16 @@ class ChunkedPrefill:
         job.raise_if_cancelled()  # the rows of a cancelled job may belong to another one
         started = time.perf_counter()
         job.outbox.put_logits(np.ascontiguousarray(logits.numpy()[0]))
-        self.rates.record(new, new, spent + time.perf_counter() - started)
+        if job.scored_tokens is None:  # scoring takes time that other prompts do not need
+            self.rates.record(new, new, spent + time.perf_counter() - started)
+
+    def _scoring(self, job: PrefillJob, count: int) -> Scoring | None:
+        outbox, scored = job.outbox, job.scored_tokens
+        if scored is None or outbox.prompt_logprobs is None:
+            return None
+        assert job.sequence
+        at = job.sequence.length
+        return chunk_scoring(job.tokens, at, count, scored, outbox.prompt_logprobs, outbox.put_logprobs)
 
     def _close(self, job: PrefillJob) -> None:
         """On the scheduler's thread."""

@@ -108,6 +108,8 @@ class DecodeNode:
         if not tokens:
             raise BadRequest("the prompt is empty")
         self.engine.require_vocabulary(tokens)
+        if params.prompt_logprobs is not None:
+            self.engine.require_prompt_logprobs()
         task = self._new_task(tokens, len(tokens), params, info)
         task.waiting_tokens = len(tokens)
         self.kv_memory.prefixes.recall(tokens)

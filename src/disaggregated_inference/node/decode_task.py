@@ -31,6 +31,7 @@ class DecodeTask:
     renew_lease: Callable[[], float] | None = None  # returns the new lease in seconds
     renew_at: float = 0.0
     first_token_at: float = 0.0
+    kv_ready_at: float = 0.0  # when decoding could begin; the first token of a transfer may come before it
 
     @property
     def waits_for_memory(self) -> bool:
@@ -40,8 +41,8 @@ class DecodeTask:
         metrics, now = self.generation.metrics, time.perf_counter()
         metrics.total_time = now - self.generation.arrived_at
         metrics.admission_time = metrics.admission_time or now - self.generation.created_at  # it was never admitted
-        if self.first_token_at and (later := metrics.completion_tokens - len(self.grammars)) > 0:
-            metrics.decode_time = now - self.first_token_at
-            metrics.decode_speed = later / metrics.decode_time
+        if self.kv_ready_at:
+            metrics.decode_time = now - self.kv_ready_at
+            metrics.decode_speed = max(0, metrics.completion_tokens - len(self.grammars)) / metrics.decode_time
         reasons = (choice.finish_reason for choice in self.choices if choice.finish_reason)
         metrics.finish_reason = next(reasons, "error")

@@ -6,7 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from disaggregated_inference.api import DEFAULT_NODE_TOKENS, DecodeMetrics, GenerationParams, Progress, TokenEvent
+from disaggregated_inference.api import (
+    DEFAULT_NODE_TOKENS,
+    DecodeMetrics,
+    GenerationParams,
+    Progress,
+    PromptLogprobs,
+    TokenEvent,
+)
 from disaggregated_inference.errors import Cancelled, DisaggError
 
 
@@ -14,7 +21,7 @@ class Admitted:
     """The first item of every generation: its memory is reserved."""
 
 
-Item = TokenEvent | Admitted | Progress | BaseException | None
+Item = TokenEvent | Admitted | Progress | PromptLogprobs | BaseException | None
 
 
 class RequestInfo(NamedTuple):
@@ -68,6 +75,12 @@ class Generation:
             self._reported_tokens, self._reported_at = tokens, now
             passed_ms = round(1000 * (now - self.created_at - metrics.admission_time))
             self._deliver(Progress(total, metrics.cached_tokens, tokens, passed_ms))
+
+    def put_prompt_logprobs(self, piece: PromptLogprobs) -> None:
+        """Before the first token; dropped if the request ended meanwhile."""
+        with self._lock:
+            if not self.ended:
+                self._deliver(piece)
 
     def listen(self, deliver: Callable[[Item], None]) -> None:
         """From now on every item goes to `deliver`, on the thread that produced it; waiting items go first."""

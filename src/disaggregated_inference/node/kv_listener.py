@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from disaggregated_inference.errors import BadRequest
-from disaggregated_inference.kv_transfer import Address, format_address
+from disaggregated_inference.http import listen_error
+from disaggregated_inference.kv_transfer import Address
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class KVListener:
         try:
             for address in addresses:
                 self._sockets.append(listen(address))
-        except OSError:
+        except BadRequest:
             self.close()
             raise
         self.addresses: tuple[Address, ...] = tuple(
@@ -104,12 +105,13 @@ def _spare_descriptors() -> int:
     return max(8, soft // 2) if soft != resource.RLIM_INFINITY else 1 << 16
 
 
-def listen(address: Address) -> socket.socket:
+def listen(address: Address, options: tuple[str, str] = ("--kv-port", "--kv-address")) -> socket.socket:
+    """`options`: of the command line, for port and host."""
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
         sock = socket.create_server(address, family=family, backlog=1024)  # many decode nodes may connect at once
     except OSError as error:
-        raise OSError(error.errno, f"cannot listen on {format_address(address)}: {error.strerror}") from None
+        raise listen_error(error, *address, *options) from None
     sock.settimeout(0.5)  # where a shutdown does not wake an accept, it ends after this time
     return sock
 

@@ -5,6 +5,8 @@ import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+import msgspec
+
 from disaggregated_inference.api import PrefillMetrics
 from disaggregated_inference.errors import Cancelled, DisaggError, NodeRestarted, TicketRefused
 from disaggregated_inference.kv import TicketBook
@@ -93,6 +95,8 @@ class KVServer:
         job = (self._renew if hello.renew_only else self._redeem)(hello)
         if hello.prompt_hash not in ("", prompt_hash(job.tokens)):
             raise TicketRefused("the request's tokens are not the prompt of this ticket")
+        if hello.prompt_logprobs not in (msgspec.UNSET, job.outbox.prompt_logprobs):
+            raise TicketRefused("give /prefill the same prompt_logprobs as /decode: they are computed with the KV")
         return job
 
     def _redeem(self, hello: Hello) -> PrefillJob:

@@ -12,7 +12,7 @@ from functools import partial
 import msgspec
 
 from disaggregated_inference.errors import BadRequest, PeerRefused, ProtocolError, SliceRefused, WireError
-from disaggregated_inference.kv import Array, KVSlice
+from disaggregated_inference.kv import Array, KVSlice, reusable_tokens
 from disaggregated_inference.kv.prefix_cache import Insertion
 from disaggregated_inference.kv_transfer import Hello, InlineReader, KVFetch, Paths, Sink, fetch_prompt
 from disaggregated_inference.models import ModelTokenizer
@@ -22,6 +22,13 @@ from disaggregated_inference.node.decode_task import DecodeTask
 from disaggregated_inference.node.generation import Generation
 from disaggregated_inference.node.kv_memory import KVMemory
 from disaggregated_inference.node.peer_check import PeerChecks
+from disaggregated_inference.node.prompt_logprobs import (
+    asking_for_logprobs,
+    put_first,
+    put_rows,
+    scored_tokens,
+    scoring_of,
+)
 from disaggregated_inference.node.rates import RateMeter
 from disaggregated_inference.node.scheduler import Work
 from disaggregated_inference.timeouts import NodeTimeouts
@@ -97,7 +104,8 @@ class KVSource:
         metrics.cached_tokens = self.scheduler.submit(self._reuse_prefix(task, context.tokens), urgent=True).result()
         generation.report_progress(metrics.cached_tokens)
         held = {"held_tokens": metrics.cached_tokens, "prompt_hash": prompt_hash(task.prompt)}
-        hello = msgspec.structs.replace(hello, **held)
+        hello = asking_for_logprobs(msgspec.structs.replace(hello, **held), task)
+        put_first(task)
         task.cacheable = self.codecs[0] == "raw"
         with self._saving(task) as insertion:
             sink = self._sink(task, insertion)
@@ -105,8 +113,12 @@ class KVSource:
             generation.on_cancel(fetch.stop)
             with self.scheduler.receiving():
                 result = fetch.run()
-        metrics.fetch_time = time.perf_counter() - started
-        metrics.exposed_transfer_time = time.perf_counter() - task.first_token_at
+        task.kv_ready_at = time.perf_counter()
+        metrics.fetch_time = task.kv_ready_at - started
+        # Computing ended before the logits arrived. Waiting for memory and for the peer check is no transfer.
+        free_at = generation.created_at + metrics.admission_time + metrics.canary_time
+        computed_at = min(max(result.computed_at, free_at), task.first_token_at)
+        metrics.exposed_transfer_time = task.kv_ready_at - computed_at
         metrics.kv_bytes, metrics.kv_codec = result.payload_bytes, result.codec
         metrics.kv_paths, metrics.resumed = result.paths, result.resumed
         metrics.queue_time, metrics.prefill_time = result.end.queue_s, result.end.prefill_s
@@ -120,12 +132,16 @@ class KVSource:
             reader.read_into(self._sink(task, None))
             if task.sequences[0].length != reader.welcome.prompt_tokens or not task.first_token_at:
                 raise ProtocolError("it ends before its prompt does")
+        task.kv_ready_at = time.perf_counter()
 
     def compute(self, task: DecodeTask) -> Work[None]:
         """On this node's engine, chunk by chunk, from the end of the cached prefix."""
         started, prompt, metrics = time.perf_counter(), task.prompt or [], task.generation.metrics
         sequence = task.sequences[0]
-        at = metrics.cached_tokens = yield from self._reuse_prefix(task, len(prompt) - 1)
+        metrics.queue_time = started - task.generation.created_at - metrics.admission_time  # for the engine
+        limit = reusable_tokens(len(prompt), scored_tokens(task))
+        at = metrics.cached_tokens = yield from self._reuse_prefix(task, limit)
+        put_first(task)
         new = task.waiting_tokens = len(prompt) - at
         task.generation.report_progress(at)
         with self._saving(task) as insertion:
@@ -135,7 +151,8 @@ class KVSource:
                 rate = self._shared_rate if self.scheduler.batch.running else self.prefill_rates.estimate(new)
                 chunk = prompt[at : at + self.scheduler.chunk_tokens(rate, self.chunk_tokens)]
                 chunk_started = time.perf_counter()
-                logits = self.kv_memory.engine.prefill(sequence, chunk, insertion.put if insertion else None)
+                emit, scoring = insertion.put if insertion else None, scoring_of(task, at, len(chunk))
+                logits = self.kv_memory.engine.prefill(sequence, chunk, emit, scoring)
                 row = logits.numpy()[0] if at + len(chunk) == len(prompt) else None
                 seconds = time.perf_counter() - chunk_started
                 if self.scheduler.batch.running:
@@ -145,10 +162,12 @@ class KVSource:
                 if task.waiting_tokens:  # after the last chunk, the first token goes out without a pause
                     task.generation.report_progress(at)
                     yield
-        self.prefill_rates.record(new, new, spent)
+        if scored_tokens(task) is None:  # scoring takes time that other prompts do not need
+            self.prefill_rates.record(new, new, spent)
         metrics.prefill_time = time.perf_counter() - started
         assert row is not None
         self._sample_first(task, row)
+        task.kv_ready_at = task.first_token_at
 
     def _sink(self, task: DecodeTask, insertion: Insertion | None) -> Sink:
         """Places slices into the first sequence, on the scheduler's thread, and saves them in the prefix cache."""
@@ -170,7 +189,7 @@ class KVSource:
             if length < (metrics.prompt_tokens or 0):  # the end of the prompt is reported with the logits
                 task.generation.report_progress(length)
 
-        return Sink(place, commit, partial(self._sample_first, task))
+        return Sink(place, commit, partial(self._sample_first, task), partial(put_rows, task))
 
     def _sample_first(self, task: DecodeTask, row: Array) -> None:
         task.first_token_at = time.perf_counter()

@@ -16,10 +16,11 @@ from disaggregated_inference.api import (
     Rates,
     Role,
     SlotStatus,
+    StoredModel,
     TicketEndings,
 )
 from disaggregated_inference.kv_transfer import format_address
-from disaggregated_inference.models import ModelFiles
+from disaggregated_inference.models import ModelFiles, storage_of
 from disaggregated_inference.node.decode import DecodeNode
 from disaggregated_inference.node.kv_memory import KVMemory
 from disaggregated_inference.node.prefill import PrefillNode
@@ -41,6 +42,10 @@ class Node:
     @property
     def role(self) -> Role:
         return "both" if self.prefill and self.decode else "prefill" if self.prefill else "decode"
+
+    @property
+    def kv_addresses(self) -> tuple[str, ...]:
+        return tuple(map(format_address, self.prefill.kv_addresses)) if self.prefill else ()
 
     @property
     def epoch(self) -> str:
@@ -75,6 +80,7 @@ class Node:
             vocabulary=spec.vocabulary,
             eos_tokens=spec.eos_tokens,
             fingerprint=self.kv_memory.engine.fingerprint,
+            stored=StoredModel(**storage_of(self.model)._asdict()),
         )
 
     async def tokenizer(self) -> dict[str, Any]:
@@ -106,6 +112,7 @@ class Node:
         return NodeStatus(
             **msgspec.structs.asdict(await self.health()),
             dtype=engine.dtype,
+            threads=engine.threads,
             context_window=engine.spec.context_window,
             kv_token_bytes=engine.spec.kv_token_bytes(engine.dtype),
             waiting=sum(role.open_requests for role in roles),
@@ -113,6 +120,7 @@ class Node:
             running=len(batch.running),
             exports=prefill is not None,
             imports=decode is not None,
+            prompt_logprobs=engine.prompt_logprobs,
             queue=QueueDepth(sum(admission.waiting for admission in kv_memory.admissions), self.retry_after_s()),
             slots=SlotStatus(kv_memory.held_slots, engine.max_batch),
             kv=_memory_status(kv_memory),
@@ -124,7 +132,7 @@ class Node:
             steps=batch.steps,
             tickets=len(prefill.tickets) if prefill else 0,
             endings=TicketEndings(**prefill.tickets.endings) if prefill else TicketEndings(),
-            kv_addresses=tuple(format_address(address) for address in prefill.kv_addresses) if prefill else (),
+            kv_addresses=self.kv_addresses,
             paths=_paths(decode) if decode else (),
             peers=tuple(decode.kv_source.peer_checks.stats()) if decode else (),
             rates=Rates(

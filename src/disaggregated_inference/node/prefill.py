@@ -66,13 +66,19 @@ class PrefillNode:
         host: str = "",
         wait_s: float = 30.0,
         timeout_s: float = 60.0,
+        prompt_logprobs: int | None = None,
+        scored_tokens: int = 0,
     ) -> "tuple[PrefillContext, Future[PrefillMetrics]]":
         """Start a prefill. The KV can be fetched with the context at once; the future ends with the prefill. `host` is
         where the client reached this node; it replaces wildcard KV addresses. `wait_s` limits the wait for memory,
         `timeout_s` the whole prefill."""
         self._require_valid(tokens, wait_s, timeout_s)
-        deadline = time.monotonic() + timeout_s
-        job = PrefillJob(list(tokens), ticket_id or secrets.token_urlsafe(16), Outbox(tokens), deadline)
+        deadline, scored = time.monotonic() + timeout_s, None
+        if prompt_logprobs is not None:
+            self.engine.require_prompt_logprobs()
+            scored = scored_tokens
+        outbox = Outbox(tokens, prompt_logprobs)
+        job = PrefillJob(list(tokens), ticket_id or secrets.token_urlsafe(16), outbox, deadline, scored)
         ticket = self.tickets.issue(self.engine.fingerprint, lambda: self._end(job), job.ticket)
         self.jobs[ticket.id] = job
         job.outbox.on_released = lambda: self.chunked_prefill.close_soon(job)

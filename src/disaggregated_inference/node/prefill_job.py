@@ -20,6 +20,7 @@ class PrefillJob:
     ticket: str = ""  # empty: the canary prompt of a peer check
     outbox: Outbox = field(default_factory=Outbox)
     deadline: float = math.inf
+    scored_tokens: int | None = None  # with prompt logprobs: how many tokens have theirs already
     future: "Future[PrefillMetrics]" = field(default_factory=Future)
     admitted: "Future[None]" = field(default_factory=Future)
     claim: Claim | None = None

@@ -2,50 +2,63 @@
 
 import math
 import threading
-from dataclasses import dataclass
+from collections import deque
 
 from disaggregated_inference.api import Rate
 
-_HALF_LIFE = 32  # samples after which a measurement counts half
-_DECAY = 0.5 ** (1 / _HALF_LIFE)
 _MAX_BUCKETS = 32
-_MAX_SLOWDOWN = 8.0  # times the expected duration; a longer one is an interruption (a frozen process, a closed lid)
+_MIN_SAMPLES, _MAX_SAMPLES = 5, 64  # that an estimate rests on
+_MIN_WINDOW_S = 1.0  # of work: more samples where they are shorter, such as decode steps
+_MAX_SLOWDOWN = 2.0  # times slower than the next size: the limit of a size's first sample
 
 
-@dataclass(slots=True)
 class _Bucket:
-    tokens: float = 0.0
-    seconds: float = 0.0
-    samples: int = 0
+    """The last samples of one size. The estimate is their median: a frozen process, a closed lid or a busy machine
+    makes a sample twenty times slower, and one such sample must not move a plan. A lasting change is followed once
+    more than half of the samples show it: after three, or a second."""
 
-    def record(self, tokens: int, seconds: float) -> None:
-        """Decaying sums, not averages of rates: every second of work has the same weight."""
-        self.tokens = self.tokens * _DECAY + tokens
-        self.seconds = self.seconds * _DECAY + seconds
+    def __init__(self) -> None:
+        self._speeds: deque[float] = deque(maxlen=_MAX_SAMPLES)
+        self._seconds: deque[float] = deque(maxlen=_MAX_SAMPLES)
+        self.samples = 0
+
+    def record(self, speed: float, seconds: float) -> None:
+        self._speeds.append(speed)
+        self._seconds.append(seconds)
         self.samples += 1
+        while len(self._seconds) > _MIN_SAMPLES and sum(self._seconds) - self._seconds[0] >= _MIN_WINDOW_S:
+            self._speeds.popleft()
+            self._seconds.popleft()
 
     @property
     def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
+        """Of two in the middle the faster: samples are slow by accident, seldom fast."""
+        return sorted(self._speeds)[len(self._speeds) // 2]
 
 
 class RateMeter:
-    """Tokens per second by size of the work, in buckets of powers of two. Recent samples count more."""
+    """Tokens per second by size of the work, in buckets of powers of two, from recent samples."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._buckets: dict[int, _Bucket] = {}
 
     def record(self, size: int, tokens: int, seconds: float) -> None:
-        """Work of `size` tokens computed `tokens` in `seconds`. An interruption is limited to `_MAX_SLOWDOWN`: else
-        the router would never send work again, and the node never measure again."""
+        """Work of `size` tokens computed `tokens` in `seconds`."""
         if tokens < 1 or not 0 < seconds < math.inf:
             return
         power = _power(size)
         with self._lock:
-            if nearest := self._nearest(power):
-                seconds = min(seconds, _MAX_SLOWDOWN * tokens / nearest.tokens_per_s)
-            self._buckets.setdefault(power, _Bucket()).record(tokens, seconds)
+            speed = max(tokens / seconds, 0.0 if power in self._buckets else self._slowest(power))
+            self._buckets.setdefault(power, _Bucket()).record(speed, seconds)
+
+    def _slowest(self, power: int) -> float:
+        """That the first sample of a size counts for, where a next size is known: larger work is seldom slower, and
+        smaller work seldom takes longer."""
+        found = self._nearest(power)
+        if found is None:
+            return 0.0
+        return self._buckets[found].tokens_per_s * min(1.0, 2.0 ** (power - found)) / _MAX_SLOWDOWN
 
     def stats(self) -> list[Rate]:
         """Smallest size first."""
@@ -58,12 +71,11 @@ class RateMeter:
     def estimate(self, size: int) -> float | None:
         """The rate of the nearest measured size; of two, the smaller size, because larger work is seldom slower."""
         with self._lock:
-            nearest = self._nearest(_power(size))
-            return nearest.tokens_per_s if nearest else None
+            found = self._nearest(_power(size))
+            return None if found is None else self._buckets[found].tokens_per_s
 
-    def _nearest(self, power: int) -> _Bucket | None:
-        found = min(self._buckets, key=lambda other: (abs(other - power), other), default=None)
-        return None if found is None else self._buckets[found]
+    def _nearest(self, power: int) -> int | None:
+        return min(self._buckets, key=lambda other: (abs(other - power), other), default=None)
 
 
 def _power(size: int) -> int:

@@ -21,8 +21,9 @@ def prompt_tokens(request: PrefillRequest | DecodeRequest, model: ModelFiles) ->
 
 def _encode(request: PrefillRequest | DecodeRequest, model: ModelFiles) -> list[int]:
     tokenizer = model.tokenizer
-    text = tokenizer.render_chat(request.messages) if request.messages is not None else request.prompt or ""
-    return tokenizer.encode_within(text, model.spec.context_window)
+    if request.messages is not None:
+        return tokenizer.encode_chat(request.messages, model.spec.context_window)
+    return tokenizer.encode_within(request.prompt or "", model.spec.context_window)
 
 
 def inline_kv(kv_cache: str) -> bytes:

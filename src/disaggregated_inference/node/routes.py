@@ -60,7 +60,15 @@ def _prefill_routes(served: Node) -> list[Route]:
         addresses = tuple(parse_address(text, node.kv_addresses[0][1]) for text in params.kv_addresses)
         tokens = await asyncio.to_thread(read_tokens, params)
         reached_at = request.scope["server"][0]
-        context, reading = node.submit(tokens, params.ticket, reached_at, params.queue_s, params.timeout_s)
+        context, reading = node.submit(
+            tokens,
+            params.ticket,
+            reached_at,
+            params.queue_s,
+            params.timeout_s,
+            params.prompt_logprobs,
+            params.scored_tokens,
+        )
         request.state.started = True
         context = msgspec.structs.replace(context, addresses=addresses or context.addresses)
         response = PrefillResponse(context=context.encode(), ticket=context.ticket, prompt_tokens=len(tokens))

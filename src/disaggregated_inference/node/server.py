@@ -1,29 +1,31 @@
 """`disagg serve`: from a command line to a running node."""
 
-import math
 import re
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from disaggregated_inference.api import NodeHealth, Role
 from disaggregated_inference.engines import Engine, file_kind, load_engine, require_engine
 from disaggregated_inference.errors import BadRequest
-from disaggregated_inference.http import HttpServer, is_loopback, write_ready_line
+from disaggregated_inference.http import Announce, announce_as_json, is_loopback
 from disaggregated_inference.kv import KVSlice, require_dtype
 from disaggregated_inference.kv.prefix_cache import DiskTier
-from disaggregated_inference.kv_transfer import CODECS, format_address
+from disaggregated_inference.kv_transfer import CODECS, Address
 from disaggregated_inference.logs import log_to_stderr
 from disaggregated_inference.models import ModelFiles, ModelStore
 from disaggregated_inference.node.decode import DecodeNode
+from disaggregated_inference.node.engine_threads import EngineThreads
 from disaggregated_inference.node.kv_listener import listen, parse_address
 from disaggregated_inference.node.kv_memory import KVMemory
 from disaggregated_inference.node.node import Node
 from disaggregated_inference.node.prefill import PrefillNode
-from disaggregated_inference.node.routes import node_app
 from disaggregated_inference.node.scheduler import Scheduler
+from disaggregated_inference.node.starting import Begin, NodeStart
 
 _MEASURED_TOKENS = (64, 512)
 _MEASURED_S = 0.5  # a machine that is slower than this on the first length skips the second
@@ -40,12 +42,13 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     profile: str = ""
     host: str = "127.0.0.1"
     port: int | None = None
-    kv_port: int = 0
+    kv_port: int = 8100
     kv_address: tuple[str, ...] = ()
     token: str = ""
     insecure: bool = False
     dtype: str = ""
     chunk: int = 0
+    threads: int = 0
     lease_s: float = 60.0
     kv_streams: int = 2
     kv_codec: str = "raw"
@@ -63,8 +66,8 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "warning"
 
 
-def run_node(settings: NodeSettings) -> None:
-    """Load, warm up, and serve until a signal."""
+def run_node(settings: NodeSettings, announce: Announce = announce_as_json) -> None:
+    """Load, warm up, and serve until a signal. The port answers `loading` meanwhile."""
     log_to_stderr(settings.log_level)
     if settings.role not in ROLES:
         raise BadRequest(f"unknown role {settings.role!r}: use {', '.join(ROLES)}")
@@ -74,55 +77,53 @@ def run_node(settings: NodeSettings) -> None:
     if settings.engine == "ollama":
         from disaggregated_inference.ollama_node import run_ollama_node
 
-        return run_ollama_node(settings, port)
-    prefills, decodes = settings.role != "decode", settings.role != "prefill"
-    hosts = settings.kv_address or [settings.host] if prefills else []
+        return run_ollama_node(settings, port, announce)
+    hosts = settings.kv_address or [settings.host] if settings.role != "decode" else []
     addresses = [parse_address(text, settings.kv_port, min_port=0) for text in hosts]
     require_token([settings.host, *(host for host, _ in addresses)], settings.token, settings.insecure)
-    for address in [(settings.host, port), *addresses]:
-        listen(address).close()  # a port that is taken shows now, not after minutes of loading
-    files, kv_memory = _load(settings)
+    _require_free((settings.host, port), addresses, "--kv-address" if settings.kv_address else "--host")
+    role: Role = "prefill" if settings.role == "prefill" else "decode" if settings.role == "decode" else "both"
+    model, engine = _model_name(settings), _engine_name(settings)
+    health = NodeHealth(status="loading", loaded=False, role=role, model=model, backend=engine)
+    announce("start", role=role, model=model, engine=engine, profile=settings.profile)
+
+    def load(begin: Begin) -> Node:
+        return _load_node(settings, addresses, begin)
+
+    NodeStart(load, health, (settings.host, port), settings.token, settings.drain_s, announce).run()
+
+
+def _require_free(http: Address, kv: list[Address], kv_host_option: str) -> None:
+    """A port that is taken shows now, not after minutes of loading. All at once: they may be the same."""
+    with ExitStack() as stack:
+        stack.enter_context(listen(http, ("--port", "--host")))
+        for address in kv:
+            stack.enter_context(listen(address, ("--kv-port", kv_host_option)))
+
+
+def _load_node(settings: NodeSettings, addresses: list[Address], begin: Begin) -> Node:
+    """`begin` is called with every step that begins."""
+    files, kv_memory = _load(settings, begin)
     try:
         codecs = tuple(dict.fromkeys((settings.kv_codec, "raw")))
-        prefill = PrefillNode(kv_memory, addresses, settings.chunk, settings.lease_s) if prefills else None
-        decode = (
-            DecodeNode(kv_memory, files.tokenizer, settings.chunk, settings.kv_streams, codecs) if decodes else None
-        )
+        prefill = decode = None
+        if settings.role != "decode":
+            prefill = PrefillNode(kv_memory, addresses, settings.chunk, settings.lease_s)
+        if settings.role != "prefill":
+            decode = DecodeNode(kv_memory, files.tokenizer, settings.chunk, settings.kv_streams, codecs)
         served = Node(files, kv_memory, prefill, decode)
+        begin("measuring this machine")
         kv_memory.scheduler.call(lambda: _measure(served))
         if served.prefill:
             served.prefill.compute_canary()
         if decode:
             decode.grammars.warm()
-        _serve(settings, port, served)
-    finally:
+        kv_memory.unload_when_idle(settings.idle_unload_s)
+        return served
+    except BaseException:
         kv_memory.close_all()
         kv_memory.scheduler.stop()
-
-
-def _serve(settings: NodeSettings, port: int, served: Node) -> None:
-    kv_memory, deadline = served.kv_memory, math.inf
-    about: dict[str, Any] = {"role": served.role, "model": served.model.name, "backend": kv_memory.engine.name}
-    about |= {"host": settings.host, "kv_limit_bytes": kv_memory.admission.limit_bytes}
-    if served.prefill:
-        addresses = served.prefill.kv_addresses
-        about |= {"kv_port": addresses[0][1], "kv_addresses": [format_address(address) for address in addresses]}
-
-    def on_ready(port: int) -> None:
-        kv_memory.unload_when_idle(settings.idle_unload_s)
-        write_ready_line(port, **about)
-
-    def on_stop() -> None:
-        nonlocal deadline
-        kv_memory.draining = True
-        deadline = time.monotonic() + settings.drain_s
-
-    app = node_app(served, settings.token or None)
-    try:
-        HttpServer(app, settings.host, port, settings.drain_s, on_ready=on_ready, on_stop=on_stop).run()
-    finally:
-        for role in served.roles:
-            role.close(drain_s=max(0.0, min(deadline - time.monotonic(), settings.drain_s)))
+        raise
 
 
 def require_token(hosts: list[str], token: str, insecure: bool) -> None:
@@ -130,18 +131,21 @@ def require_token(hosts: list[str], token: str, insecure: bool) -> None:
     open_hosts = [host for host in hosts if not is_loopback(host)]
     if open_hosts and not (token or insecure):
         raise BadRequest(
-            f"refusing to listen on {open_hosts[0]} without a token: give --token, or --insecure if you mean it"
+            f"refusing to listen on {open_hosts[0]} without a token: set DISAGG_TOKEN or --token-file, or"
+            " --insecure if you mean it"
         )
 
 
-def _load(settings: NodeSettings) -> tuple[ModelFiles, KVMemory]:
-    engine = settings.engine or ("torch" if settings.role == "prefill" else "mlx")
+def _load(settings: NodeSettings, begin: Begin) -> tuple[ModelFiles, KVMemory]:
+    engine = _engine_name(settings)
     require_engine(engine)
     if settings.profile and engine != "simulated":
         raise BadRequest(f"--profile needs --engine simulated, not {engine}")
     kv_bytes, prefix_bytes = parse_size(settings.kv_memory), parse_size(settings.prefix_memory)
     disk_bytes = parse_size(settings.prefix_disk_size)
-    files = ModelStore().resolve(_model_name(settings, engine), kind=file_kind(engine))
+    name = _model_name(settings)
+    begin(f"looking for {name}")
+    files = ModelStore().resolve(name, lambda step, part: begin(f"{name}: {step} {part:.0%}"), file_kind(engine))
     options: dict[str, Any] = {"dtype": require_dtype(settings.dtype)} if settings.dtype else {}
     if settings.profile:
         options["profile"] = settings.profile
@@ -154,11 +158,16 @@ def _load(settings: NodeSettings) -> tuple[ModelFiles, KVMemory]:
         raise BadRequest("--prefix-disk needs memory for prefixes: leave out --prefix-memory 0")
 
     first_load = [files]
+    threads = None if engine == "simulated" else EngineThreads(settings.threads)
 
     def load() -> Engine:
         """The first load uses the files found above; later loads read the folder again."""
         found = first_load.pop() if first_load else ModelFiles(files.name, files.path)
+        begin(f"loading {files.name} into {engine}")
         loaded = load_engine(engine, found, **options)
+        if threads:
+            threads.apply(loaded)
+        begin(f"warming up {engine}")
         _warm_up(loaded)
         return loaded
 
@@ -166,7 +175,7 @@ def _load(settings: NodeSettings) -> tuple[ModelFiles, KVMemory]:
     # Prompts are interleaved, so that a long one does not starve short ones; fewer where decode steps run in between.
     scheduler = Scheduler(load, max_running=8 if settings.role == "prefill" else 2)
     try:
-        return files, KVMemory(
+        kv_memory = KVMemory(
             scheduler,
             options.get("kv_bytes", 0),
             prefix_bytes,
@@ -177,11 +186,19 @@ def _load(settings: NodeSettings) -> tuple[ModelFiles, KVMemory]:
     except BadRequest:
         scheduler.stop()
         raise
+    if threads:
+        kv_memory.every_tick(lambda: threads.follow(scheduler))
+    return files, kv_memory
 
 
-def _model_name(settings: NodeSettings, engine: str) -> str:
+def _engine_name(settings: NodeSettings) -> str:
+    return settings.engine or ("torch" if settings.role == "prefill" else "mlx")
+
+
+def _model_name(settings: NodeSettings) -> str:
     """The simulated engine has its own default: it needs no weights."""
-    return "simulated:tiny" if engine == "simulated" and settings.model == NodeSettings().model else settings.model
+    simulated = settings.engine == "simulated" and settings.model == NodeSettings().model
+    return "simulated:tiny" if simulated else settings.model
 
 
 def parse_size(text: str) -> int | None:

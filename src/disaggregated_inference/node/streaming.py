@@ -13,6 +13,8 @@ from disaggregated_inference.api import (
     GeneratedChoice,
     GenerateResponse,
     Progress,
+    PromptLogprob,
+    PromptLogprobs,
     StreamEvent,
     TokenEvent,
     TokenLogprob,
@@ -35,7 +37,7 @@ async def respond(
     if stream:
         return StreamingResponse(_events(items, stalled_s), media_type="text/event-stream")
     events = await unless_disconnected(request, items.rest(), generation.cancel)
-    return json_response(_document(generation, events))
+    return json_response(_document(generation, events, items.prompt_logprobs))
 
 
 class _Items:
@@ -45,6 +47,7 @@ class _Items:
         self.generation, self._heartbeat_s = generation, heartbeat_s
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
+        self.prompt_logprobs: list[PromptLogprob] = []
         generation.listen(self._deliver)
 
     def _deliver(self, item: Item) -> None:
@@ -71,6 +74,8 @@ class _Items:
                 raise item
             if isinstance(item, TokenEvent):
                 events.append(item)
+            elif isinstance(item, PromptLogprobs):
+                self.prompt_logprobs += item.tokens
         return events
 
 
@@ -82,7 +87,7 @@ async def _events(items: _Items, stalled_s: Callable[[], float]) -> AsyncIterato
             if not (batch := await items.batch()):
                 yield b": alive %.1f\n\n" % stalled_s()
                 continue
-            if events := [_event(item) for item in batch if isinstance(item, TokenEvent | Progress)]:
+            if events := [_event(item) for item in batch if isinstance(item, TokenEvent | Progress | PromptLogprobs)]:
                 yield b"".join(events)
             if isinstance(batch[-1], BaseException):
                 raise batch[-1]
@@ -99,11 +104,15 @@ async def _events(items: _Items, stalled_s: Callable[[], float]) -> AsyncIterato
         generation.cancel()
 
 
-def _event(item: TokenEvent | Progress) -> bytes:
+def _event(item: TokenEvent | Progress | PromptLogprobs) -> bytes:
+    if isinstance(item, PromptLogprobs):
+        return sse_event(StreamEvent(prompt_logprobs=item))
     return sse_event(StreamEvent(progress=item) if isinstance(item, Progress) else item)
 
 
-def _document(generation: Generation, events: list[TokenEvent]) -> GenerateResponse:
+def _document(
+    generation: Generation, events: list[TokenEvent], prompt_logprobs: list[PromptLogprob]
+) -> GenerateResponse:
     numbers = range(generation.params.n)
     choices = tuple(_choice(number, [e for e in events if e.choice == number]) for number in numbers)
     first, done = choices[0], _done(generation)
@@ -112,6 +121,7 @@ def _document(generation: Generation, events: list[TokenEvent]) -> GenerateRespo
         tokens=first.tokens or (),
         finish_reason=first.finish_reason,
         logprobs=first.logprobs,
+        prompt_logprobs=tuple(prompt_logprobs),
         choices=choices if len(choices) > 1 else (),
         usage=done.usage,
         metrics=generation.metrics,

@@ -52,12 +52,18 @@ _BAD_REQUEST = re.compile(
 )
 
 
+class StorageDetails(msgspec.Struct, frozen=True):
+    format: str = ""
+    quantization_level: str = ""
+
+
 class ModelDetails(msgspec.Struct, frozen=True):
     """The part of `/api/show` that is used here."""
 
     model_info: dict[str, Any] = {}
     parameters: str = ""  # of the Modelfile, one per line: `stop                           "<|im_end|>"`
     capabilities: tuple[str, ...] | None = None  # None: an old version
+    details: StorageDetails = StorageDetails()
 
     @property
     def architecture(self) -> str:
@@ -95,6 +101,8 @@ class LoadedModel(msgspec.Struct, frozen=True):
 
 
 class _Ps(msgspec.Struct, frozen=True):
+    """`/api/ps` and `/api/tags`. In the latter, `size` is that on disk."""
+
     models: list[LoadedModel] | None = None
 
 
@@ -153,9 +161,17 @@ class OllamaClient:
     async def show(self) -> ModelDetails:
         return await self._call(ModelDetails, "POST", "/api/show", {"model": self.model})
 
+    async def size_bytes(self) -> int:
+        """Of the model's files; 0: unknown."""
+        found = await self._listed("/api/tags")
+        return found.size if found else 0
+
     async def running(self) -> LoadedModel | None:
         """The model, if it is in memory."""
-        found = (await self._call(_Ps, "GET", "/api/ps")).models or []
+        return await self._listed("/api/ps")
+
+    async def _listed(self, path: str) -> LoadedModel | None:
+        found = (await self._call(_Ps, "GET", path)).models or []
         return next((each for each in found if full_name(each.model or each.name) == full_name(self.model)), None)
 
     async def load(self, body: dict[str, Any]) -> None:

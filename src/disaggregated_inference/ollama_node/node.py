@@ -9,12 +9,21 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
 
-from disaggregated_inference.api import ModelIdentity, ModelInfo, NodeHealth, NodeStatus, QueueDepth, Rates, SlotStatus
+from disaggregated_inference.api import (
+    ModelIdentity,
+    ModelInfo,
+    NodeHealth,
+    NodeStatus,
+    QueueDepth,
+    Rates,
+    SlotStatus,
+    StoredModel,
+)
 from disaggregated_inference.errors import (
     DisaggError,
     EngineUnavailable,
@@ -196,7 +205,21 @@ class OllamaNode:
             imports=False,
             tokenizer="none",
             identity=ModelIdentity(self.details.architecture, self.details.parameter_count),
+            stored=await self._stored(self.details),
             capabilities=None if self.details.capabilities is None else tuple(self.details.capabilities),
+        )
+
+    async def _stored(self, details: ModelDetails) -> StoredModel:
+        """Without its size if Ollama does not say it soon: it serves all the same."""
+        size_bytes = 0
+        with suppress(DisaggError, TimeoutError):
+            async with asyncio.timeout(self.timeouts.health_s):
+                size_bytes = await self.ollama.size_bytes()
+        return StoredModel(
+            format=details.details.format,
+            quantization=details.details.quantization_level,
+            parameters=details.parameter_count,
+            size_bytes=size_bytes,
         )
 
     async def status(self) -> NodeStatus:

@@ -26,6 +26,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "kv_cache": (None, "kv_cache: Ollama cannot import KV; give prompt or messages"),
     "n": (1, "n: Ollama generates one choice per request; send several requests"),
     "logprobs": (None, f"logprobs: {_NO_IDS}"),
+    "prompt_logprobs": (None, f"prompt_logprobs: {_NO_IDS}"),
     "logit_bias": (None, f"logit_bias: {_NO_IDS}"),
     "ignore_eos": (False, "ignore_eos: Ollama stops where the model does"),
     "min_tokens": (0, "min_tokens: Ollama stops where the model does"),
@@ -105,6 +106,8 @@ class WarmRequest(PrefillRequest, frozen=True, kw_only=True):
     def require_possible(self) -> None:
         if self.inline:
             raise BadRequest("inline: Ollama cannot export KV", "inline")
+        if self.prompt_logprobs is not None:
+            raise BadRequest(_REFUSED["prompt_logprobs"][1], "prompt_logprobs")
         if not self.wait:
             raise BadRequest("wait: Ollama has no KV to fetch during the prefill; set it to true", "wait")
         self.one_token().require_possible()

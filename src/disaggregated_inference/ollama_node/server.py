@@ -2,14 +2,14 @@
 
 import asyncio
 
-from disaggregated_inference.http import HttpServer, require_free_port, write_ready_line
+from disaggregated_inference.http import Announce, HttpServer, require_free_port
 from disaggregated_inference.node import NodeSettings, require_token
 from disaggregated_inference.ollama_node.client import OllamaClient
 from disaggregated_inference.ollama_node.node import OllamaNode
 from disaggregated_inference.ollama_node.routes import ollama_app
 
 
-def run_ollama_node(settings: NodeSettings, port: int) -> None:
+def run_ollama_node(settings: NodeSettings, port: int, announce: Announce) -> None:
     """Serve until a signal. Memory, queue and cache are Ollama's."""
     ollama = OllamaClient(settings.ollama_host, settings.model)
     node = OllamaNode(
@@ -24,12 +24,17 @@ def run_ollama_node(settings: NodeSettings, port: int) -> None:
     require_free_port(settings.host, port)
     asyncio.run(node.require_model())
     about = {"role": settings.role, "model": settings.model, "backend": "ollama", "host": settings.host}
+
+    def on_stop() -> None:
+        announce("stopping")
+        node.drain()
+
     HttpServer(
         ollama_app(node, settings.token or None),
         settings.host,
         port,
         settings.drain_s,
-        on_ready=lambda port: write_ready_line(port, **about, ollama=ollama.url),
-        on_stop=node.drain,
+        on_ready=lambda port: announce("ready", port=port, **about, ollama=ollama.url),
+        on_stop=on_stop,
         lifespan="auto",
     ).run()

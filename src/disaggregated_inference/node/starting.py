@@ -1,0 +1,136 @@
+"""A node from its first second on: its port answers `loading` while a thread loads the model, then the node serves."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from disaggregated_inference.api import NodeHealth
+from disaggregated_inference.errors import NodeLoading
+from disaggregated_inference.http import Announce, Bearer, HttpServer, RequestId, error_response, json_response
+from disaggregated_inference.node.node import Node
+from disaggregated_inference.node.routes import node_app
+
+_RETRY_AFTER_S = 5  # small models load in seconds, large ones in minutes
+
+Begin = Callable[[str], None]  # is called with the step of loading that begins
+Load = Callable[[Begin], Node]
+
+
+class NodeStart:
+    """`load` runs on a thread of its own. Its error ends the process; a signal meanwhile ends it at once. `health` is
+    what the port answers until then, with HTTP 503: a loading node takes no requests."""
+
+    def __init__(
+        self,
+        load: Load,
+        health: NodeHealth,
+        address: tuple[str, int],
+        token: str,
+        drain_s: int,
+        announce: Announce,
+    ) -> None:
+        self._load_node, self._health, self._host = load, health, address[0]
+        self._token, self._drain_s, self._announce = token or None, drain_s, announce
+        self._step, self._began_at = "starting", time.monotonic()
+        self._served: Node | None = None
+        self._error: BaseException | None = None
+        self._closes_at = 0.0
+        self._server = HttpServer(
+            self._loading_app(), *address, drain_s, on_ready=self._listening, on_stop=self._stopping
+        )
+
+    def run(self) -> None:
+        """Until a signal."""
+        try:
+            self._server.run()
+        finally:
+            if self._served:
+                _close(self._served, max(0.0, min(self._closes_at - time.monotonic(), self._drain_s)))
+        if self._error:
+            raise self._error
+        if not self._served:  # stopped while it loads: a library's thread may not survive the interpreter's end
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+    def _listening(self, port: int) -> None:
+        threading.Thread(target=self._load, args=(port,), name="load", daemon=True).start()
+
+    def _load(self, port: int) -> None:
+        try:
+            served = self._load_node(self._begin)
+        except BaseException as error:
+            self._error = error
+            self._server.stop()
+        else:
+            self._server.call_soon(lambda: self._serve(served, port))
+
+    def _begin(self, step: str) -> None:
+        """Also when an unloaded model is loaded again: then the node serves already."""
+        self._step = step
+        if not self._served:
+            self._announce("step", step=step)
+
+    def _serve(self, served: Node, port: int) -> None:
+        self._served = served
+        self._server.mount(node_app(served, self._token))
+        seconds = round(time.monotonic() - self._began_at, 1)
+        self._announce("ready", port=port, host=self._host, **_about(served), seconds=seconds)
+
+    def _stopping(self) -> None:
+        self._announce("stopping")
+        self._closes_at = time.monotonic() + self._drain_s
+        if self._served:
+            self._served.kv_memory.draining = True
+
+    def _loading_app(self) -> Starlette:
+        """All paths but /health refuse: the node's own ones, and those that it will not have."""
+
+        async def health(request: Request) -> Response:
+            return json_response(msgspec.structs.replace(self._health, reason=self._reason()), 503)
+
+        async def drain(request: Request) -> Response:
+            response = json_response({"draining": True, "waiting": 0})
+            response.background = BackgroundTask(request.app.state.stop)
+            return response
+
+        async def refuse(request: Request, error: Exception) -> Response:
+            message = f"this node is {self._reason()}; try again in {_RETRY_AFTER_S} s"
+            return error_response(NodeLoading(message), _RETRY_AFTER_S)
+
+        routes = [Route("/health", health), Route("/drain", drain, methods=["POST"])]
+        middleware = [Middleware(RequestId), *([Middleware(Bearer, token=self._token)] if self._token else [])]
+        handlers: dict[Any, Any] = {404: refuse, 405: refuse}
+        return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+
+    def _reason(self) -> str:
+        return f"{self._step} ({time.monotonic() - self._began_at:.0f} s so far)"
+
+
+def _about(served: Node) -> dict[str, Any]:
+    kv_memory = served.kv_memory
+    about: dict[str, Any] = {"role": served.role, "model": served.model.name, "backend": kv_memory.engine.name}
+    about |= {"kv_limit_bytes": kv_memory.admission.limit_bytes}
+    if served.prefill:
+        about |= {"kv_port": served.prefill.kv_addresses[0][1], "kv_addresses": list(served.kv_addresses)}
+    return about
+
+
+def _close(served: Node, drain_s: float) -> None:
+    try:
+        for role in served.roles:
+            role.close(drain_s=drain_s)
+    finally:
+        served.kv_memory.close_all()
+        served.kv_memory.scheduler.stop()
