@@ -1,6 +1,19 @@
 """The cluster file: servers, models, links and policies."""
 
-from disaggregated_inference.cluster.config import ClusterConfig, ModelOptions, Policies, Server, bare_name, load_config
+from disaggregated_inference.cluster.bearer_token import read_token, without_token
+from disaggregated_inference.cluster.config import ClusterConfig, ModelOptions, Policies, Server, load_config
+from disaggregated_inference.cluster.model_match import ModelMatch, bare_name
 from disaggregated_inference.cluster.reader import read_file
 
-__all__ = ["ClusterConfig", "ModelOptions", "Policies", "Server", "bare_name", "load_config", "read_file"]
+__all__ = [
+    "ClusterConfig",
+    "ModelMatch",
+    "ModelOptions",
+    "Policies",
+    "Server",
+    "bare_name",
+    "load_config",
+    "read_file",
+    "read_token",
+    "without_token",
+]

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from disaggregated_inference.cluster.bearer_token import read_token
+from disaggregated_inference.cluster.model_match import ModelMatch, bare_name, find_model
 from disaggregated_inference.cluster.reader import (
     Reader,
     did_you_mean,
@@ -22,7 +24,7 @@ from disaggregated_inference.cluster.reader import (
     quote,
     read_file,
 )
-from disaggregated_inference.errors import BadRequest, ConfigError, ModelNotFound
+from disaggregated_inference.errors import ConfigError
 
 PLACES = ("cluster.json", "cluster.toml", "disaggregated_inference/config_current.json")
 PORTS = {"prefill": 8000, "decode": 8001, "both": 8001}  # the defaults of `disagg serve`
@@ -52,23 +54,28 @@ _DecodeServer = Annotated[str, Meta(description="the name of a decode server")]
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
-    """One node."""
+    """One node. Only `host` and `model` are required."""
 
-    host: _Host  # host name or address where other machines reach the node
-    port: _Port  # HTTP port; default: 8000 for prefill servers, else 8001
-    model: _Model  # model of the node: a name, or an alias from `models`
-    name: _Text  # shown in status and metrics; default: HOST:PORT
-    role: _Role  # default: from the list that the server is in
-    engine: _Text = ""  # shown until the node reports its engine
-    token: _Secret = ""  # bearer token of the node; default: the cluster's token
+    host: _Host  # the host name or address where other machines reach the node
+    port: _Port  # the node's HTTP port; default: 8000 for prefill servers, else 8001
+    model: _Model  # the model of the node: a name, or an alias from `models`
+    name: _Text  # the node's name in status, metrics and logs; default: HOST:PORT
+    role: _Role  # what the node does; default: from the list that the server is in
+    engine: _Text = ""  # the engine that status shows until the node reports its own
+    token: _Secret = ""  # the node's bearer token; default: the cluster's token
     kv_addresses: _Addresses = ()  # addresses for KV transfers, fastest link first; default: those of the node
-    power_w: _Watts | None = None  # power draw, for energy per request
-    price_per_hour: _Price | None = None  # price of the machine, for cost per request
-    tls: _Flag = False  # use HTTPS
+    power_w: _Watts | None = None  # the machine's power draw under load, for energy per request
+    price_per_hour: _Price | None = None  # the price of the machine, for cost per request
+    tls: _Flag = False  # whether the node is reached by HTTPS
+
+    @property
+    def address(self) -> str:
+        """host:port"""
+        return join_address(self.host, self.port)
 
     @property
     def url(self) -> str:
-        return f"{'https' if self.tls else 'http'}://{join_address(self.host, self.port)}"
+        return f"{'https' if self.tls else 'http'}://{self.address}"
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -82,19 +89,19 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
 class Link(msgspec.Struct, frozen=True, kw_only=True):
     """Expected bandwidth between two servers, used until it is measured."""
 
-    prefill: _PrefillServer  # name of the prefill server
-    decode: _DecodeServer  # name of the decode server
-    gbps: _Gbps  # bandwidth in gigabits per second
+    prefill: _PrefillServer  # the end of the link that sends KV
+    decode: _DecodeServer  # the end of the link that receives KV
+    gbps: _Gbps  # the bandwidth that the router expects until it is measured
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of one model."""
+    """Options of one model. The key is the model's name; requests may use it, an alias, or a part of either."""
 
     aliases: _Aliases = ()  # other names of the model, in requests and in servers' `model`
-    context_window: _Tokens | None = None  # maximum of prompt and completion tokens; default: the model's
-    defaults: _Defaults = {}  # defaults for requests, such as temperature and max_tokens
-    prefill_timeout_s: _Seconds | None = None  # default: from `policies`
-    decode_timeout_s: _Seconds | None = None  # default: from `policies`
+    context_window: _Tokens | None = None  # the most tokens of prompt and completion together; default: the model's
+    defaults: _Defaults = {}  # options of requests that do not set them, such as temperature and max_tokens
+    prefill_timeout_s: _Seconds | None = None  # time limit for the prefill of a request; default: that of `policies`
+    decode_timeout_s: _Seconds | None = None  # time limit for the decode of a request; default: that of `policies`
 
 
 class Policies(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,27 +109,28 @@ class Policies(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill_timeout_s: _Seconds = 60.0  # time limit for the prefill of a request
     decode_timeout_s: _Seconds = 180.0  # time limit for the decode of a request
-    retries: _Count = 1  # further attempts after a failure
-    fallback: _Flag = True  # the decode node may prefill a prompt itself after a failure
-    local: _Local = "auto"  # when the decode node prefills by choice; auto: when it is faster
-    queue: _Count = 256  # maximum number of waiting requests
-    poll_s: _Seconds = 1.0  # interval between two status polls of a node
+    retries: _Count = 1  # how many further attempts follow a failed one
+    fallback: _Flag = True  # whether the decode node may prefill a prompt itself after a failure
+    local: _Local = "auto"  # when the decode node prefills by choice; "auto" is when that is faster
+    queue: _Count = 256  # the most requests that wait; further ones are refused
+    poll_s: _Seconds = 1.0  # time between two status polls of a node
     health_timeout_s: _Seconds = 1.0  # time limit for one status poll
     stuck_s: _Seconds = 30.0  # a node whose engine makes no progress for this long is taken out of use
-    history: _Count = 1000  # finished requests kept in memory
-    history_file: _Text = ""  # SQLite file that keeps finished requests
-    electricity_price_per_kwh: _Price | None = None  # for cost per request
+    history: _Count = 1000  # how many finished requests are kept in memory
+    history_file: _Text = ""  # SQLite file that keeps a hundred times as many finished requests
+    electricity_price_per_kwh: _Price | None = None  # the price of electricity, for cost per request
+    strict_models: _Flag = False  # whether a node that names its model otherwise gets no requests
 
 
 class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The keys of a cluster file."""
+    """The keys of the file. At least one server is required."""
 
-    prefill_servers: tuple[Server, ...] = ()  # servers that prefill prompts
-    decode_servers: tuple[Server, ...] = ()  # servers that generate completions
-    models: dict[str, ModelOptions] = {}  # options by model name
-    links: tuple[Link, ...] = ()  # expected bandwidths
-    policies: Policies = Policies()  # treatment of requests and nodes
-    token: _Secret = ""  # bearer token of servers that have none of their own
+    prefill_servers: tuple[Server, ...] = ()  # nodes that prefill prompts
+    decode_servers: tuple[Server, ...] = ()  # nodes that generate completions
+    models: dict[str, ModelOptions] = {}  # names and options of models
+    links: tuple[Link, ...] = ()  # expected bandwidths between servers
+    policies: Policies = Policies()  # how requests and nodes are treated
+    token: _Secret = ""  # the token of servers without one of their own; default: DISAGG_TOKEN, see [Tokens](#tokens)
 
 
 class ClusterConfig(ClusterFile, frozen=True, kw_only=True, dict=True):
@@ -152,21 +160,21 @@ class ClusterConfig(ClusterFile, frozen=True, kw_only=True, dict=True):
 
     def resolve_model(self, name: str | None = None) -> str:
         """The name of a model for its name, alias, or an unambiguous part of either in any case."""
-        wanted, names = bare_name(name or ""), self.names
-        if not wanted and len(names) == 1:
-            return names[0]
-        if (exact := self._spellings.get(wanted, "")) in names:
-            return exact
-        found = self._similar(wanted.casefold()) if wanted else ()
-        if len(found) == 1:
-            return found[0]
-        raise ModelNotFound(_not_found(wanted, found, names))
+        return self.match_model(name).name
 
-    def _similar(self, wanted: str) -> tuple[str, ...]:
-        served = self.names
-        spelled = [(text.casefold(), name) for text, name in self._spellings.items() if name in served]
-        same = [name for text, name in spelled if text == wanted]
-        return tuple(dict.fromkeys(same or [name for text, name in spelled if text in wanted or wanted in text]))
+    def match_model(self, name: str | None = None, among: Sequence[str] | None = None) -> ModelMatch:
+        """The same, and how the name fits. `among`: only these models exist."""
+        wanted, names = bare_name(name or ""), self.names if among is None else among
+        if not wanted and len(names) == 1:
+            return ModelMatch(names[0])
+        if (exact := self._spellings.get(wanted, "")) in names:
+            return ModelMatch(exact)
+        spellings = {text: model for text, model in self._spellings.items() if model in names}
+        return find_model(wanted, spellings, names)
+
+    def spellings_of(self, model: str) -> tuple[str, ...]:
+        """The model's name in the file, and every alias."""
+        return tuple(text for text, name in self._spellings.items() if name == model)
 
     def servers_of(self, model: str | None = None) -> tuple[Server, ...]:
         spellings, wanted = self._spellings, self.resolve_model(model)
@@ -176,32 +184,18 @@ class ClusterConfig(ClusterFile, frozen=True, kw_only=True, dict=True):
         return self.models.get(self.resolve_model(model), ModelOptions())
 
 
-def bare_name(model: Any) -> str:
-    """The name without the prefix that some programs add: `disaggregated:qwen3-coder:30b`."""
-    if not isinstance(model, str):
-        raise BadRequest(f"model: expected a name, got {quote(model)}", param="model")
-    return model.strip().removeprefix("disaggregated:").strip()
-
-
-def _not_found(wanted: str, found: Sequence[str], names: Sequence[str]) -> str:
-    known = f"the cluster has {', '.join(names)}"
-    if not wanted:
-        return f"name a model; {known}"
-    if found:
-        return f"{quote(wanted)} may be {' or '.join(found)}: write the full name; {known}"
-    return f"no model {quote(wanted)}; {known}"
-
-
 def load_config(
-    source: str | Path | dict[str, Any] | None = None, environ: Mapping[str, str] = os.environ
+    source: str | Path | dict[str, Any] | None = None, environ: Mapping[str, str] = os.environ, token_file: str = ""
 ) -> ClusterConfig:
-    """Read a file or a dict. Without `source`: the file in `DISAGG_CONFIG`, else the first that exists of `PLACES`."""
+    """Read a file or a dict. Without `source`: the file in `DISAGG_CONFIG`, else the first that exists of `PLACES`. A
+    server without a token of its own gets that of `token_file`, else the file's `token`, else that of the
+    environment."""
     if source is not None and not isinstance(source, str | Path):
-        return _ClusterReader("", environ).cluster(source)
+        return _ClusterReader("", environ, token_file).cluster(source)
     if source == "":
         raise ConfigError("the path of the cluster file is empty; give a path, or none to use the default places")
     path = Path(os.path.expanduser(_find(environ) if source is None else source))
-    return _ClusterReader(str(path), environ).cluster(read_file(path))
+    return _ClusterReader(str(path), environ, token_file).cluster(read_file(path))
 
 
 def _find(environ: Mapping[str, str]) -> str:
@@ -217,12 +211,16 @@ def _find(environ: Mapping[str, str]) -> str:
 class _ClusterReader(Reader):
     """Reads a cluster file and checks what the types cannot: names, duplicates and references."""
 
+    def __init__(self, file: str, environ: Mapping[str, str], token_file: str) -> None:
+        super().__init__(file, environ)
+        self._token_file = token_file
+
     def cluster(self, raw: Any) -> ClusterConfig:
         if not isinstance(raw, dict):
             raise self.error("", f'expected an object with "prefill_servers" and "decode_servers", got {quote(raw)}')
         self.require_plain_data(raw)
         file = self.struct(ClusterFile, raw | _with_defaults(raw, "prefill") | _with_defaults(raw, "decode"), "")
-        token = self.secret(file.token, "token")
+        token = self._token(file.token)
         prefill = {
             place: self._server(item, "prefill", place, token) for place, item in _items(file, "prefill_servers")
         }
@@ -240,6 +238,11 @@ class _ClusterReader(Reader):
         )
         self._warn_unserved(config)
         return msgspec.structs.replace(config, warnings=tuple(self.warnings))
+
+    def _token(self, text: str) -> str:
+        """The environment is not read if the file has a token: a fault there must not matter."""
+        own = self.secret(text, "token")
+        return own if own and not self._token_file else read_token(file=self._token_file, environ=self.environ)
 
     def _server(self, server: Server, role: Role, place: str, cluster_token: str) -> Server:
         if role not in server.roles:

@@ -1,11 +1,14 @@
-"""Nodes and other servers as processes on this machine, for the demo and for benchmarks."""
+"""Nodes and other servers as processes on this machine, for `disagg up`, the demo and benchmarks."""
 
 import json
 import os
+import selectors
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -14,14 +17,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from disaggregated_inference.cluster.bearer_token import without_token
+from disaggregated_inference.cores import available_cores
 from disaggregated_inference.errors import DisaggError
 
 _START_S = 120.0
+_PARENT_S = 1.0  # how often a process looks for its parent
 
 
 def shared_cores() -> dict[str, str]:
     """Half of the cores for each of two processes: OpenMP threads that compete for cores are sixty times slower."""
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2))}
+    return {"OMP_NUM_THREADS": str(max(1, available_cores() // 2))}
 
 
 def disagg(*arguments: str) -> list[str]:
@@ -29,14 +35,25 @@ def disagg(*arguments: str) -> list[str]:
 
 
 class Process:
-    """Without `port`, the server prints its port as JSON when it is ready; else it is ready once the port is open."""
+    """Without `port`, the server prints its port as JSON when it is ready; else it is ready once the port is open.
+
+    It has a session of its own: Ctrl-C reaches this process alone, which stops the others in their order. Where this
+    process is killed, `disagg` commands see that their parent is gone, and stop."""
 
     def __init__(self, name: str, command: list[str], port: int = 0, environ: Mapping[str, str] = os.environ) -> None:
         self.name, self.url, self._port = name, "", port
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in stop; a pipe would fill up
         output = self._log if port else subprocess.PIPE
-        self._process = subprocess.Popen(command, stdout=output, stderr=self._log, text=True, env=environ)
+        environ = {**environ, "DISAGG_PARENT_PID": str(os.getpid())}
+        self._process = subprocess.Popen(
+            command, stdout=output, stderr=self._log, text=True, env=environ, start_new_session=True
+        )
         self.pid = self._process.pid
+
+    def fileno(self) -> int:
+        """Readable when the server is ready, or has ended."""
+        assert self._process.stdout
+        return self._process.stdout.fileno()
 
     def ready(self) -> None:
         """Wait until the server accepts connections at `url`."""
@@ -50,21 +67,38 @@ class Process:
 
     def _printed_port(self) -> int:
         assert self._process.stdout
-        if not (line := self._process.stdout.readline()):
-            raise self._failed()
-        port: int = json.loads(line)["port"]
-        return port
+        for line in self._process.stdout:  # one for every step of its start
+            if "port" in (told := json.loads(line)):
+                port: int = told["port"]
+                return port
+        raise self._failed()
 
     def _failed(self) -> DisaggError:
+        return DisaggError(f"{self.name} did not start:\n{self._last_words()}")
+
+    def require_alive(self) -> None:
+        """Raises with the reason and the last lines of the log."""
+        if (code := self._process.poll()) is not None:
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            words = self._last_words()
+            raise DisaggError(f"{self.name} has ended ({how})" + (f"; its last lines:\n{words}" if words else ""))
+
+    def _last_words(self) -> str:
         self._log.seek(0)
-        return DisaggError(f"{self.name} did not start:\n{self._log.read()[-2000:].strip()}")
+        return self._log.read()[-2000:].strip()
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
 
     def stop(self) -> None:
-        self._process.terminate()
+        self.terminate()
         try:
             self._process.communicate(timeout=10)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self.kill()
             self._process.communicate()
         self._log.close()
 
@@ -77,16 +111,67 @@ def _accepts(port: int) -> bool:
         return False
 
 
+def as_ready(processes: Sequence[Process]) -> Iterator[Process]:
+    """Each process when it is ready, the quickest first. The first that fails raises."""
+    with selectors.DefaultSelector() as selector:
+        for process in processes:
+            selector.register(process, selectors.EVENT_READ, process)
+        while selector.get_map():
+            for key, _ in selector.select():
+                selector.unregister(key.fileobj)
+                key.data.ready()
+                yield key.data
+
+
 @contextmanager
 def running(processes: Sequence[Process], ready: Callable[[Any], None] = Process.ready) -> Iterator[None]:
     """Processes start when they are created; wait for all of them, and stop them at the end."""
-    try:
+    with stopping(processes):
         for process in processes:
             ready(process)
         yield
+
+
+@contextmanager
+def stopping(processes: Sequence[Process]) -> Iterator[None]:
+    """Stop them at the end of the block. Ctrl-C meanwhile kills them: none is left behind."""
+    try:
+        yield
     finally:
+        with _killed_by_signals(processes):
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.stop()
+
+
+@contextmanager
+def _killed_by_signals(processes: Sequence[Process]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def kill(*_: object) -> None:
         for process in processes:
-            process.stop()
+            process.kill()
+
+    before = {number: signal.signal(number, kill) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def stop_with_parent(pid: int) -> None:
+    """Send SIGTERM to this process when `pid` is no longer its parent: the parent was killed."""
+
+    def watch() -> None:
+        while os.getppid() == pid:
+            time.sleep(_PARENT_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 @dataclass(slots=True)
@@ -113,8 +198,8 @@ class LocalNode(Process):
 
     def __init__(self, role: str, engine: str, *arguments: str, name: str = "") -> None:
         self.role, self.engine = role, engine
-        command = disagg("serve", "--role", role, "--engine", engine, *arguments, "--port", "0")
-        super().__init__(name or f"the {role} node", command, environ=shared_cores() | os.environ)
+        command = disagg("serve", "--role", role, "--engine", engine, "--port", "0", "--kv-port", "0", *arguments)
+        super().__init__(name or f"the {role} node", command, environ=shared_cores() | without_token())  # on loopback
 
     def _post(self, path: str, body: dict[str, Any]) -> IO[bytes]:
         try:

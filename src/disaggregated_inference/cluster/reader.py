@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 import msgspec
 
+from disaggregated_inference.cluster.bearer_token import is_header_text
 from disaggregated_inference.errors import ConfigError
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
@@ -132,7 +133,7 @@ class Reader:
             if not self.environ.get(name):
                 raise self.error(place, f"{name} is not set in the environment; export {name}=... first")
         token = _VARIABLE.sub(lambda found: self.environ[found[1]], text).strip()
-        if not (token.isascii() and token.isprintable()):
+        if not is_header_text(token):
             raise self.error(place, "has characters that an HTTP header cannot carry; use printable ASCII")
         return token
 

@@ -16,6 +16,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     group: str = ""  # nodes of one group hold the same model and may hand caches to each other
     exports: bool = True
     imports: bool = True
+    prompt_logprobs: bool = False  # its engine can compute them
     context_window: int = 0
     kv_token_bytes: int = 0
     kv_free_bytes: int = 0
@@ -52,6 +53,7 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     choices: int = 1  # each with KV of its own
     cached: dict[str, int] = {}  # node: tokens of this prompt that are likely in its prefix cache
     avoid: frozenset[str] = frozenset()  # nodes that failed this request already
+    scored_tokens: int | None = None  # with prompt logprobs: how many tokens have theirs already
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):

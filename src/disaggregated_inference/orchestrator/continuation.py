@@ -8,9 +8,11 @@ from typing import Any, Protocol
 import msgspec
 
 from disaggregated_inference.api import DecodeRequest, GenerateRequest, StreamEvent
+from disaggregated_inference.orchestrator.attempt import Attempt
 from disaggregated_inference.orchestrator.cluster_view import Route, RouteRequest
 from disaggregated_inference.orchestrator.node_client import NodeRefused
-from disaggregated_inference.orchestrator.recorder import Attempt, ChoiceState
+from disaggregated_inference.orchestrator.prompt_logprobs import PromptLogprobsState
+from disaggregated_inference.orchestrator.recorder import ChoiceState
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 
 Numbers = tuple[int, ...]  # of the choices that one attempt generates
@@ -22,6 +24,7 @@ class Continuation(Protocol):
     choice_states: list[Any]
     separate_choices: bool  # each choice is a request of its own from the start
     can_transfer_kv: bool  # KV can move between nodes
+    prompt_logprobs: PromptLogprobsState
 
     def prompt(self, numbers: Numbers) -> list[int]: ...
     def route_request(self, numbers: Numbers, avoid: frozenset[str]) -> RouteRequest: ...
@@ -46,7 +49,8 @@ class TokenContinuation:
         self.choice_states = [ChoiceState() for _ in range(request.n)]
         assert request.max_tokens is not None
         self._max_tokens: int = request.max_tokens
-        self._params = request.sampling()
+        self._params = request.sampling() | {"prompt_logprobs": None}
+        self.prompt_logprobs = PromptLogprobsState(request.prompt_logprobs, tokens)
 
     def prompt(self, numbers: Numbers) -> list[int]:
         return self._tokens + self._written(numbers)
@@ -64,11 +68,12 @@ class TokenContinuation:
             choices=len(numbers),
             cached=self._registry.prefix_index.lookup(prompt, epochs),
             avoid=avoid,
+            scored_tokens=self.prompt_logprobs.scored_tokens,
         )
 
     def decode_request(self, numbers: Numbers, timeout_s: float, context: str | None) -> DecodeRequest:
         written = self._written(numbers)
-        params = self._params | {"max_tokens": self._max_tokens - len(written)}
+        params = self._params | {"max_tokens": self._max_tokens - len(written)} | self.prompt_logprobs.params()
         if len(numbers) < self._request.n:
             params |= {"n": 1, "choice": numbers[0]}
         first = not any(state.written for state in self.choice_states)

@@ -1,14 +1,15 @@
 """Failover: what a request learns from a failed leg. Which nodes the next attempt avoids, and whether there is one."""
 
 from disaggregated_inference.cluster import Policies
+from disaggregated_inference.orchestrator.attempt import Attempt
 from disaggregated_inference.orchestrator.cluster_view import Route
 from disaggregated_inference.orchestrator.node_client import LegFailed
 from disaggregated_inference.orchestrator.node_state import NodeState
-from disaggregated_inference.orchestrator.recorder import Attempt
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 
 _PEER_REFUSED, _TOO_LARGE = "peer_refused", "request_too_large"
 _REFRESH_CODES = frozenset({"node_restarted", "not_found", _PEER_REFUSED})  # the node's status is out of date
+_AWAY_CODES = frozenset({"unreachable", "node_loading"})
 _MAX_DECODE_FAILURES = 3  # a request that kills every node must not go through all of them
 
 
@@ -48,8 +49,8 @@ class FailoverState:
             return True
         if failure.code != _TOO_LARGE:  # a small node is no failing node
             blamed.breaker.failed(str(failure), hard=failure.node_gone)
-        if failure.code == "unreachable":
-            blamed.lost(str(failure), quiet=failure.timed_out or failure.connection_broke)
+        if failure.code in _AWAY_CODES:
+            blamed.lost(str(failure), failure.code, quiet=failure.timed_out or failure.connection_broke)
         death = (blamed.name, attempt.epochs[blamed.name])
         known = death in self.avoid  # several choices may see the same failure
         self.avoid.add(death)

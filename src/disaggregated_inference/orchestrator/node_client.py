@@ -13,19 +13,27 @@ import aiohttp
 import msgspec
 
 from disaggregated_inference.api import (
+    CHECKSUM_HEADER,
+    ChecksumReader,
     DecodeRequest,
     ErrorBody,
     ErrorDetail,
     NodeHealth,
     PrefillRequest,
     PrefillResponse,
+    StreamDamaged,
     StreamEvent,
+    checksum_text,
 )
 from disaggregated_inference.cluster import Server
 from disaggregated_inference.errors import BadRequest, DisaggError
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats, MonitoredStream, PendingRequest, StreamSilent
+from disaggregated_inference.orchestrator.strangers import why_unreachable
 
 _PATIENCE = 8  # times its recent latency: a busy machine is slow for all clients, a frozen one is silent
+WRONG_TOKEN = "unauthorized"  # the code of the error
+_REFUSED_TOKEN = "it refused the token (401): `token` in the cluster file, else DISAGG_TOKEN, is not the node's"
+_NEEDS_TOKEN = "it needs a token (401): set DISAGG_TOKEN"
 _DECAY = 0.9  # what is left of a slow answer after the next one
 
 # Errors of a decode node that mean: the prefill leg failed.
@@ -42,7 +50,7 @@ _PREFILL_CODES = frozenset(
     }
 )
 # Refusals that another node may not repeat: this is no node, or it was restarted as another one, or it is too small.
-_NODE_CODES = frozenset({"bad_answer", "not_found", "request_too_large"})
+_NODE_CODES = frozenset({"bad_answer", "not_found", "request_damaged", "request_too_large"})
 _BUSY_CODES = frozenset({"node_busy", "kv_memory_full", "queue_full"})
 _REFUSAL_STATUS = {"deadline_exceeded": 504, "bad_request": 400, "context_too_long": 400}
 
@@ -200,11 +208,11 @@ class NodeClient:
             stream = MonitoredStream(response, self._require_alive, loop.time(), self._timeouts)
             self._heartbeats.open.add(stream)
             try:
-                rest = b""
+                rest, proven = b"", self._proven(response)
                 while True:
                     data = await self._receive(response)
                     stream.last_data_at = self.last_data_at = loop.time()
-                    *lines, rest = (rest + data).split(b"\n\n")
+                    *lines, rest = (rest + proven(data)).split(b"\n\n")
                     if events := self._parse(lines):
                         yield events
                         if events[-1].done:
@@ -216,6 +224,20 @@ class NodeClient:
                         raise LegFailed(self.server.name, "stream_ended", "its stream ended too early", node_gone=True)
             finally:
                 self._heartbeats.open.discard(stream)
+
+    def _proven(self, response: aiohttp.ClientResponse) -> Callable[[bytes], bytes]:
+        """What of the stream is proven by its checksums; all of it where the server sends none."""
+        if CHECKSUM_HEADER not in response.headers:
+            return lambda data: data
+        reader = ChecksumReader()
+
+        def feed(data: bytes) -> bytes:
+            try:
+                return reader.feed(data)
+            except StreamDamaged as error:
+                raise self._bad_answer(str(error)) from error
+
+        return feed
 
     def _parse(self, lines: list[bytes]) -> list[StreamEvent]:
         """Tokens, and perhaps the end or an error. One decode call for all of them costs half."""
@@ -256,6 +278,7 @@ class NodeClient:
         if self.epoch:
             headers["X-Node-Epoch"] = self.epoch
         url, body = self.server.url + path, msgspec.json.encode(request)
+        headers[CHECKSUM_HEADER] = checksum_text(body)
         try:
             with PendingRequest(self._heartbeats, self._require_alive):
                 response = await self._session.post(url, data=body, headers=headers, timeout=self._dial_timeout)
@@ -295,10 +318,8 @@ class NodeClient:
             return self._gone("it does not answer", timed_out=True)
         if isinstance(error, aiohttp.ClientPayloadError):
             return self._gone("it broke off in the middle of its answer", connection_broke=True)
-        cause = getattr(error, "os_error", None) or error  # aiohttp's own message names sockets and sessions
-        reason = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
         broke = not isinstance(error, aiohttp.ClientConnectorError)
-        return self._gone(f"it cannot be reached: {reason}", connection_broke=broke)
+        return self._gone(f"it cannot be reached: {why_unreachable(error, self.server)}", connection_broke=broke)
 
     def _gone(self, message: str, *, timed_out: bool = False, connection_broke: bool = False) -> LegFailed:
         name = self.server.name
@@ -310,8 +331,9 @@ class NodeClient:
         try:
             detail = msgspec.json.decode(body, type=ErrorBody).error
         except (msgspec.DecodeError, UnicodeDecodeError):
-            code = "unauthorized" if status in (401, 403) else "bad_answer"
-            detail = ErrorDetail(code, f"it does not answer as a node: HTTP {status}")
+            detail = ErrorDetail("bad_answer", f"it does not answer as a node: HTTP {status}")
+        if status == 401:
+            return LegFailed(self.server.name, WRONG_TOKEN, _REFUSED_TOKEN if self.server.token else _NEEDS_TOKEN)
         if detail.code in _BUSY_CODES:
             wait_s = float(retry_after) if retry_after and retry_after.isdigit() else 1.0
             return LegBusy(self.server.name, detail.message, wait_s)

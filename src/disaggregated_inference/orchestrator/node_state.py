@@ -1,29 +1,47 @@
 """One node as the orchestrator knows it: its last status, whether it is usable, and what was sent there since."""
 
 import asyncio
+import math
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from disaggregated_inference.api import ModelInfo, NodeStatus, PeerStatus, Role
+from disaggregated_inference.api import ModelInfo, NodeStatus, PeerStatus, Rate, Rates, Role
 from disaggregated_inference.cluster import Policies, Server
+from disaggregated_inference.models import is_same_model
 from disaggregated_inference.orchestrator.breaker import Breaker
 from disaggregated_inference.orchestrator.cluster_view import NodeView
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats
-from disaggregated_inference.orchestrator.node_client import LegFailed, NodeClient
+from disaggregated_inference.orchestrator.node_client import WRONG_TOKEN, LegFailed, NodeClient
+from disaggregated_inference.orchestrator.strangers import what_answers
 
-_UNREACHABLE, _UNAUTHORIZED = "unreachable", "unauthorized"
+_UNREACHABLE = "unreachable"
+_CONDITIONS = {WRONG_TOKEN: "wrong token", "node_loading": "loading"}  # by the code of a failed poll
 _NOT_POLLED = "not polled yet"
+_MAX_NAME = 200  # characters
+_MISNAMED = (
+    "it names its model {own}, the cluster file {model}: correct `model`, or list the other name under `aliases`"
+)
+_SLOWED = 1.5  # times slower than its best
+_MIN_STEPS = 5
 _MAX_PREFILLS = 32  # of ours at a prefill node: it works on a few at a time, and the others are better off here
 
 
 class NodeState:
     def __init__(
-        self, server: Server, model: str, session: aiohttp.ClientSession, heartbeats: Heartbeats, policies: Policies
+        self,
+        server: Server,
+        model: str,
+        session: aiohttp.ClientSession,
+        heartbeats: Heartbeats,
+        policies: Policies,
+        spellings: Sequence[str] = (),
     ) -> None:
-        self.server, self.model, self._policies = server, model, policies
+        """`spellings`: the names of its model in the cluster file; none: any name is right."""
+        self.server, self.model, self._policies, self._spellings = server, model, policies, spellings
         self.name = server.name
         self.client = NodeClient(server, session, heartbeats, policies.stuck_s)
         self._timeouts = heartbeats.timeouts
@@ -35,6 +53,7 @@ class NodeState:
         self._condition = _UNREACHABLE  # one word for people
         self.trouble = _NOT_POLLED  # why it is not usable; empty when it is
         self.mismatch = ""  # why it must not be paired, or answer for its model
+        self.misnamed = ""  # its own name of its model is none of the cluster file
         self._quiet = False  # it is unreachable by timeout alone
         self._missed_polls = 0  # in a row
         self.open = 0  # our requests there
@@ -42,6 +61,10 @@ class NodeState:
         self._read_tokens = 0  # of our prompts, prefilled since the last status, which still counts them
         self._open_at_status = 0
         self.polled_at, self.used_at = 0.0, time.monotonic()
+        self._best_rates: dict[tuple[str, int], float] = {}  # of this epoch, by kind and size
+        self.slowed = False  # a rate is far below its best
+        self.explorations = 0  # requests sent there since it slowed, to find out whether it still is
+        self._session, self._stranger, self._identified_at = session, "", -math.inf
 
     @property
     def epoch(self) -> str:
@@ -50,6 +73,17 @@ class NodeState:
     @property
     def takes_text(self) -> bool:
         return self.info is not None and self.info.fingerprint is None and not self.mismatch
+
+    @property
+    def own_model(self) -> str:
+        """The node's own name of its model, fit for a terminal; empty until it has answered."""
+        name = self.status.model if self.status else ""
+        return "".join(character for character in name[:_MAX_NAME] if character.isprintable())
+
+    @property
+    def warning(self) -> str:
+        """What is wrong with a node that serves all the same."""
+        return self.misnamed if self.reachable and not self.mismatch else ""
 
     @property
     def role(self) -> Role:
@@ -98,14 +132,27 @@ class NodeState:
             self._missed_polls += 1
             silent = self._missed_polls > 1 and self.client.last_data_at < began_at and not late
             if silent or not error.timed_out:
-                condition = _UNAUTHORIZED if error.code == _UNAUTHORIZED else _UNREACHABLE
-                self.lost(str(error), condition, quiet=error.timed_out)
+                reason = await self._identified(str(error), error.code)
+                self.lost(reason, error.code, quiet=error.timed_out)
             return False
         except Exception as error:  # the server at that port is not a node
-            self.lost(f"{self.name}: it does not answer as a node: {error}")
+            reason = f"{self.name}: it does not answer as a node: {error}"
+            self.lost(await self._identified(reason, "bad_answer"))
             return False
         self._update(status, renewed)
         return renewed
+
+    async def _identified(self, reason: str, code: str) -> str:
+        """With what answers there instead of a node, if that can be known. A server that was a node once is one."""
+        if self.status is not None or code == "node_loading":
+            return reason
+        if code == _UNREACHABLE:
+            port = self.server.port
+            return f"{reason}; is {port} its HTTP port, not its KV port?" if "without an answer" in reason else reason
+        if time.monotonic() - self._identified_at > self._timeouts.identify_s:
+            self._stranger = await what_answers(self._session, self.server, self._policies.health_timeout_s)
+            self._identified_at = time.monotonic()
+        return f"{reason}; {self._stranger}" if self._stranger else reason
 
     def prompt_was_read(self, tokens: int, sent_at: float) -> None:
         """A prompt of ours, sent there at `sent_at`, was prefilled."""
@@ -114,9 +161,10 @@ class NodeState:
         else:
             self.unread_tokens = max(0, self.unread_tokens - tokens)
 
-    def lost(self, reason: str, condition: str = _UNREACHABLE, *, quiet: bool = False) -> None:
+    def lost(self, reason: str, code: str = _UNREACHABLE, *, quiet: bool = False) -> None:
         """`quiet`: the node only does not answer; nothing says that it is gone."""
-        self.reachable, self.trouble, self._condition, self._quiet = False, reason, condition, quiet
+        self.reachable, self.trouble, self._quiet = False, reason, quiet
+        self._condition = _CONDITIONS.get(code, _UNREACHABLE)
 
     @property
     def may_come_back(self) -> bool:
@@ -129,11 +177,24 @@ class NodeState:
     def _update(self, status: NodeStatus, renewed: bool) -> None:
         if self.status and renewed:  # it came back; at first sight every node is new
             self.breaker.renewed()
+            self._best_rates.clear()
         self._missed_polls, self.client.epoch = 0, status.epoch
         self.status, self.reachable, self.polled_at = status, True, time.monotonic()
         self.unread_tokens = self._read_tokens = 0  # the status counts them now
         self._open_at_status = self.open
+        self._compare_rates(status)
         self._condition, self.trouble = self._assess(status)
+        own = self.own_model
+        is_right = not (own and self._spellings) or is_same_model(own, self._spellings)
+        self.misnamed = "" if is_right else _MISNAMED.format(own=own, model=self.model)
+
+    def _compare_rates(self, status: NodeStatus) -> None:
+        now = {(kind, rate.size): rate.tokens_per_s for kind, rates in _kinds(status.rates) for rate in rates}
+        best = self._best_rates
+        best.update({key: max(speed, best.get(key, 0.0)) for key, speed in now.items()})
+        self.slowed = any(speed * _SLOWED < best[key] for key, speed in now.items())
+        if not self.slowed:
+            self.explorations = 0
 
     def _assess(self, status: NodeStatus) -> tuple[str, str]:
         """Its condition, and why it is not usable: empty when it is."""
@@ -164,6 +225,7 @@ class NodeState:
             group=group,
             exports=status.exports,
             imports=status.imports,
+            prompt_logprobs=status.prompt_logprobs,
             context_window=status.context_window,
             kv_token_bytes=status.kv_token_bytes,
             kv_free_bytes=max(0, status.kv.limit_bytes - status.kv.reserved_bytes),
@@ -185,9 +247,12 @@ class NodeState:
             "role": self.role,
             "configured_role": self.server.role,
             "model": self.model,
+            "node_model": self.own_model or None,
             "engine": status.backend or self.server.engine,
             "state": self.state,
             "why": self.why,
+            "warning": self.warning,
+            "misnamed": bool(self.misnamed),
             "usable": self.usable,
             "epoch": self.epoch,
             "breaker": self.breaker.state,
@@ -202,3 +267,9 @@ class NodeState:
             "peers": msgspec.to_builtins(status.peers),
             "heard_s_ago": round(time.monotonic() - self.polled_at, 3) if self.polled_at else None,
         }
+
+
+def _kinds(rates: Rates) -> Iterator[tuple[str, tuple[Rate, ...]]]:
+    """Without the first steps of a batch: they only schedule, and look fast."""
+    yield from (("prefill", rates.prefill), ("local_prefill", rates.local_prefill))
+    yield "decode", tuple(rate for rate in rates.decode if rate.samples >= _MIN_STEPS)

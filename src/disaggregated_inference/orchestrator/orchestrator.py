@@ -16,6 +16,7 @@ from disaggregated_inference.api import (
     ErrorDetail,
     GenerateOptions,
     GenerateRequest,
+    PromptLogprob,
     RequestOptions,
     RequestRecord,
     generate_request,
@@ -26,6 +27,7 @@ from disaggregated_inference.api import (
 from disaggregated_inference.cluster import ClusterConfig, load_config
 from disaggregated_inference.errors import ClusterError, ContextTooLong, DeadlineExceeded, DisaggError
 from disaggregated_inference.models import ModelTokenizer
+from disaggregated_inference.orchestrator.causes import no_decode_node
 from disaggregated_inference.orchestrator.cluster_view import Route
 from disaggregated_inference.orchestrator.continuation import Continuation, TokenContinuation, with_seed
 from disaggregated_inference.orchestrator.defaults import require_defaults
@@ -41,7 +43,7 @@ from disaggregated_inference.orchestrator.runner import Put, RequestRunner
 from disaggregated_inference.orchestrator.text_continuation import TextContinuation, estimated_tokens
 from disaggregated_inference.orchestrator.threads import in_thread
 from disaggregated_inference.orchestrator.tokenizer_cache import TokenizerCache
-from disaggregated_inference.orchestrator.verdict import cluster_verdict, model_verdict
+from disaggregated_inference.orchestrator.verdict import cluster_verdict, model_verdict, warnings_of
 from disaggregated_inference.timeouts import OrchestratorTimeouts
 
 _MAX_TOKENS = 2000
@@ -49,6 +51,7 @@ _TIMEOUT_REMEDY = "ask for less, or give more time: timeout, or the config's pre
 _NODE_CLOCK_S = 0.1  # a node may notice the deadline this much earlier
 _PLACES = 64  # of a model whose nodes have not answered yet
 _PLACES_PER_SLOT = 2  # so that a node has the next request there when a slot is free
+_BRIEF = ("state", "why", "warning", "role", "model", "node_model", "engine", "url", "usable")  # of a node
 
 OnPlan = Callable[[Route, str], None]
 
@@ -72,7 +75,6 @@ class DisaggregatedInference:
         self.queue = RequestQueue(policies.queue, _PLACES)
         self._tokenizers = TokenizerCache(fetch_s=timeouts.tokenizer_s)
         self._registry: NodeRegistry | None = None
-        self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._running: set[asyncio.Task[Any]] = set()
@@ -90,8 +92,8 @@ class DisaggregatedInference:
             self._loop = asyncio.get_running_loop()
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=self._timeouts.idle_connection_s)
             cookies = aiohttp.DummyCookieJar()  # nodes set none
-            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=cookies, auto_decompress=False)
-            self._registry = NodeRegistry(self.config, self._session, self._timeouts)
+            session = aiohttp.ClientSession(connector=connector, cookie_jar=cookies, auto_decompress=False)
+            self._registry = NodeRegistry(self.config, session, self._timeouts)  # which closes it
             self._registry.start()
         return self._registry
 
@@ -112,9 +114,7 @@ class DisaggregatedInference:
         for node in self._registry.nodes.values():
             await node.client.flush()
         await self._registry.close()
-        assert self._session
-        await self._session.close()
-        self._registry = self._session = None
+        self._registry = None
         if not self._was_replaced:
             await in_thread(self.history.close)
 
@@ -152,8 +152,10 @@ class DisaggregatedInference:
     async def complete(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Completion:
         """The whole answer, typed."""
         request, recorder = self._prepare({"prompt": prompt, **options})
+        prompt_logprobs: list[PromptLogprob] = []
+        recorder.on_prompt_logprobs = lambda piece: prompt_logprobs.extend(piece.tokens)
         record = await _result(self._start(request, recorder, lambda events: None))
-        return Completion(choices=recorder.choices(), record=record)
+        return Completion(choices=recorder.choices(), record=record, prompt_logprobs=tuple(prompt_logprobs))
 
     @named_options
     async def stream(
@@ -172,6 +174,7 @@ class DisaggregatedInference:
         request, recorder = self._prepare(options, on_plan)
         queue = OutputQueue()
         recorder.on_progress = lambda progress: queue.put([Delta(progress=progress)])
+        recorder.on_prompt_logprobs = lambda piece: queue.put([Delta(prompt_logprobs=piece)])
         task = self._start(request, recorder, queue.put)
         task.add_done_callback(queue.close)
         try:
@@ -206,6 +209,7 @@ class DisaggregatedInference:
         return {
             "verdict": cluster_verdict(list(registry.nodes.values())),
             "nodes": {node["name"]: _brief(node) for node in nodes},
+            "warnings": warnings_of(registry.nodes.values()),
         }
 
     async def status(self) -> dict[str, Any]:
@@ -221,10 +225,21 @@ class DisaggregatedInference:
                 for (p, d), speed in registry.view(model).links.items()
             ],
             "refusals": [refusal for model in self.config.names for refusal in registry.refusals(model)],
+            "warnings": warnings_of(registry.nodes.values()),
             "queue": msgspec.to_builtins(self.queue.status()),
             "served": dict(self._outcomes.counts),
             "latency": {"total_time": self.history.percentiles("total_time")},
         }
+
+    async def require_decode_node(self, model: str) -> None:
+        """Raises NoDecodeNode if the model's nodes cannot serve now."""
+        nodes = (await self.start()).of(model)
+        if not model_verdict(nodes).serves:
+            raise no_decode_node(model, nodes)
+
+    def node_warning(self, name: str) -> str:
+        """What is odd about a node that is usable; empty if nothing is."""
+        return self._registry.nodes[name].warning if self._registry else ""
 
     async def tokenizer(self, model: str | None = None) -> ModelTokenizer:
         """The tokenizer that a model's nodes use."""
@@ -360,4 +375,4 @@ def _places(nodes: list[NodeState]) -> int:
 
 
 def _brief(node: dict[str, Any]) -> dict[str, Any]:
-    return {name: node[name] for name in ("state", "why", "role", "model", "engine", "url", "usable")}
+    return {name: node[name] for name in _BRIEF}

@@ -14,15 +14,18 @@ from disaggregated_inference.api import (
     Outcome,
     Phase,
     Progress,
-    ReportedMetrics,
+    PromptLogprobs,
     RequestRecord,
     StreamEvent,
     TokenLogprob,
 )
 from disaggregated_inference.cluster import Policies, Server
+from disaggregated_inference.orchestrator.attempt import Attempt
 from disaggregated_inference.orchestrator.cluster_view import Route
+from disaggregated_inference.orchestrator.waterfall import phases_of, waterfall
 
 FALLBACK_WARNING = "Using fallback mode - slower performance"
+_SAME_WAIT_S = 0.02  # between two waits there is time for a plan
 
 
 @dataclass(slots=True)
@@ -57,36 +60,6 @@ class ChoiceState:
         )
 
 
-@dataclass(slots=True)
-class Attempt:
-    """One route that was tried."""
-
-    route: Route
-    reason: str
-    engine: str  # of the decode node
-    began_at: float
-    text_only: bool = False  # on a node that takes text, which reports nothing about KV
-    epochs: dict[str, str] = field(default_factory=dict)  # of the nodes, when the attempt began
-    sent_at: float = 0.0  # on the monotonic clock
-    first_token_at: float = 0.0
-    last_at: float = 0.0
-    failed_at: float = 0.0  # when the failure was noticed
-    failed_node: str = ""
-    metrics: ReportedMetrics | None = None  # as the decode node reported them at the end
-
-    @property
-    def prefill_name(self) -> str:
-        return self.route.prefill or self.route.decode
-
-    @property
-    def cached(self) -> dict[str, int]:
-        """Prompt tokens from the nodes' prefix caches. A node whose leg failed reported nothing."""
-        found = {self.route.decode: self.metrics.cached_tokens if self.metrics else 0}
-        if self.route.prefill:
-            found[self.route.prefill] = self.metrics.prefill_cached_tokens if self.metrics else 0
-        return found
-
-
 class RequestRecorder:
     """Records one request from its arrival on."""
 
@@ -102,8 +75,10 @@ class RequestRecorder:
         self.choice_states: list[ChoiceState] = []
         self.on_plan: Callable[[Route, str], None] = lambda route, reason: None  # called for every attempt
         self.on_progress: Callable[[Progress], None] = lambda progress: None
-        self.fallback = False
+        self.on_prompt_logprobs: Callable[[PromptLogprobs], None] = lambda piece: None
+        self.fallback = self.prefill_down = False
         self.warning: str | None = None
+        self.warning_reason = ""  # of a fallback
         self.first_token_s = self.total_s = 0.0
         self._stalled: list[tuple[Failover, float]] = []
 
@@ -112,8 +87,17 @@ class RequestRecorder:
         now = self._clock()
         self.phases.append(Phase(name, began_at - self.came_at, now - began_at, node))
 
-    def begin(self, route: Route, reason: str, engine: str, *, text_only: bool = False) -> Attempt:
-        attempt = Attempt(route, reason, engine, self._clock(), text_only)
+    def waited(self, since: float) -> None:
+        """For a node, until now. Waits that follow each other are one phase."""
+        start_s, last = since - self.came_at, self.phases[-1] if self.phases else None
+        if last and last.name == "queue" and start_s < last.start_s + last.seconds + _SAME_WAIT_S:
+            since = self.came_at + self.phases.pop().start_s
+        self.phase("queue", since)
+
+    def begin(
+        self, route: Route, reason: str, engine: str, *, node_model: str = "", text_only: bool = False
+    ) -> Attempt:
+        attempt = Attempt(route, reason, engine, self._clock(), node_model, text_only)
         self.attempts.append(attempt)
         self.on_plan(route, reason)
         return attempt
@@ -128,7 +112,7 @@ class RequestRecorder:
     def failed(self, failover: Failover, attempt: Attempt) -> None:
         now, since = self._clock(), attempt.last_at or attempt.began_at
         failover.at_s, failover.detected_s = now - self.came_at, now - since
-        attempt.failed_at, attempt.failed_node = now, failover.node
+        attempt.ended_at, attempt.failed_node = now, failover.node
         self.failovers.append(failover)
         self._stalled.append((failover, since))
 
@@ -139,14 +123,14 @@ class RequestRecorder:
         self, servers: dict[str, Server], policies: Policies, outcome: Outcome = "ok", error: ErrorDetail | None = None
     ) -> RequestRecord:
         self.total_s = self._clock() - self.came_at
-        for attempt in self.attempts:
-            self.phases += _phases(attempt, self.came_at, self.total_s)
+        known = (phase for attempt in self.attempts for phase in phases_of(attempt, self.came_at, self.total_s))
+        bars = waterfall([*self.phases, *known], self.total_s)
         last = next((attempt for attempt in reversed(self.attempts) if attempt.metrics), None)
         last = last or (self.attempts[-1] if self.attempts else None)
         states = self.choice_states
         completion = sum(state.tokens for state in states)
         prefill_s = self._prefill_s(last)
-        decode_s = max(0.0, self.total_s - self.first_token_s) if self.first_token_s else 0.0
+        decode_s = sum(bar.seconds for bar in bars if bar.name == "decode")
         record = RequestRecord(
             prefill_time=prefill_s,
             decode_time=decode_s,
@@ -157,12 +141,16 @@ class RequestRecorder:
             prefill_speed=self._prefill_speed(last, prefill_s),
             decode_speed=(completion - len(states)) / decode_s if decode_s and completion > len(states) else 0.0,
             method=self._method(last),
-            prefill_server=last.prefill_name if last else None,
-            decode_server=last.route.decode if last else None,
+            prefill_server=servers[last.prefill_name].address if last else None,
+            decode_server=servers[last.route.decode].address if last else None,
+            prefill_node=last.prefill_name if last else None,
+            decode_node=last.route.decode if last else None,
             tokens_per_sec=completion / self.total_s if self.total_s else 0.0,
-            warning=FALLBACK_WARNING if self.fallback else self.warning,
+            warning=FALLBACK_WARNING if self.fallback or self.prefill_down else self.warning,
+            warning_reason=(self.warning_reason or None) if self.fallback or self.prefill_down else None,
             request_id=self.request_id,
             model=self.model,
+            node_model=(last.node_model or None) if last else None,
             first_token_time=self.first_token_s,
             plan=last.reason if last else None,
             predicted_first_token_time=last.route.first_token_s if last else None,
@@ -170,7 +158,7 @@ class RequestRecorder:
             failovers=tuple(self.failovers),
             cached_tokens=self._cached_tokens(last),
             seed=last.metrics.seed if last and last.metrics else None,
-            waterfall=tuple(sorted(self.phases, key=lambda phase: phase.start_s)),
+            waterfall=bars,
             ok=outcome == "ok",
             outcome=outcome,
             error=error,
@@ -219,6 +207,7 @@ class RequestRecorder:
         return f"disaggregated_{attempt.engine}" if attempt.route.prefill else "local"
 
 
+_TEXT_REPORTED = ("queue_time", "load_time")
 _REPORTED = (
     "queue_time",
     "admission_time",
@@ -235,10 +224,10 @@ _REPORTED = (
 
 
 def _reported(attempt: Attempt | None) -> dict[str, Any]:
-    """What a decode node reported of its part. A text node knows its queue alone."""
+    """What a decode node reported of its part. A text node knows little."""
     if attempt is None or attempt.metrics is None:
         return {}
-    names = _REPORTED[:1] if attempt.text_only else _REPORTED
+    names = _TEXT_REPORTED if attempt.text_only else _REPORTED
     return {name: getattr(attempt.metrics, name) for name in names}
 
 
@@ -267,35 +256,3 @@ def _cost(times: list[tuple[Server, float]], energy_wh: float | None, price_per_
     if energy_wh is not None and price_per_kwh is not None:
         parts.append(energy_wh / 1000 * price_per_kwh)
     return sum(parts) if parts else None
-
-
-def _phases(attempt: Attempt, came_at: float, total_s: float) -> list[Phase]:
-    """An attempt's bars, from what the decode node reported; a failed attempt is one bar, until the failure was
-    noticed."""
-    route, start_s, metrics = attempt.route, attempt.began_at - came_at, attempt.metrics
-    if not metrics:
-        end_s = attempt.failed_at - came_at if attempt.failed_at else total_s
-        return [Phase("failed", start_s, max(0.0, end_s - start_s), attempt.failed_node or route.decode)]
-    found = _bars(start_s, route.decode, {"admission": metrics.admission_time, "canary": metrics.canary_time})
-    # A prefill node works while the decode node makes ready; a node that does both makes ready first.
-    prefill_at = start_s if route.prefill else _end_s(found, start_s)
-    prefill = {"prefill queue": metrics.queue_time, "load": metrics.load_time, "prefill": metrics.prefill_time}
-    found += _bars(prefill_at, attempt.prefill_name, prefill)
-    # The node counts both from its first token on, which it wrote before it arrived here.
-    exposed_s, decode_s = metrics.exposed_transfer_time, metrics.decode_time
-    arrived_s = attempt.first_token_at - came_at if attempt.first_token_at else _end_s(found, start_s)
-    first_s = min(arrived_s, total_s - max(exposed_s, decode_s))
-    return found + _bars(first_s, route.decode, {"exposed transfer": exposed_s, "decode": decode_s - exposed_s})
-
-
-def _bars(start_s: float, node: str, times: dict[str, float]) -> list[Phase]:
-    """Bars of one machine, one after the other."""
-    found: list[Phase] = []
-    for name, seconds in times.items():
-        if seconds > 0:
-            found.append(Phase(name, _end_s(found, start_s), seconds, node))
-    return found
-
-
-def _end_s(phases: list[Phase], start_s: float) -> float:
-    return max((phase.start_s + phase.seconds for phase in phases), default=start_s)

@@ -30,13 +30,15 @@ class NodeRegistry:
         session: aiohttp.ClientSession,
         timeouts: OrchestratorTimeouts = OrchestratorTimeouts(),
     ) -> None:
-        self.config, self.timeouts = config, timeouts
+        self.config, self.timeouts, self._session = config, timeouts, session
         self.prefix_index = PrefixIndex()
         self._heartbeats = Heartbeats(timeouts)
         self.nodes: dict[str, NodeState] = {}
         for server in config.servers:
             model = config.resolve_model(server.model)
-            node = self.nodes[server.name] = NodeState(server, model, session, self._heartbeats, config.policies)
+            node = self.nodes[server.name] = NodeState(
+                server, model, session, self._heartbeats, config.policies, config.spellings_of(model)
+            )
             node.client.replaceable = partial(self._replaceable, node)
         self._links = {(link.prefill, link.decode): link.gbps * 1e9 / 8 for link in config.links}
         self._polled = {name: asyncio.Event() for name in self.nodes}
@@ -51,11 +53,20 @@ class NodeRegistry:
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._keep_polling(node)) for node in self.nodes.values()]
         self._tasks.append(asyncio.create_task(self._heartbeats.run()))
+        self._tasks.append(asyncio.create_task(self._close_session_at_end()))
+
+    async def _close_session_at_end(self) -> None:
+        """`asyncio.run` cancels the tasks that are left: a program without `aclose` leaves no connection open."""
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await self._session.close()
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._session.close()  # again, where its task had not begun
 
     def of(self, model: str) -> list[NodeState]:
         return [node for node in self.nodes.values() if node.model == model]
@@ -91,7 +102,7 @@ class NodeRegistry:
             await asyncio.sleep(every_s * random.uniform(1 - _JITTER, 1 + _JITTER))
 
     async def _poll(self, node: NodeState) -> None:
-        before = node.usable
+        before, warned = node.usable, node.misnamed
         try:
             if await node.poll():
                 self.prefix_index.forget(node.name)
@@ -100,8 +111,10 @@ class NodeRegistry:
             log.exception("polling %s failed", node.name)
         if node.was_polled:  # not if it was only slow to answer
             self._polled[node.name].set()
+        extra = {"node": node.name, "model": node.model}
+        if node.misnamed and node.misnamed != warned:
+            log.warning("%s: %s", node.name, node.misnamed, extra=extra | {"node_model": node.own_model})
         if node.usable != before:
-            extra = {"node": node.name, "model": node.model}
             if node.usable:
                 log.info("%s is usable", node.name, extra=extra)
             else:
@@ -111,8 +124,12 @@ class NodeRegistry:
         """Groups the nodes that hold the same model. The largest group that can answer serves as the model; of equal
         groups the one that did so before, or that can hand over, or whose decode node comes first in the config. A
         node that holds something else answers no request, and says why. An unreachable node counts for its group for
-        a while: otherwise a node with another model would become the model when the right one dies."""
-        nodes = [node for node in self.of(model) if node.info]
+        a while: otherwise a node with another model would become the model when the right one dies. With
+        `strict_models` a node that names its model otherwise belongs to no group."""
+        refused = [node for node in self.of(model) if node.misnamed and self.config.policies.strict_models]
+        for node in refused:
+            node.mismatch = node.misnamed
+        nodes = [node for node in self.of(model) if node.info and node not in refused]
         groups: list[list[NodeState]] = []
         for node in sorted(nodes, key=lambda node: (_coarseness(node), node.server.role == "prefill")):
             same = [group for group in groups if not _differences(group, node)]
@@ -168,9 +185,11 @@ def _decoders(nodes: list[NodeState]) -> list[NodeState]:
     return [node for node in nodes if node.server.role != "prefill"]
 
 
-def _reference_rank(group: list[NodeState]) -> tuple[bool, int, bool, bool]:
+def _reference_rank(group: list[NodeState]) -> tuple[bool, bool, int, bool, bool]:
+    """A node with the name of the cluster file makes its group the likelier one."""
     hands_over = any(node.server.role != "decode" for node in group)
-    return bool(_decoders(group)), len(group), not all(node.mismatch for node in group), hands_over
+    named = any(not node.misnamed for node in group)
+    return bool(_decoders(group)), named, len(group), not all(node.mismatch for node in group), hands_over
 
 
 def _coarseness(node: NodeState) -> float:

@@ -30,8 +30,9 @@ def answer_of(completion: Completion) -> dict[str, Any]:
     choices = plain(completion.choices)
     if not choices:
         return {"response": None} | completion.record.metrics()
+    prompt = {"prompt_logprobs": plain(completion.prompt_logprobs)} if completion.prompt_logprobs else {}
     first = {"response": choices[0]["text"]} | {k: v for k, v in choices[0].items() if k not in ("text", "index")}
-    return first | ({"choices": choices} if len(choices) > 1 else {}) | completion.record.metrics()
+    return first | ({"choices": choices} if len(choices) > 1 else {}) | prompt | completion.record.metrics()
 
 
 def merge_results(results: Sequence[dict[str, Any]], wall_s: float) -> dict[str, Any]:

@@ -4,12 +4,16 @@ import time
 
 from disaggregated_inference.api import ModelInfo
 from disaggregated_inference.errors import ClusterError
+from disaggregated_inference.orchestrator.causes import prefill_causes
 from disaggregated_inference.orchestrator.cluster_view import Plan, Route, RouteRequest
 from disaggregated_inference.orchestrator.failover import FailoverState
+from disaggregated_inference.orchestrator.node_state import NodeState
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 from disaggregated_inference.orchestrator.router import plan
+from disaggregated_inference.orchestrator.verdict import Verdict, model_verdict
 
 _MAX_EXPLORATION = 4.0  # times the best route's time, at most
+_QUICK_EXPLORATIONS = 6
 
 
 class RoutePicker:
@@ -41,14 +45,25 @@ class RoutePicker:
                 route = self._explore(allowed) if explore else allowed[0]
                 return route, _reason(planned, route)
         if not self._policies.fallback:
-            raise ClusterError("no prefill node can read this prompt, and the config allows no fallback")
+            causes = "; ".join(prefill_causes(self._registry.of(self._model), routes[0].decode)) if routes else ""
+            message = "no prefill node can read this prompt, and the config allows no fallback"
+            raise ClusterError(f"{message}: {causes}" if causes else message)
+        if not routes or (self._failover.fell_back and all(route.prefill for route in routes)):
+            raise ClusterError("the prefill nodes failed, and no decode node can compute prompt logprobs: try again")
         route = pinned[0] if pinned else routes[0]
         return route, _reason(planned, route)
 
     def is_fallback(self, route: Route) -> bool:
         if not self._can_transfer_kv or route.prefill is not None or self._policies.local == "always":
             return False
-        return self._failover.prefill_failures > 0 or not self._failover.prefill_expected(route.decode)
+        failed = self._failover.prefill_failures > 0 or self.prefill_is_down(route)
+        return failed or not self._failover.prefill_expected(route.decode)
+
+    def prefill_is_down(self, route: Route) -> bool:
+        """The decode node prefills, and the verdict on its model is that no prefill node is there: with any policy, the
+        cluster is in its fallback mode."""
+        nodes = self._registry.of(self._model)
+        return route.prefill is None and model_verdict(nodes) is Verdict.PREFILL_DOWN
 
     def _may_fall_back(self, route: Route) -> bool:
         return self._policies.fallback or not self.is_fallback(route)
@@ -65,16 +80,22 @@ class RoutePicker:
         return route.prefill is not None or (local == "auto" and not self._failover.prefill_failures)
 
     def _explore(self, routes: list[Route]) -> Route:
-        """The best, but for one request in a while: a node that was slow once is tried again, to find out whether it
-        still is."""
-        now, nodes = time.monotonic(), self._registry.nodes
-        unused_s = self._registry.timeouts.explore_s
-        for route in routes[1:]:
-            names = [name for name in (route.prefill, route.decode) if name]
-            unused = any(now - nodes[name].used_at > unused_s for name in names)
-            if unused and route.total_s < _MAX_EXPLORATION * routes[0].total_s:
+        """The best, but for one request in a while: a node that was slow is tried again, to find out whether it still
+        is."""
+        best, *others = routes
+        for route in others:
+            names = {route.prefill, route.decode} - {best.prefill, best.decode, None}
+            due = [node for name in names if name and self._is_due(node := self._registry.nodes[name])]
+            if due and route.total_s < _MAX_EXPLORATION * best.total_s:
+                for node in due:
+                    node.explorations += 1
                 return route
-        return routes[0]
+        return best
+
+    def _is_due(self, node: NodeState) -> bool:
+        """A node that slowed gets a few requests soon: three fast ones make its estimate fast again."""
+        timeouts, slowed = self._registry.timeouts, node.slowed and node.explorations < _QUICK_EXPLORATIONS
+        return time.monotonic() - node.used_at > (timeouts.explore_slowed_s if slowed else timeouts.explore_s)
 
 
 def _reason(planned: Plan, route: Route) -> str:

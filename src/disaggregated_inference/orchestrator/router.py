@@ -8,7 +8,14 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from disaggregated_inference.api import Rate
-from disaggregated_inference.errors import ContextTooLong, DisaggError, NoDecodeNode
+from disaggregated_inference.errors import (
+    ClusterError,
+    ContextTooLong,
+    DisaggError,
+    NoDecodeNode,
+    PromptLogprobsUnsupported,
+)
+from disaggregated_inference.kv import reusable_tokens
 from disaggregated_inference.orchestrator.cluster_view import ClusterView, NodeView, Plan, Route, RouteRequest
 
 # Rates of a machine without measurements: a DGX Spark and a Mac Studio with a 30B model, rounded down. A rate that is
@@ -69,13 +76,19 @@ def _estimates(request: RouteRequest, cluster: ClusterView) -> Iterator[_Estimat
     available = [node for node in cluster.nodes if _available(node, request) and _fits(node, request)]
     for decode in available:
         if decode.can_decode:
-            yield _local(request, decode)
-            readers = (node for node in available if _can_hand_over(node, decode, cluster))
+            if _can_score(decode, request):
+                yield _local(request, decode)
+            scorers = (node for node in available if _can_score(node, request))
+            readers = (node for node in scorers if _can_hand_over(node, decode, cluster))
             yield from (_remote(request, cluster, node, decode) for node in readers)
 
 
 def _available(node: NodeView, request: RouteRequest) -> bool:
     return node.usable and node.name not in request.avoid
+
+
+def _can_score(reader: NodeView, request: RouteRequest) -> bool:
+    return request.scored_tokens is None or reader.prompt_logprobs
 
 
 def _fits(node: NodeView, request: RouteRequest) -> bool:
@@ -93,22 +106,33 @@ def _can_hand_over(prefill: NodeView, decode: NodeView, cluster: ClusterView) ->
 
 
 def _no_route(request: RouteRequest, cluster: ClusterView) -> DisaggError:
-    """If only the context windows are in the way, that is the error."""
-    windows = [node.context_window for node in cluster.nodes if node.can_decode and _available(node, request)]
+    """If only the context windows are in the way, or the engines, that is the error."""
+    decoders = [node for node in cluster.nodes if node.can_decode and _available(node, request)]
+    windows = [node.context_window for node in decoders]
     if not windows:
         return NoDecodeNode()
+    if any(_fits(node, request) for node in decoders):
+        return _no_scores(cluster)
     wanted = request.prompt_tokens + request.max_tokens
     return ContextTooLong(wanted, max(windows), prompt_tokens=request.prompt_tokens)
 
 
+def _no_scores(cluster: ClusterView) -> DisaggError:
+    if able := sorted(node.name for node in cluster.nodes if node.prompt_logprobs):
+        return ClusterError(f"only {', '.join(able)} can compute prompt logprobs, and cannot now: send it again later")
+    engines = ", ".join(sorted({node.engine or "unknown" for node in cluster.nodes}))
+    remedy = "leave out prompt_logprobs, or echo with logprobs"
+    return PromptLogprobsUnsupported(f"the engines of this model compute no prompt logprobs ({engines}): {remedy}")
+
+
 def _local(request: RouteRequest, node: NodeView) -> _Estimate:
-    new = _new_tokens(request, node)
+    new = _computed_tokens(request, node)
     busy_s = _slot_s(node) + _queue_s(node) + new / _prefill_rate(node, request.prompt_tokens)
     return _estimate(request, node, None, new, busy_s, busy_s * _coldness(node))
 
 
 def _remote(request: RouteRequest, cluster: ClusterView, prefill: NodeView, decode: NodeView) -> _Estimate:
-    new = _new_tokens(request, prefill)
+    new = _computed_tokens(request, prefill)
     prefill_s = new / _prefill_rate(prefill, request.prompt_tokens)
     exposed_s = _exposed_s(request, cluster, prefill, decode, prefill_s)
     checked = (prefill.name, decode.name) in cluster.checked
@@ -142,9 +166,9 @@ def _estimate(
     )
 
 
-def _new_tokens(request: RouteRequest, node: NodeView) -> int:
-    """The last token is always computed: its logits give the first token of the answer."""
-    return max(1, request.prompt_tokens - request.cached.get(node.name, 0))
+def _computed_tokens(request: RouteRequest, node: NodeView) -> int:
+    reusable = reusable_tokens(request.prompt_tokens, request.scored_tokens)
+    return request.prompt_tokens - min(request.cached.get(node.name, 0), reusable)
 
 
 def _prefill_rate(node: NodeView, prompt_tokens: int) -> float:
@@ -192,7 +216,7 @@ def _exposed_s(
     """What is left of the transfer when prefill ends: most slices went out before, never the last one."""
     bandwidth = cluster.links.get((prefill.name, decode.name), 0.0)
     token_s = (decode.kv_token_bytes or prefill.kv_token_bytes) / (bandwidth if bandwidth > 0 else _LINK_BYTES_PER_S)
-    moved = _new_tokens(request, decode)
+    moved = max(1, request.prompt_tokens - request.cached.get(decode.name, 0))
     return max(0.0, moved * token_s - prefill_s) + min(moved, _LAST_SLICE_TOKENS) * token_s
 
 

@@ -16,11 +16,13 @@ import msgspec
 
 from disaggregated_inference.api import Failover, GenerateRequest, PrefillRequest, Progress, StreamEvent
 from disaggregated_inference.errors import ClusterError, NoDecodeNode
+from disaggregated_inference.orchestrator.attempt import Attempt
+from disaggregated_inference.orchestrator.causes import no_decode_node, prefill_causes
 from disaggregated_inference.orchestrator.continuation import Continuation, Numbers
 from disaggregated_inference.orchestrator.failover import FailoverState
 from disaggregated_inference.orchestrator.node_client import LegBusy, LegFailed, NodeRefused, refusal
 from disaggregated_inference.orchestrator.node_state import NodeState
-from disaggregated_inference.orchestrator.recorder import Attempt, RequestRecorder
+from disaggregated_inference.orchestrator.recorder import RequestRecorder
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 from disaggregated_inference.orchestrator.route_picker import RoutePicker
 
@@ -62,7 +64,7 @@ class RequestRunner:
     async def _attempt_until_done(self, numbers: Numbers) -> None:
         """Attempt after attempt, until these choices are complete."""
         while not all(self._choice_states[number].finish_reason for number in numbers):
-            attempt: Attempt | None = None
+            attempt, since = None, time.perf_counter()
             try:
                 attempt = self._begin(numbers)
                 await self._attempt(attempt, numbers)
@@ -70,8 +72,11 @@ class RequestRunner:
                 if attempt:
                     self._recorder.attempts.remove(attempt)  # nothing was tried
                 await asyncio.sleep(min(busy.retry_after_s, self._timeouts.busy_wait_s, self._left_s()))
-            except NoDecodeNode as error:
-                await self._wait_for_node(error)
+                self._recorder.waited(since)
+            except NoDecodeNode:
+                nodes = self._registry.of(self._model)
+                await self._wait_for_node(no_decode_node(self._model, nodes, self._recorder.failovers))
+                self._recorder.waited(since)
             except LegFailed as failure:
                 assert attempt
                 await self._fail_over(failure, attempt)
@@ -82,11 +87,17 @@ class RequestRunner:
         route_request = self._continuation.route_request(numbers, self._picker.excluded())
         route, reason = self._picker.pick(route_request, explore=not self._recorder.failovers)
         self._recorder.fallback = self._picker.is_fallback(route)
+        self._recorder.prefill_down = self._picker.prefill_is_down(route)
+        if self._recorder.fallback or self._recorder.prefill_down:
+            causes = prefill_causes(self._registry.of(self._model), route.decode, self._recorder.failovers)
+            self._recorder.warning_reason = "; ".join(causes)
         decode = self._registry.nodes[route.decode]
         self._picker.info = self._picker.info or decode.info
         engine, text_only = decode.status.backend if decode.status else "", not self._continuation.can_transfer_kv
+        if decode.warning:
+            self._recorder.warning = self._recorder.warning or f"{decode.name}: {decode.warning}"
         reason = self._continuation.explain(route, reason)
-        attempt = self._recorder.begin(route, reason, engine, text_only=text_only)
+        attempt = self._recorder.begin(route, reason, engine, node_model=decode.own_model, text_only=text_only)
         attempt.epochs = self._registry.epochs(self._model)
         return attempt
 
@@ -128,7 +139,10 @@ class RequestRunner:
         ticket: str,
     ) -> None:
         """The prefill leg first, always: two requests can then never wait for each other's memory."""
+        waits = prefill is not None and prefill.prefill_slots.locked()
         async with _PrefillSlot(prefill) as slot:
+            if waits:
+                self._recorder.waited(attempt.began_at)
             context = None
             if prefill:
                 request = self._prefill_request(prefill, prompt, ticket)
@@ -156,6 +170,7 @@ class RequestRunner:
             wait=False,
             timeout_s=min(self._left_s(), limit_s),
             kv_addresses=tuple(prefill.server.kv_addresses),
+            **self._continuation.prompt_logprobs.params(),
         )
 
     def _collect(
@@ -165,12 +180,16 @@ class RequestRunner:
         renumber = len(numbers) == 1 and numbers[0] > 0
         output: list[StreamEvent] = []
         for event in events:
-            if self._continuation.is_output(event):
+            if event.prompt_logprobs:
+                if piece := self._continuation.prompt_logprobs.take(event.prompt_logprobs, attempt.route.decode):
+                    self._recorder.on_prompt_logprobs(piece)
+            elif self._continuation.is_output(event):
+                self._continuation.prompt_logprobs.require_complete(attempt.route.decode)
                 number = numbers[event.choice]
                 self._choice_states[number].take(event)
                 output.append(msgspec.structs.replace(event, choice=number) if renumber else event)
             elif event.done:
-                attempt.metrics = event.node_metrics
+                attempt.metrics, attempt.ended_at = event.node_metrics, time.perf_counter()
             elif event.progress:
                 self._report_progress(event.progress, attempt)
         if output:

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from disaggregated_inference.api import GeneratedChoice, GenerateRequest, StreamEvent, TextGenerateRequest
-from disaggregated_inference.errors import BadRequest, ClusterError
+from disaggregated_inference.errors import BadRequest, ClusterError, PromptLogprobsUnsupported
+from disaggregated_inference.orchestrator.attempt import Attempt
 from disaggregated_inference.orchestrator.cluster_view import Route, RouteRequest
 from disaggregated_inference.orchestrator.continuation import Numbers
 from disaggregated_inference.orchestrator.node_client import NodeRefused
-from disaggregated_inference.orchestrator.recorder import Attempt, ChoiceState, RequestRecorder
+from disaggregated_inference.orchestrator.prompt_logprobs import PromptLogprobsState
+from disaggregated_inference.orchestrator.recorder import ChoiceState, RequestRecorder
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 
 CONTINUED_WARNING = "Another node continued from the text - tokens may differ"
@@ -70,7 +72,12 @@ class TextContinuation:
             raise BadRequest(
                 f"tokens: {model} is served by an engine that takes text; give prompt or messages", "tokens"
             )
+        if request.prompt_logprobs is not None:
+            raise PromptLogprobsUnsupported(
+                f"prompt_logprobs: {model} is served by an engine that takes text and scores no prompts; leave it out"
+            )
         self._registry, self._model, self._request, self._recorder = registry, model, request, recorder
+        self.prompt_logprobs = PromptLogprobsState(None, [])
         self.choice_states = [TextChoiceState() for _ in range(request.n)]
         assert request.max_tokens is not None
         self._max_tokens: int = request.max_tokens

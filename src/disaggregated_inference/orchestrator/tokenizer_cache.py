@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import msgspec
 from disaggregated_inference.api import GenerateRequest
 from disaggregated_inference.errors import BadRequest, DisaggError, NoDecodeNode
 from disaggregated_inference.models import MissingTokenizer, ModelTokenizer, default_home
+from disaggregated_inference.orchestrator.causes import no_decode_node
 from disaggregated_inference.orchestrator.node_client import LegBusy, LegFailed
 from disaggregated_inference.orchestrator.node_state import NodeState
 from disaggregated_inference.orchestrator.threads import in_thread
@@ -31,11 +32,11 @@ class TokenizerCache:
         self._fetching: dict[str, asyncio.Task[ModelTokenizer]] = {}
         self._workers = asyncio.Semaphore(2)
 
-    async def tokenizer(self, nodes: Iterable[NodeState]) -> ModelTokenizer:
+    async def tokenizer(self, nodes: Sequence[NodeState]) -> ModelTokenizer:
         """Of these nodes' model. Concurrent callers share one fetch."""
         sources = [node for node in nodes if node.info and not node.mismatch]
         if not sources:
-            raise NoDecodeNode()
+            raise no_decode_node(nodes[0].model, nodes)
         assert sources[0].info
         if (model := sources[0].info.fingerprint) is None:
             return MissingTokenizer(sources[0].model, sources[0].info.capabilities)
@@ -63,14 +64,15 @@ class TokenizerCache:
             return None
 
     async def _from_nodes(self, identity: str, nodes: list[NodeState]) -> ModelTokenizer:
+        failures: list[str] = []
         for node in sorted(nodes, key=lambda node: not node.usable):
             try:
                 body = await node.client.get("/model/tokenizer", self._fetch_s)
             except (LegFailed, LegBusy, DisaggError) as error:
-                failure: Exception = error
+                failures.append(f"{node.name}: {str(error).removeprefix(f'{node.name}: ')}")
                 continue
             return await in_thread(partial(self._take, identity, body, node))
-        raise NoDecodeNode() from failure
+        raise NoDecodeNode(failures)
 
     def _take(self, identity: str, body: bytes, node: NodeState) -> ModelTokenizer:
         tokenizer = ModelTokenizer.from_dict(msgspec.json.decode(body))
@@ -97,10 +99,10 @@ class TokenizerCache:
 
 
 def _encoded(tokenizer: ModelTokenizer, request: GenerateRequest, window: int) -> list[int]:
-    text = request.prompt or ""
     if request.messages is not None:
-        text = tokenizer.render_chat(request.messages, **request.template)
-    tokens = tokenizer.encode_within(text, window)
+        tokens = tokenizer.encode_chat(request.messages, window, **request.template)
+    else:
+        tokens = tokenizer.encode_within(request.prompt or "", window)
     if not tokens:
         raise BadRequest("the prompt is empty")
     return tokens

@@ -1,5 +1,6 @@
 """Verdicts: whether a model's nodes can serve, in one of five phrases."""
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 from disaggregated_inference.orchestrator.node_state import NodeState
@@ -30,9 +31,16 @@ def model_verdict(nodes: list[NodeState]) -> Verdict:
 
 
 def cluster_verdict(nodes: list[NodeState]) -> str:
-    """The verdict of all models; if they differ, that of each."""
+    """The verdict of all models; if they differ, that of each. Then the nodes with a warning."""
     models = dict.fromkeys(node.model for node in nodes)
     found = {model: model_verdict([node for node in nodes if node.model == model]) for model in models}
     if len(set(found.values())) == 1:
-        return next(iter(found.values()))
-    return "; ".join(f"{model}: {verdict}" for model, verdict in found.items())
+        text = str(next(iter(found.values())))
+    else:
+        text = "; ".join(f"{model}: {verdict}" for model, verdict in found.items())
+    misnamed = ", ".join(node.name for node in nodes if node.warning)
+    return f"{text}; another model name on {misnamed}" if misnamed else text
+
+
+def warnings_of(nodes: Iterable[NodeState]) -> list[str]:
+    return [f"{node.name}: {node.warning}" for node in nodes if node.warning]

@@ -1,0 +1,82 @@
+"""What answers at the port of a node, where it is no node: the config names a gateway, an Ollama, a web server."""
+
+import asyncio
+import errno
+import json
+import os
+import re
+import ssl
+from contextlib import suppress
+from typing import get_args
+
+import aiohttp
+
+from disaggregated_inference.api import Role
+from disaggregated_inference.cluster import Server
+
+_LIMIT_BYTES = 4096
+
+
+async def what_answers(session: aiohttp.ClientSession, server: Server, timeout_s: float) -> str:
+    """With what to do about it; empty where this is not known."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _identify(session, server)
+    except (aiohttp.ClientError, OSError):  # a TimeoutError is an OSError
+        return ""
+
+
+async def _identify(session: aiohttp.ClientSession, server: Server) -> str:
+    _, health = await _get(session, f"{server.url}/health")
+    if (role := _role(health)) in get_args(Role):  # a node after all: it refuses our token, for instance
+        return ""
+    if role == "gateway":
+        return "a gateway answers there, not a node: write the host and port of a `disagg serve`"
+    response, page = await _get(session, f"{server.url}/")
+    if page.startswith(b"Ollama is running"):
+        command = f"disagg serve --engine ollama --ollama-host {server.url}"
+        return f"an Ollama answers there, not a node: start a node in front of it: `{command}`"
+    models, _ = await _get(session, f"{server.url}/v1/models")
+    if models.status == 200:
+        return "a server of the OpenAI API answers there, not a node: write the host and port of a `disagg serve`"
+    software = response.headers.get("Server", "")
+    kind = f"a web server ({software[:40]})" if software else "a web server"
+    return f"{kind} answers there, not a node: write the host and port of a `disagg serve`"
+
+
+async def _get(session: aiohttp.ClientSession, url: str) -> tuple[aiohttp.ClientResponse, bytes]:
+    """Without the node's token: a stranger must not get it."""
+    async with session.get(url, allow_redirects=False) as response:
+        return response, await response.content.read(_LIMIT_BYTES)
+
+
+def _role(body: bytes) -> object:
+    with suppress(ValueError):
+        health = json.loads(body)
+        return health.get("role") if isinstance(health, dict) else None
+    return None
+
+
+def why_unreachable(error: Exception, server: Server) -> str:
+    """Of an error of aiohttp, whose own messages name sockets and sessions."""
+    cause = getattr(error, "os_error", None) or error
+    place = server.url.partition("://")[2]
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return f"no address is known for the host {server.host}"
+    if isinstance(cause, ssl.SSLError | ssl.CertificateError):
+        return f"TLS failed: {cause.reason if isinstance(cause, ssl.SSLError) else cause}; check `tls` in its entry"
+    if isinstance(error, aiohttp.ClientResponseError):  # an answer that cannot be parsed
+        return f"{place} does not speak HTTP; write the HTTP port of the node"
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "the connection was closed without an answer"
+    number = _errno(cause)
+    if number in errno.errorcode:
+        return os.strerror(number).lower()
+    return getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+
+
+def _errno(cause: Exception) -> int:
+    """A host with several addresses has several errors in one text; the first one counts."""
+    number: int = getattr(cause, "errno", None) or 0
+    found = re.search(r"\[Errno (\d+)\]", str(cause)) if number <= 0 else None
+    return int(found[1]) if found else number
