@@ -7,11 +7,12 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from disaggregated_inference.errors import BadRequest, DisaggError
-from disaggregated_inference.gateway import openapi
+from disaggregated_inference.gateway.adapter import Adapter
 from disaggregated_inference.gateway.anthropic import routes as anthropic
 from disaggregated_inference.gateway.auth import AuthMiddleware, Keys
 from disaggregated_inference.gateway.cluster import routes as cluster
@@ -23,18 +24,18 @@ from disaggregated_inference.orchestrator import DisaggregatedInference
 
 log = logging.getLogger(__name__)
 
-_ADAPTERS = (openai, responses, ollama, anthropic, cluster, openapi)
-_BY_PATH: dict[str, Any] = {"/api/": ollama, "/v1/messages": anthropic, "/v1/responses": responses}
+# In this order: the first route that matches a request serves it, and the first adapter that owns it describes errors.
+ADAPTERS: tuple[Adapter, ...] = (anthropic, ollama, responses, cluster, openai)
 
 
 def gateway_app(core: DisaggregatedInference, keys: Keys, cors_origins: tuple[str, ...] = ()) -> Starlette:
     """`app.state.core` is replaced when a new config is loaded: each config has its own orchestrator."""
-    routes = [route for adapter in _ADAPTERS for route in adapter.routes()]
-    middleware = [Middleware(AuthMiddleware, keys=keys, describe=describe)]
+    routes = [route for adapter in ADAPTERS for route in adapter.routes()]
+    middleware = [Middleware(_Failures), Middleware(AuthMiddleware, keys=keys, describe=describe)]
     if cors_origins:
         anything: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["*"]}
         middleware.insert(0, Middleware(CORSMiddleware, allow_origins=cors_origins, **anything))
-    handlers: dict[Any, Any] = {DisaggError: _refuse, HTTPException: _no_route, Exception: _fail}
+    handlers: dict[Any, Any] = {DisaggError: _refuse, HTTPException: _no_route}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False  # a redirect would follow the Host header of the request
     app.state.core = core
@@ -42,28 +43,48 @@ def gateway_app(core: DisaggregatedInference, keys: Keys, cors_origins: tuple[st
     return app
 
 
-def describe(path: str, error: Exception, id: str = "") -> Response:
-    """The error as the API of this path describes it. `id` is the request's."""
-    adapter = next((each for start, each in _BY_PATH.items() if path.startswith(start)), openai)
+def describe(connection: HTTPConnection, error: Exception) -> Response:
+    """The error as the request's API describes it."""
+    adapter, id = next(each for each in ADAPTERS if each.owns(connection)), request_id(connection)
     status = error.status if isinstance(error, DisaggError) else 500
-    headers = error_headers(error, status) | ({"x-request-id": id} if id else {})
-    if adapter is not anthropic:
-        return json_response(adapter.error_body(error), status, headers)
-    headers |= {anthropic.REQUEST_ID: id} if id else {}
-    return json_response(anthropic.error_body(error, request_id=id or None), status, headers)
+    headers = error_headers(error, status) | {"x-request-id": id, adapter.ID_HEADER: id}
+    return json_response(adapter.error_body(error, id), status, headers)
+
+
+class _Failures:
+    """Describes unexpected errors. Starlette's own handler for them is outside of all middleware, so that a page in a
+    browser could not read its response: CORS headers would be missing."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            if started or scope["type"] != "http":
+                raise
+            await _failure(HTTPConnection(scope), error)(scope, receive, send)
+
+
+def _failure(connection: HTTPConnection, error: Exception) -> Response:
+    extra = {"path": connection.scope["path"], "request_id": request_id(connection)}
+    log.error("a request failed", exc_info=error, extra=extra)
+    return describe(connection, DisaggError("internal error of the gateway; its log has the details"))
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
     id, code = request_id(request), getattr(error, "code", "internal_error")
     request.app.state.metrics.refused(error)
     log.warning("refused: %s", error, extra={"path": _path(request), "code": code, "request_id": id})
-    return describe(_path(request), error, id)
-
-
-async def _fail(request: Request, error: Exception) -> Response:
-    id = request_id(request)
-    log.error("a request failed", exc_info=error, extra={"path": _path(request), "request_id": id})
-    return describe(_path(request), DisaggError("internal error of the gateway; its log has the details"), id)
+    return describe(request, error)
 
 
 class NoRoute(BadRequest):
@@ -76,7 +97,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     reasons = {404: "no such path", 405: f"this path does not support {request.method}"}
     refusal = NoRoute(error.status_code, f"{reasons.get(error.status_code, error.detail)}: {_path(request)}")
-    response = describe(_path(request), refusal, request_id(request))
+    response = describe(request, refusal)
     response.headers.update(error.headers or {})  # Allow
     return response
 

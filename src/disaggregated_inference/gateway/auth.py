@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 # Health checks, and what is the same for every cluster.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/openapi.json"})
 
-Describe = Callable[[str, Exception, str], Response]
+Describe = Callable[[HTTPConnection, Exception], Response]
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +130,7 @@ class Keys:
 
 class AuthMiddleware:
     """Finds the caller of every request and puts it into `scope["state"]["caller"]`. `describe` turns an error into a
-    response, in the shape of the API that has the path."""
+    response, in the shape of the request's API."""
 
     def __init__(self, app: ASGIApp, keys: Keys, describe: Describe) -> None:
         self._app, self._keys, self._describe = app, keys, describe
@@ -158,12 +158,13 @@ class AuthMiddleware:
 
     def _refuse(self, scope: Scope, error: Unauthorized | RateLimited) -> Response:
         """The log has the name of a key, never the key."""
-        id = request_id(HTTPConnection(scope))
+        connection = HTTPConnection(scope)
+        id = request_id(connection)
         caller = {"caller": error.caller} if isinstance(error, RateLimited) else {}
         extra = {"path": scope["path"], "code": error.code, "request_id": id}
         log.warning("refused: %s", error, extra=extra | caller)
         scope["app"].state.metrics.refused(error)
-        return self._describe(scope["path"], error, id)
+        return self._describe(connection, error)
 
 
 def _keys_in(scope: Scope) -> list[bytes]:

@@ -15,9 +15,9 @@ from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.tool_parsers import parser_of
 from disaggregated_inference.gateway.tool_parsers.base import ContentDelta, PlainParser, ToolParser
 from disaggregated_inference.gateway.tool_parsers.forced import either_format, forced_format, framed_format
-from disaggregated_inference.gateway.tool_parsers.harmony import speaks_harmony
 from disaggregated_inference.gateway.tool_parsers.passthrough import PassthroughParser
 from disaggregated_inference.gateway.tool_parsers.prompted_tools import knows_tools, render_tools_as_text
+from disaggregated_inference.gateway.tool_parsers.tools import with_parameters
 from disaggregated_inference.models import MissingTokenizer, ModelTokenizer
 from disaggregated_inference.orchestrator import Delta, DisaggregatedInference, OnPlan
 
@@ -112,12 +112,13 @@ def generate_options(chat: ChatRequest, tokenizer: ModelTokenizer) -> RequestOpt
     if chat.prompt is not None:
         return chat.options | {"model": chat.model, "prompt": chat.prompt, "format": chat.format}
     tools = chat.tools if chat.tool_choice != "none" else []
+    tools = tools if tokenizer.harmony else [with_parameters(tool) for tool in tools]
     template = chat.template | ({"tools": tools} if tools else {})
     _require_vision(chat, tokenizer)
     messages, format = chat.messages, chat.format
     if not isinstance(tokenizer, MissingTokenizer):  # such a node has the template, the parser and the grammars
         format = _format(chat, tools, tokenizer)
-        messages = [_for_template(message, speaks_harmony(tokenizer)) for message in messages]
+        messages = [_for_template(message, tokenizer.harmony) for message in messages]
         messages = messages if knows_tools(tokenizer) else render_tools_as_text(messages, tools)
     elif chat.tool_choice not in ("auto", "none"):
         raise BadRequest(f"tool_choice: the engine of {chat.model} cannot force a tool call", param="tool_choice")
@@ -125,20 +126,20 @@ def generate_options(chat: ChatRequest, tokenizer: ModelTokenizer) -> RequestOpt
     return chat.options | own
 
 
-def render_prompt(chat: ChatRequest, tokenizer: ModelTokenizer) -> str:
-    """The prompt as the model reads it."""
+def encode_prompt(chat: ChatRequest, tokenizer: ModelTokenizer, window: int | None = None) -> list[int]:
+    """The prompt as the model reads it. Refuses what cannot fit into the window."""
     options = generate_options(chat, tokenizer)
-    return chat.prompt or tokenizer.render_chat(options["messages"] or [], **(options["template"] or {}))
+    if chat.prompt:
+        return tokenizer.encode_within(chat.prompt, window) if window else tokenizer.encode(chat.prompt)
+    return tokenizer.encode_chat(options["messages"] or [], window, **(options["template"] or {}))
 
 
 def _format(chat: ChatRequest, tools: list[dict[str, Any]], tokenizer: ModelTokenizer) -> OutputFormat | None:
+    """A forced tool call has no text, so the format of a text has no effect beside it."""
     if chat.tool_choice in ("auto", "none"):
         if not chat.format:
             return None
         return either_format(tokenizer, tools, chat.format) if tools else framed_format(tokenizer, chat.format)
-    if chat.format:
-        reason = "a forced tool call has its own format: leave out response_format, or tool_choice"
-        raise BadRequest(reason, param="tool_choice")
     return forced_format(tokenizer, chat.tools, chat.tool_choice)
 
 
@@ -151,17 +152,12 @@ def _require_vision(chat: ChatRequest, tokenizer: ModelTokenizer) -> None:
 
 
 def _for_template(message: dict[str, Any], harmony: bool) -> dict[str, Any]:
-    """Templates read the arguments of a call as an object; APIs send them as a string. GPT-OSS's template reads the
-    reasoning before a call as `thinking`, and only where the message has no content."""
-    if harmony and message.get("reasoning_content"):
-        reasoning = message["reasoning_content"]
-        message = {name: value for name, value in message.items() if name != "reasoning_content"}
-        if message.get("tool_calls") and not message.get("content"):
-            message |= {"thinking": reasoning}
-    calls = message.get("tool_calls")
-    if not calls:
+    """Templates read the arguments of a call as an object; APIs send them as a string. GPT-OSS reads them as it wrote
+    them: so the next prompt begins with the tokens of the last one."""
+    if not message.get("tool_calls"):
         return message
-    return message | {"tool_calls": [_with_parsed_arguments(call) for call in calls]}
+    parsed = [_with_parsed_arguments(call) for call in message["tool_calls"]]
+    return message if harmony else message | {"tool_calls": parsed}
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:

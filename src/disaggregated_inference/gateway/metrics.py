@@ -31,6 +31,7 @@ _SHARE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
 
 _PROVIDER = "disaggregated_inference"
 _OPERATIONS = ("chat", "text_completion")
+_INFO = ("name", "role", "engine", "model", "node_model")  # of a node's status: the labels of disagg_node_info
 _BREAKER = {"closed": 0, "half_open": 1, "open": 2}
 _WAITING_PHASES = ("queue", "admission", "prefill queue")  # phases without work for the request
 _NODE_CODES = ("unreachable", "unauthorized", "stuck", "stream_ended", "bad_answer", "internal_error", "failed")
@@ -151,8 +152,8 @@ class GatewayMetrics:
         power_w = {server.name: server.power_w for server in self._core().config.servers}
         computed = round(record.prefill_speed * record.prefill_time)
         for phase, node, tokens, seconds in (
-            ("prefill", record.prefill_server, computed, record.prefill_time),
-            ("decode", record.decode_server, record.completion_tokens, record.decode_time),
+            ("prefill", record.prefill_node, computed, record.prefill_time),
+            ("decode", record.decode_node, record.completion_tokens, record.decode_time),
         ):
             if node in power_w:
                 self._add("disagg_node_tokens", tokens, node, phase)
@@ -184,12 +185,14 @@ def _gauges_of(core: DisaggregatedInference, status: dict[str, Any]) -> Iterator
     yield _gauge("vllm:kv_cache_usage_perc", [([model], _kv_usage(nodes, model)) for model in core.config.names])
     for name, value in (
         ("disagg_node_usable", lambda node: node["usable"]),
+        ("disagg_node_misnamed", lambda node: node["misnamed"]),
         ("disagg_breaker_state", lambda node: _BREAKER[node["breaker"]]),
         ("disagg_node_kv_held_bytes", lambda node: node["kv"]["held_bytes"]),
         ("disagg_node_kv_reserved_bytes", lambda node: node["kv"]["reserved_bytes"]),
         ("disagg_node_kv_limit_bytes", lambda node: node["kv"]["total_limit_bytes"] or node["kv"]["limit_bytes"]),
     ):
         yield _gauge(name, [([node["name"]], value(node)) for node in nodes])
+    yield _gauge("disagg_node_info", [([node[name] or "" for name in _INFO], 1.0) for node in nodes])
     links = [([link["prefill"], link["decode"]], link["bytes_per_s"]) for link in status["links"]]
     yield _gauge("disagg_link_goodput_bytes_per_second", links)
 
@@ -261,6 +264,10 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "disagg_link_goodput_bytes_per_second":
         ("Measured goodput of a link; until then the config's value", ("prefill", "decode")),
     "disagg_queue_waiting": ("Requests in the request queue", _MODEL),
+    "disagg_node_info":
+        ("1; the labels say what the node is: `node_model` is its own name of its model",
+         ("node", *_INFO[1:])),
+    "disagg_node_misnamed": ("Whether the node's own name of its model is none of the cluster file", _NODE),
     "disagg_node_usable": ("Whether requests go to the node", _NODE),
     "disagg_breaker_state": ("The node's circuit breaker: 0 closed, 1 half open, 2 open", _NODE),
     "disagg_node_kv_held_bytes": ("KV memory that the node's engine holds", _NODE),

@@ -42,7 +42,7 @@ _STATUSES = {
     422: "The model does not support this: it has no chat template, or no tokenizer for structured output.",
     429: "The API key's rate limit is exceeded.",
     500: "Internal error; the gateway's log has the reason.",
-    501: "Part of Ollama's API that a cluster does not offer.",
+    501: "Part of an API that a cluster does not offer.",
     503: "No node can serve the request now, or the request queue is full.",
     504: "The request's time limit is over.",
 }
@@ -109,7 +109,7 @@ _APIS: dict[str, tuple[Operation, ...]] = {
               openai.ChatCompletionRequest, _CHAT | {"max_tokens": 200}, **_STREAMS),
         _post("completions", "/v1/completions", "Complete one prompt or several.",
               openai.CompletionRequest, _PROMPT | {"max_tokens": 20}, **_STREAMS),
-        _get("models", "/v1/models", "The models that this API key may use."),
+        _get("models", "/v1/models", "The models that this API key may use; with anthropic-version in its shape."),
         _get("model", "/v1/models/{name}", "One model, by name or alias.",
              parameters={"name": _NAME}, errors=(401, 404, 500)),
     ),

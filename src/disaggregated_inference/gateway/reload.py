@@ -23,13 +23,15 @@ class Reloader:
         self,
         app: Starlette,
         config: str | None,
+        token_file: str,
         keys: Keys,
         key_file: str,
         certificate: Certificate,
         server: HttpServer,
         timeouts: GatewayTimeouts = GatewayTimeouts(),
     ) -> None:
-        self._app, self._config, self._keys, self._key_file = app, config, keys, key_file
+        self._app, self._config, self._token_file = app, config, token_file
+        self._keys, self._key_file = keys, key_file
         self._certificate, self._server, self._timeouts = certificate, server, timeouts
         self._tasks: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
@@ -61,7 +63,7 @@ class Reloader:
         try:
             read_keys(self._key_file or None)
             self._certificate.require()
-            config, old = load_config(self._config), self._app.state.core
+            config, old = load_config(self._config, token_file=self._token_file), self._app.state.core
             new = old if config == old.config else DisaggregatedInference(config)
             self._keys.reload(self._key_file or None)
             if self._server.config.ssl:

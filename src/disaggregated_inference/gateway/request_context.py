@@ -1,12 +1,12 @@
 """The context of one request: its id, its caller, and the response headers that name the nodes."""
 
-from contextlib import suppress
+import re
 from typing import Any
 
 from starlette.requests import Request
 
 from disaggregated_inference.api import RequestOptions
-from disaggregated_inference.errors import ModelNotFound
+from disaggregated_inference.cluster import bare_name
 from disaggregated_inference.gateway.auth import Caller
 from disaggregated_inference.http import request_id
 from disaggregated_inference.orchestrator import DisaggregatedInference, Route
@@ -22,22 +22,28 @@ class RequestContext:
         self.core: DisaggregatedInference = request.app.state.core
         self.caller: Caller = request.scope["state"]["caller"]
         self.id = request_id(request)
+        self.shown_model = ""  # in the response: as the client named the model, once `model` has found it
         self._headers = {"x-request-id": self.id}
         if traces := getattr(request.app.state, "traces", None):
             traces.begin(request)
 
-    def model(self, name: Any) -> str:
-        """The cluster's name of the model, if this caller may use it."""
-        names = self.models()
-        with suppress(ModelNotFound):
-            if (found := self.core.config.resolve_model(name if isinstance(name, str) else None)) in names:
-                return found
-        problem = f"no model {name!r}" if name else "name a model"
-        raise ModelNotFound(f"{problem}; there are {', '.join(names) or 'none'}")
+    def model(self, name: Any, without_tag: str = "") -> str:
+        """The cluster's name of the model, if this caller may use it. The response repeats the client's name, because
+        programs compare; but not one of which only a part fits. `without_tag`: the name to look up instead."""
+        given = name if isinstance(name, str) else ""
+        match = self.core.config.match_model(without_tag or given, self.models())
+        self.shown_model = match.name if match.is_part or not bare_name(given) else given
+        self._headers["x-disagg-model"] = _plain(match.name)
+        return match.name
 
     def models(self) -> list[str]:
         """The models that this caller may use."""
         return [name for name in self.core.config.names if self.caller.may_use(name)]
+
+    def names(self) -> dict[str, str]:
+        """The names and aliases of those models, each with the model's own name."""
+        config = self.core.config
+        return {each: name for name in self.models() for each in (name, *config.options_of(name).aliases)}
 
     def options(self) -> RequestOptions:
         """Options of the orchestrator, besides those of the API."""
@@ -46,12 +52,18 @@ class RequestContext:
     def headers(self) -> dict[str, str]:
         return dict(self._headers)
 
+    def note(self, text: str) -> None:
+        """For the client's developer: a wish of the request that has no effect here."""
+        self._headers["x-disagg-note"] = _plain(text)[:_MAX_REASON]
+
     def on_plan(self, route: Route, reason: str) -> None:
-        plain = reason.encode("ascii", "replace").decode()[:_MAX_REASON]
-        self._headers |= {"x-disagg-plan": plain, "x-disagg-decode": _plain(route.decode)}
+        self._headers |= {"x-disagg-plan": _plain(reason)[:_MAX_REASON], "x-disagg-decode": _plain(route.decode)}
+        if warning := self.core.node_warning(route.decode):
+            self.note(f"{route.decode}: {warning}")
         if route.prefill:
             self._headers["x-disagg-prefill"] = _plain(route.prefill)
 
 
 def _plain(name: str) -> str:
-    return name.encode("ascii", "replace").decode()
+    """As a header may have it."""
+    return re.sub(r"[^ -~]", "?", name)

@@ -14,7 +14,7 @@ from disaggregated_inference.gateway.auth import Keys, require_keys
 from disaggregated_inference.gateway.openai.errors import error_body
 from disaggregated_inference.gateway.reload import Reloader
 from disaggregated_inference.gateway.tracing import Collector
-from disaggregated_inference.http import Certificate, HttpServer, require_free_port, write_ready_line
+from disaggregated_inference.http import Announce, Certificate, HttpServer, announce_as_json, require_free_port
 from disaggregated_inference.logs import log_to_stderr
 from disaggregated_inference.orchestrator import DisaggregatedInference
 from disaggregated_inference.timeouts import HttpTimeouts
@@ -26,6 +26,7 @@ _YOUNG_OBJECTS = 10_000  # before a garbage collection: a few hundred streams ho
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     config: str | None = None
+    token_file: str = ""
     host: str = "127.0.0.1"
     port: int = 8080
     keys: str = ""
@@ -44,7 +45,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
         return f"{'https' if self.tls_cert else 'http'}://{host}:{port}"
 
 
-def run_gateway(settings: GatewaySettings) -> None:
+def run_gateway(settings: GatewaySettings, announce: Announce = announce_as_json) -> None:
     """Until a signal. SIGHUP reloads config, keys and certificate; running requests are not disturbed."""
     log_to_stderr(settings.log_level)
     keys, certificate = Keys.load(settings.keys or None), Certificate(settings.tls_cert, settings.tls_key)
@@ -53,17 +54,20 @@ def run_gateway(settings: GatewaySettings) -> None:
     require_free_port(settings.host, settings.port)
     gc.freeze()  # what exists now lives as long as the process: no need to check it again and again
     gc.set_threshold(_YOUNG_OBJECTS)
-    asyncio.run(_serve(settings, keys, certificate, Collector(settings.otlp)))
+    asyncio.run(_serve(settings, keys, certificate, Collector(settings.otlp), announce))
 
 
-async def _serve(settings: GatewaySettings, keys: Keys, certificate: Certificate, collector: Collector) -> None:
-    core = DisaggregatedInference(load_config(settings.config))
+async def _serve(
+    settings: GatewaySettings, keys: Keys, certificate: Certificate, collector: Collector, announce: Announce
+) -> None:
+    core = DisaggregatedInference(load_config(settings.config, token_file=settings.token_file))
     for warning in core.config.warnings:
         log.warning("%s", warning)
     app = gateway_app(core, keys, tuple(origin.rstrip("/") for origin in settings.cors))  # browsers send no slash
     traces = collector.traces(app)
 
     def on_stop() -> None:
+        announce("stopping")
         app.state.draining = True
         app.state.feed.close()
 
@@ -72,14 +76,14 @@ async def _serve(settings: GatewaySettings, keys: Keys, certificate: Certificate
         settings.host,
         settings.port,
         settings.drain_s,
-        on_ready=lambda port: write_ready_line(port, url=settings.url(port)),
+        on_ready=lambda port: announce("ready", port=port, url=settings.url(port)),
         on_stop=on_stop,
         on_drain_end=lambda: reloader.close(),
         describe=error_body,
         certificate=certificate,
         timeouts=HttpTimeouts(read_s=settings.read_s, keepalive_s=settings.keepalive_s),
     )
-    reloader = Reloader(app, settings.config, keys, settings.keys, certificate, server)
+    reloader = Reloader(app, settings.config, settings.token_file, keys, settings.keys, certificate, server)
     with suppress(NotImplementedError, AttributeError):  # where there is no SIGHUP
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.start)
     try:

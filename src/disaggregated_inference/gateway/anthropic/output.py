@@ -1,13 +1,11 @@
-"""Anthropic's Messages API: a message while it is generated, its events, and errors."""
+"""Anthropic's Messages API: a message while it is generated, and its events."""
 
 import secrets
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from starlette.exceptions import HTTPException
 
-from disaggregated_inference.errors import ContextTooLong, DisaggError
 from disaggregated_inference.gateway.anthropic.requests import (
     Block,
     MessagesRequest,
@@ -27,39 +25,13 @@ _DELTAS = {
     ReasoningDelta: ("thinking_delta", "thinking"),
     ToolCallStart: ("input_json_delta", "partial_json"),
 }
-_ERRORS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def error_body(error: Exception, request_id: str | None = None) -> dict[str, Any]:
-    status = error.status if isinstance(error, DisaggError) else getattr(error, "status_code", 500)
-    kind = _ERRORS.get(status, "invalid_request_error" if 400 <= status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": _message(error)}, "request_id": request_id}
-
-
-def _message(error: Exception) -> str:
-    """Clients shorten the prompt when they read "prompt is too long". Unexpected errors are for the log only."""
-    if isinstance(error, ContextTooLong):
-        needed = f"{error.how_exact}{error.needed_tokens} tokens with max_tokens"
-        return f"prompt is too long: {needed} > {error.window_tokens} maximum"
-    if isinstance(error, HTTPException):
-        return error.detail
-    return str(error) if isinstance(error, DisaggError) else "internal error"
 
 
 class AnthropicMessageBuilder:
     """Makes events of deltas. The message starts with the first delta: an earlier error has its own HTTP status."""
 
-    def __init__(self, request: MessagesRequest, tokenizer: ModelTokenizer) -> None:
-        self._id, self._model, self._tokenizer = f"msg_{secrets.token_hex(12)}", request.model, tokenizer
+    def __init__(self, request: MessagesRequest, model: str, tokenizer: ModelTokenizer) -> None:
+        self._id, self._model, self._tokenizer = f"msg_{secrets.token_hex(12)}", model, tokenizer
         self._stop_sequences = request.stop_sequences or []
         self._with_thinking = request.thinking is None or request.thinking.type != "disabled"
         self._tokens: list[int] = []

@@ -3,27 +3,35 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from disaggregated_inference.errors import BadRequest
-from disaggregated_inference.gateway.anthropic.output import AnthropicMessageBuilder, error_body
+from disaggregated_inference.gateway.anthropic.errors import error_body
+from disaggregated_inference.gateway.anthropic.models import AnthropicRoute, is_anthropic, model, models
+from disaggregated_inference.gateway.anthropic.output import AnthropicMessageBuilder
 from disaggregated_inference.gateway.anthropic.requests import CountTokensRequest, MessagesRequest, read
-from disaggregated_inference.gateway.chat import ChatDeltas, consume, render_prompt, stream_chat
+from disaggregated_inference.gateway.chat import ChatDeltas, consume, encode_prompt, stream_chat
 from disaggregated_inference.gateway.open_content import encode_event
 from disaggregated_inference.gateway.reasoning_effort import can_think
 from disaggregated_inference.gateway.request_context import RequestContext
 from disaggregated_inference.http import EventStreamResponse, json_response, read_json, unless_disconnected
 from disaggregated_inference.orchestrator import in_thread
 
-__all__ = ["REQUEST_ID", "error_body", "routes"]
+__all__ = ["ID_HEADER", "NAME", "error_body", "owns", "routes"]
 
-REQUEST_ID = "request-id"  # the header that Anthropic's clients read
+NAME, ID_HEADER = "anthropic", "request-id"
+
+
+def owns(connection: HTTPConnection) -> bool:
+    path: str = connection.scope["path"]
+    return path.startswith("/v1/messages") or (path.startswith("/v1/models") and is_anthropic(connection))
 
 
 def routes() -> list[Route]:
     return [
+        AnthropicRoute("/v1/models", models, methods=["GET"]),
+        AnthropicRoute("/v1/models/{name:path}", model, methods=["GET"]),
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     ]
@@ -34,8 +42,8 @@ async def messages(request: Request) -> Response:
     model = context.model(wanted.model)
     chat, tokenizer = wanted.chat_request(model, context.options()), await context.core.tokenizer(model)
     if wanted.requires_thinking and not can_think(tokenizer):
-        raise BadRequest(f"thinking: {wanted.model} does not think; leave it out, or use another model")
-    builder = AnthropicMessageBuilder(wanted, tokenizer)
+        context.note(f"thinking: {model} does not think")
+    builder = AnthropicMessageBuilder(wanted, context.shown_model, tokenizer)
     batches = stream_chat(context.core, chat, context.on_plan)
     if not wanted.stream:
         await unless_disconnected(request, consume(batches, builder.take))
@@ -52,13 +60,13 @@ async def count_tokens(request: Request) -> Response:
     context, wanted = RequestContext(request), read(await read_json(request), CountTokensRequest)
     model = context.model(wanted.model)
     tokenizer = await context.core.tokenizer(model)
-    prompt = render_prompt(wanted.chat_request(model, {}), tokenizer)
-    tokens = await unless_disconnected(request, in_thread(lambda: tokenizer.encode(prompt)))
+    chat = wanted.chat_request(model, {})
+    tokens = await unless_disconnected(request, in_thread(lambda: encode_prompt(chat, tokenizer)))
     return json_response({"input_tokens": len(tokens)}, headers=_headers(context))
 
 
 def _headers(context: RequestContext) -> dict[str, str]:
-    return context.headers() | {REQUEST_ID: context.id}
+    return context.headers() | {ID_HEADER: context.id}
 
 
 async def _events(builder: AnthropicMessageBuilder, batches: ChatDeltas) -> AsyncGenerator[bytes, None]:

@@ -3,16 +3,18 @@
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from disaggregated_inference.api import ModelInfo
 from disaggregated_inference.errors import TokensRefused
+from disaggregated_inference.gateway import openapi
 from disaggregated_inference.gateway.auth import Caller
 from disaggregated_inference.gateway.cluster.requests import DetokenizeRequest, TokenizeRequest
 from disaggregated_inference.gateway.event_stream import EventStream
 from disaggregated_inference.gateway.metrics import GatewayMetrics
+from disaggregated_inference.gateway.openai.errors import error_body
 from disaggregated_inference.gateway.request_context import RequestContext
 from disaggregated_inference.gateway.slo import targets
 from disaggregated_inference.gateway.validation import read_request
@@ -21,8 +23,16 @@ from disaggregated_inference.models import ModelTokenizer
 from disaggregated_inference.orchestrator import DisaggregatedInference, Verdict, in_thread
 from disaggregated_inference.timeouts import GatewayTimeouts
 
+__all__ = ["ID_HEADER", "NAME", "error_body", "owns", "routes"]
+
+NAME, ID_HEADER = "gateway", "x-request-id"
 _RECENT_RECORDS = 50
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def owns(connection: HTTPConnection) -> bool:
+    path: str = connection.scope["path"]
+    return not path.startswith("/v1/")
 
 
 def routes() -> list[Route]:
@@ -34,6 +44,7 @@ def routes() -> list[Route]:
         Route("/metrics", _metrics),
         Route("/cluster", _cluster),
         Route("/cluster/events", _events),
+        *openapi.routes(),
     ]
 
 
@@ -61,8 +72,7 @@ async def _tokenize(request: Request) -> Response:
     wanted.require_supported()
     model = context.model(wanted.model)
     tokenizer = await context.core.tokenizer(model)
-    text = _text(tokenizer, wanted)
-    tokens = await unless_disconnected(request, in_thread(lambda: tokenizer.encode(text)))
+    tokens = await unless_disconnected(request, in_thread(lambda: _encode(tokenizer, wanted)))
     body: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": await context_window(context.core, model),
@@ -73,8 +83,10 @@ async def _tokenize(request: Request) -> Response:
     return json_response(body, headers=context.headers())
 
 
-def _text(tokenizer: ModelTokenizer, wanted: TokenizeRequest) -> str:
-    return tokenizer.render_chat(wanted.messages or [], **wanted.template()) if wanted.prompt is None else wanted.prompt
+def _encode(tokenizer: ModelTokenizer, wanted: TokenizeRequest) -> list[int]:
+    if wanted.prompt is not None:
+        return tokenizer.encode(wanted.prompt)
+    return tokenizer.encode_chat(wanted.messages or [], **wanted.template())
 
 
 async def _detokenize(request: Request) -> Response:
@@ -90,8 +102,9 @@ async def _detokenize(request: Request) -> Response:
 
 
 async def _health(request: Request) -> Response:
-    """Says nothing about the cluster: a gateway must not be restarted because nodes are down."""
-    return json_response({"status": "healthy"})
+    """Says nothing about the cluster: a gateway must not be restarted because nodes are down. The role is for a config
+    that names its port as a node's."""
+    return json_response({"status": "healthy", "role": "gateway"})
 
 
 async def _ready(request: Request) -> Response:
@@ -100,13 +113,18 @@ async def _ready(request: Request) -> Response:
     ready = not draining and any(verdict.serves for verdict in status["models"].values())
     state = "ready" if ready else "draining" if draining else "not ready"
     worst = max(status["models"].values(), key=list(Verdict).index)  # the cluster's own verdict would name models
-    content = {"status": state, "verdict": worst} | _models_for(request.state.caller, status["models"])
+    content = {"status": state, "verdict": worst} | _models_for(request.state.caller, status)
     return json_response(content, 200 if ready else 503, {} if ready else {"Retry-After": "1"})
 
 
-def _models_for(caller: Caller, models: dict[str, str]) -> dict[str, Any]:
+def _models_for(caller: Caller, status: dict[str, Any]) -> dict[str, Any]:
     """Models are for callers with a key, where keys are needed. Load balancers have none and read the status."""
-    return {"models": {name: each for name, each in models.items() if caller.may_use(name)}} if caller.known else {}
+    if not caller.known:
+        return {}
+    models = {name: each for name, each in status["models"].items() if caller.may_use(name)}
+    nodes = [node for node in status["nodes"] if node["warning"] and caller.may_use(node["model"])]
+    warnings = [f"{node['name']}: {node['warning']}" for node in nodes]
+    return {"models": models} | ({"warnings": warnings} if warnings else {})
 
 
 async def _metrics(request: Request) -> Response:

@@ -14,7 +14,7 @@ from disaggregated_inference.gateway.tool_parsers.base import (
 )
 from disaggregated_inference.models import ModelTokenizer
 
-_BEFORE_PREFILL = ("queue", "admission", "canary", "prefill queue", "load")  # phases of the waterfall
+_BEFORE_PREFILL = ("queue", "admission", "canary", "prefill queue")  # phases of the waterfall
 
 
 class OllamaChunk(msgspec.Struct):
@@ -127,7 +127,7 @@ def _durations(metrics: dict[str, Any]) -> dict[str, int]:
     waited_s = sum(phase["seconds"] for phase in phases if phase["name"] in _BEFORE_PREFILL)
     return {
         "total_duration": _nanoseconds(metrics["total_time"]),
-        "load_duration": _nanoseconds(waited_s),
+        "load_duration": _nanoseconds(waited_s + (metrics.get("load_time") or 0.0)),
         "prompt_eval_count": metrics["prompt_tokens"],
         "prompt_eval_duration": _nanoseconds(metrics["prefill_time"]),
         "eval_count": metrics["completion_tokens"],

@@ -8,6 +8,7 @@ from msgspec import Meta
 from disaggregated_inference.api import OutputFormat, RequestOptions
 from disaggregated_inference.api.sampling import Logprobs, Penalty, RepetitionPenalty, Share, Stops, Temperature
 from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.gateway.closed_schema import close_objects
 from disaggregated_inference.gateway.reasoning_effort import can_think
 from disaggregated_inference.gateway.tool_parsers.tools import require_tools
 from disaggregated_inference.gateway.validation import read_request, without_nulls
@@ -103,7 +104,7 @@ class OllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
     def output_format(self) -> OutputFormat | None:
         if not self.format:
             return None
-        schema = self.format if isinstance(self.format, dict) else None
+        schema = close_objects(self.format) if isinstance(self.format, dict) else None
         return OutputFormat(type="json_schema" if schema else "json_object", schema=schema)
 
     def template(self, tokenizer: ModelTokenizer) -> dict[str, Any]:

@@ -1,16 +1,16 @@
 """Ollama's API: the routes. Programs written for Ollama change the host only."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from disaggregated_inference.errors import DisaggError, ModelNotFound, NoDecodeNode, NotOffered
-from disaggregated_inference.gateway.chat import ChatRequest, consume, encode_all, render_prompt, stream_chat
+from disaggregated_inference.errors import ModelNotFound, NotOffered
+from disaggregated_inference.gateway.chat import ChatRequest, consume, encode_all, encode_prompt, stream_chat
 from disaggregated_inference.gateway.cluster.routes import context_window
+from disaggregated_inference.gateway.ollama.errors import error_body
 from disaggregated_inference.gateway.ollama.models import model_of, ps, show, tags
 from disaggregated_inference.gateway.ollama.output import OllamaChunk, OllamaWriter, encode_line
 from disaggregated_inference.gateway.ollama.requests import (
@@ -25,6 +25,9 @@ from disaggregated_inference.http import EventStreamResponse, json_response, rea
 from disaggregated_inference.models import ModelTokenizer
 from disaggregated_inference.orchestrator import DisaggregatedInference, in_thread
 
+__all__ = ["ID_HEADER", "NAME", "error_body", "owns", "routes"]
+
+NAME, ID_HEADER = "ollama", "x-request-id"
 VERSION = "0.13.0"  # programs check it before they use thinking, tools or schemas
 _NDJSON = "application/x-ndjson"
 _NOT_OFFERED = {
@@ -36,6 +39,11 @@ _NOT_OFFERED = {
     "/api/embeddings": "no node makes embeddings; use an Ollama for them",
     "/api/blobs/{digest}": "models come with the nodes; start one: `disagg serve --model ...`",
 }
+
+
+def owns(connection: HTTPConnection) -> bool:
+    path: str = connection.scope["path"]
+    return path.startswith("/api/")
 
 
 def routes() -> list[Route]:
@@ -50,11 +58,6 @@ def routes() -> list[Route]:
         Route("/api/pull", _pull, methods=["POST"]),
         *(Route(path, _refuse(reason), methods=["GET", "POST", "DELETE"]) for path, reason in _NOT_OFFERED.items()),
     ]
-
-
-def error_body(error: Exception) -> dict[str, Any]:
-    """Unexpected errors are for the log, not for the client."""
-    return {"error": str(error) if isinstance(error, DisaggError) else "internal error; see the gateway's log"}
 
 
 async def _running(request: Request) -> Response:
@@ -120,7 +123,7 @@ async def _respond(
         limit = await _remaining_window(context.core, chat, tokenizer)
         chat = msgspec.structs.replace(chat, options=options | {"max_tokens": limit})
     batches = stream_chat(context.core, chat, context.on_plan)
-    writer = OllamaWriter(wanted.model or context.model(None), isinstance(wanted, OllamaChatRequest), tokenizer)
+    writer = OllamaWriter(context.shown_model, isinstance(wanted, OllamaChatRequest), tokenizer)
     if not wanted.is_streamed:
         await unless_disconnected(request, consume(batches, writer.take))
         return json_response(writer.end(), headers=context.headers())
@@ -135,9 +138,9 @@ async def _respond(
 
 async def _remaining_window(core: DisaggregatedInference, chat: ChatRequest, tokenizer: ModelTokenizer) -> int:
     """What the prompt leaves of the context window, for a completion without a limit."""
-    text, window = render_prompt(chat, tokenizer), await context_window(core, chat.model or "")
+    window = await context_window(core, chat.model or "")
     assert window  # known: it comes with the tokenizer
-    tokens = await in_thread(lambda: tokenizer.encode_within(text, window))
+    tokens = await in_thread(lambda: encode_prompt(chat, tokenizer, window))
     return max(1, window - len(tokens))
 
 
@@ -146,8 +149,7 @@ async def _loaded(context: RequestContext, model: str, wanted: OllamaRequest) ->
     if wanted.unloads:
         raise NotOffered("models stay loaded: their nodes decide, see `disagg serve --idle-unload`")
     tokenizer = await context.core.tokenizer(model)
-    writer = OllamaWriter(wanted.model or model, isinstance(wanted, OllamaChatRequest), tokenizer)
-    if not (await context.core.status())["models"][model].serves:
-        raise NoDecodeNode()
+    writer = OllamaWriter(context.shown_model, isinstance(wanted, OllamaChatRequest), tokenizer)
+    await context.core.require_decode_node(model)
     media_type = _NDJSON if wanted.is_streamed else "application/json"
-    return Response(encode_line(writer.loaded()), media_type=media_type)
+    return Response(encode_line(writer.loaded()), headers=context.headers(), media_type=media_type)

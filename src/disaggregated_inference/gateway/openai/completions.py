@@ -22,6 +22,7 @@ from disaggregated_inference.http import json_response, read_json, unless_discon
 from disaggregated_inference.models import ModelTokenizer
 from disaggregated_inference.orchestrator import Delta
 
+_USUAL_TOKENS = 16  # of a completion, as OpenAI has it, where neither the request nor the cluster file says
 _MAX_CONCURRENT = 16  # prompts of one request: other requests get slots too
 
 Generations = list[RequestOptions]
@@ -33,8 +34,8 @@ async def completions(request: Request) -> Response:
     context, completion = RequestContext(request), read(await read_json(request), CompletionRequest)
     generations = _generations(context, completion)
     writer = CompletionWriter(context, completion, "cmpl", "text_completion")
-    tokenizer = await context.core.tokenizer(generations[0]["model"]) if completion.logprobs is not None else None
-    choices = _CompletionChoices(writer, len(generations), completion.n or 1, tokenizer)
+    tokenizer = await context.core.tokenizer(generations[0]["model"]) if completion.needs_tokenizer else None
+    choices = _CompletionChoices(writer, completion, _echoes(completion, generations, tokenizer), tokenizer)
     batches = _merged(context, generations)
     if completion.stream:
         return await stream_events(context, encode_all(batches, choices.event, choices.end))
@@ -44,33 +45,65 @@ async def completions(request: Request) -> Response:
 
 def _generations(context: RequestContext, completion: CompletionRequest) -> Generations:
     """Options of the orchestrator, one set per prompt; each has an id of its own."""
-    shared: RequestOptions = completion.options() | context.options() | {"model": context.model(completion.model)}
+    model = context.model(completion.model)
+    shared: RequestOptions = completion.options() | context.options() | {"model": model}
+    if "max_tokens" not in context.core.config.options_of(model).defaults:
+        shared["max_tokens"] = shared["max_tokens"] or max(_USUAL_TOKENS, completion.min_tokens or 0)
     prompts = completion.prompts()
     if len(prompts) == 1:
         return [shared | prompts[0]]
     return [shared | prompt | {"request_id": f"{context.id}-{number}"} for number, prompt in enumerate(prompts)]
 
 
-class CompletionChoice:
-    """Collects the text of one choice: in a stream since the last event, otherwise all of it."""
+def _echoes(
+    completion: CompletionRequest, generations: Generations, tokenizer: ModelTokenizer | None
+) -> list[str | None]:
+    """What the text of each prompt's choices begins with."""
+    if not completion.echo:
+        return [None] * len(generations)
+    return [_prompt_text(options, tokenizer) for options in generations]
 
-    def __init__(self, index: int, tokenizer: ModelTokenizer | None) -> None:
-        self._index, self._logprobs = index, ChoiceLogprobs(tokenizer, completion_logprobs)
-        self._text: list[str] = []
+
+def _prompt_text(options: RequestOptions, tokenizer: ModelTokenizer | None) -> str:
+    tokens = options.get("tokens")
+    if tokens is None:
+        return options.get("prompt") or ""
+    assert tokenizer
+    return tokenizer.decode(tokens, special=True)
+
+
+class CompletionChoice:
+    """Collects the text of one choice: in a stream since the last event, otherwise all of it. `echo`: the prompt, if
+    the text begins with it. `prompt_only`: the completion is left out."""
+
+    def __init__(
+        self, index: int, tokenizer: ModelTokenizer | None, echo: str | None = None, prompt_only: bool = False
+    ) -> None:
+        self._index, self._prompt_only = index, prompt_only
+        self._logprobs = ChoiceLogprobs(tokenizer, completion_logprobs, echo)
+        self._text: list[str] = [echo] if echo else []
         self._finish_reason: str | None = None
+        self._has_prompt_logprobs = False
 
     def take(self, delta: Delta) -> None:
+        if delta.prompt_logprobs:
+            self._has_prompt_logprobs = True
+            return self._logprobs.add_prompt(delta.prompt_logprobs)
+        self._finish_reason = delta.finish_reason
+        if self._prompt_only:
+            self._finish_reason = "length" if delta.finish_reason else None
+            return
         if delta.text:
             self._text.append(delta.text)
-        self._finish_reason = delta.finish_reason
         self._logprobs.add(delta)
 
     @property
     def has_news(self) -> bool:
-        return bool(self._text or self._finish_reason)
+        return bool(self._text or self._finish_reason or self._has_prompt_logprobs)
 
     def chunk(self) -> dict[str, Any]:
         text, self._text, logprobs = "".join(self._text), [], self._logprobs.take()
+        self._has_prompt_logprobs = False
         return {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": self._finish_reason}
 
 
@@ -78,27 +111,42 @@ class _CompletionChoices:
     """The choices of all prompts; those of the first prompt come first."""
 
     def __init__(
-        self, writer: CompletionWriter, prompts: int, per_prompt: int, tokenizer: ModelTokenizer | None
+        self,
+        writer: CompletionWriter,
+        completion: CompletionRequest,
+        echoes: list[str | None],
+        tokenizer: ModelTokenizer | None,
     ) -> None:
-        self._writer, self._per_prompt = writer, per_prompt
-        self._choices = [CompletionChoice(index, tokenizer) for index in range(prompts * per_prompt)]
+        self._writer, self._per_prompt, self._prompt_only = writer, completion.n or 1, completion.max_tokens == 0
+        shown = tokenizer if completion.logprobs is not None else None
+        each = [echo for echo in echoes for _ in range(self._per_prompt)]
+        self._choices = [CompletionChoice(index, shown, echo, self._prompt_only) for index, echo in enumerate(each)]
         self._records: dict[int, dict[str, Any]] = {}
 
-    def take(self, item: PromptDelta) -> CompletionChoice | None:
+    def take(self, item: PromptDelta) -> list[CompletionChoice]:
+        """The choices that it belongs to: prompt logprobs belong to all of their prompt."""
         prompt, delta = item
+        if delta.metrics is not None:
+            self._records[prompt] = self._reported(delta.metrics)
         if delta.metrics is not None or delta.progress:
-            if delta.metrics is not None:
-                self._records[prompt] = delta.metrics
-            return None
-        choice = self._choices[prompt * self._per_prompt + delta.choice]
-        choice.take(delta)
-        return choice
+            return []
+        first = prompt * self._per_prompt
+        numbers = range(self._per_prompt) if delta.prompt_logprobs else (delta.choice,)
+        found = [self._choices[first + number] for number in numbers]
+        for choice in found:
+            choice.take(delta)
+        return found
+
+    def _reported(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """The token that came with the prompt's logits is no part of a prompt alone."""
+        own = {"completion_tokens": 0, "total_tokens": metrics["prompt_tokens"]}
+        return metrics | own if self._prompt_only else metrics
 
     def event(self, item: PromptDelta) -> bytes:
         """Empty if there is nothing to send."""
         prompt, delta = item
-        if (choice := self.take(item)) and choice.has_news:
-            return self._writer.event(choice.chunk())
+        if events := [self._writer.event(choice.chunk()) for choice in self.take(item) if choice.has_news]:
+            return b"".join(events)
         if not delta.progress:
             return b""
         empty = {"index": prompt * self._per_prompt, "text": "", "logprobs": None, "finish_reason": None}

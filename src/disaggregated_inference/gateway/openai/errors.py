@@ -13,16 +13,26 @@ _CODES = {  # names that programs look for
     "rate_limited": "rate_limit_exceeded",
     "bad_request": None,
 }
+# What each API calls the fields of a chat request.
+_FIELDS = {"format": "response_format"}
+_RESPONSES_FIELDS = {"format": "text.format", "messages": "input"}
 
 
-def error_body(error: Exception, format_field: str = "response_format") -> dict[str, Any]:
-    """`format_field`: what this API calls the field that nodes call `format`."""
+def error_body(error: Exception, id: str = "") -> dict[str, Any]:
+    return _body(error, _FIELDS)
+
+
+def responses_error_body(error: Exception, id: str = "") -> dict[str, Any]:
+    return _body(error, _RESPONSES_FIELDS)
+
+
+def _body(error: Exception, fields: dict[str, str]) -> dict[str, Any]:
     status = status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     message, code = _message(error)
     param = error.param if isinstance(error, BadRequest) and status == 400 else None
-    if param == "format":
-        message, param = format_field + message.removeprefix("format"), format_field
+    if param in fields:
+        message, param = fields[param] + message.removeprefix(param), fields[param]
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

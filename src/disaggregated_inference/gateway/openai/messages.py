@@ -91,7 +91,12 @@ def _images(message: ChatMessage, place: str) -> list[str]:
 
 
 def _image(part: ContentPart, place: str) -> str:
-    head, _, data = part.image_url.url.partition(",") if part.image_url else ("", "", "")
+    return image_data(part.image_url.url if part.image_url else "", place)
+
+
+def image_data(url: str, place: str) -> str:
+    """In base64. `place`: of the image in the request, for the error."""
+    head, _, data = url.partition(",")
     if not _DATA_URL.fullmatch(head):
         form = "data:image/png;base64,...: the gateway downloads nothing, and models without vision read text only"
         raise BadRequest(f"{place}: image_url must be such as {form}", param=place)

@@ -1,14 +1,14 @@
 """What OpenAI's completions endpoints write: events, usage, logprobs."""
 
+import codecs
 import time
-from collections.abc import AsyncGenerator, Callable
-from itertools import accumulate
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
-from disaggregated_inference.api import Progress
+from disaggregated_inference.api import Progress, PromptLogprobs, TopLogprob
 from disaggregated_inference.gateway.chat import ChatDelta
 from disaggregated_inference.gateway.openai.errors import error_body
 from disaggregated_inference.gateway.openai.requests import OpenAIRequest
@@ -21,6 +21,8 @@ DONE = b"data: [DONE]\n\n"
 METRICS_HEADER = "x-disagg-metrics"
 
 _COMPLETION_FIELDS = ("response", "tokens", "logprobs", "choices", "finish_reason")  # of a record
+
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 
 encode = msgspec.json.Encoder().encode
 
@@ -35,7 +37,7 @@ class CompletionWriter:
             "id": f"{prefix}-{context.id}",
             "object": f"{kind}.chunk" if request.stream and kind == "chat.completion" else kind,
             "created": int(time.time()),
-            "model": request.model or context.model(None),
+            "model": context.shown_model,
             "system_fingerprint": None,
         }
         # Most bytes of an event never change: they are encoded once.
@@ -93,11 +95,12 @@ def usage_of(records: list[dict[str, Any]], reasoning_tokens: int) -> dict[str, 
 
 
 class TokenBytesLogprob(msgspec.Struct, frozen=True):
-    """A token's bytes, its logprob, and the alternatives."""
+    """A token's bytes, its logprob (the first token of a prompt has none), the alternatives, and where it begins."""
 
     raw: bytes
-    logprob: float
+    logprob: float | None
     alternatives: tuple[tuple[bytes, float], ...]
+    offset: int
 
     @property
     def text(self) -> str:
@@ -105,37 +108,63 @@ class TokenBytesLogprob(msgspec.Struct, frozen=True):
 
 
 class ChoiceLogprobs:
-    """The logprobs of one choice since they were last taken. Without a tokenizer there are none."""
+    """The logprobs of one choice since they were last taken. Without a tokenizer there are none. `echo` is the prompt
+    that the text of the choice begins with."""
 
     def __init__(
-        self, tokenizer: ModelTokenizer | None, describe: Callable[[list[TokenBytesLogprob], int], dict[str, Any]]
+        self,
+        tokenizer: ModelTokenizer | None,
+        describe: Callable[[list[TokenBytesLogprob]], dict[str, Any]],
+        echo: str | None = None,
     ) -> None:
         self._tokenizer, self._describe, self.wanted = tokenizer, describe, tokenizer is not None
         self._items: list[TokenBytesLogprob] = []
-        self._offset = 0
+        self._echo, self._prompt_offsets, self._offsets = echo, _Offsets(0), _Offsets(len(echo or ""))
 
     def add(self, delta: Delta | ChatDelta) -> None:
         if self._tokenizer and delta.token is not None and delta.logprob is not None:
-            to_bytes = self._tokenizer.token_bytes
-            if self._tokenizer.decode([delta.token]):  # a token without text ends the completion
-                alternatives = tuple((to_bytes(each.token), each.logprob) for each in delta.top_logprobs)
-                self._items.append(TokenBytesLogprob(to_bytes(delta.token), delta.logprob, alternatives))
+            has_text = bool(self._tokenizer.decode([delta.token]))
+            if has_text or self._echo is not None:  # a token without text ends the completion; echo shows it too
+                offset = self._offsets.next(self._tokenizer.token_bytes(delta.token) if has_text else b"")
+                self._add(delta.token, delta.logprob, delta.top_logprobs, offset)
+
+    def add_prompt(self, piece: PromptLogprobs) -> None:
+        if self._tokenizer:
+            for each in piece.tokens:
+                offset = self._prompt_offsets.next(self._tokenizer.token_bytes(each.token))
+                self._add(each.token, each.logprob, each.top_logprobs, min(offset, len(self._echo or "")))
+
+    def _add(self, token: int, logprob: float | None, top: Sequence[TopLogprob], offset: int) -> None:
+        assert self._tokenizer
+        to_bytes = self._tokenizer.token_bytes
+        alternatives = tuple((to_bytes(each.token), each.logprob) for each in top)
+        self._items.append(TokenBytesLogprob(to_bytes(token), logprob, alternatives, offset))
 
     def take(self) -> dict[str, Any] | None:
         if not self._tokenizer:
             return None
-        described = self._describe(self._items, self._offset)
-        self._offset += sum(len(item.text) for item in self._items)
-        self._items = []
-        return described
+        items, self._items = self._items, []
+        return self._describe(items)
+
+
+class _Offsets:
+    """Where tokens begin in a text, in characters. One that continues a character begins where that character does."""
+
+    def __init__(self, start: int) -> None:
+        self._at, self._decoder = start, _UTF8("replace")
+
+    def next(self, raw: bytes) -> int:
+        begin = self._at
+        self._at += len(self._decoder.decode(raw))
+        return begin
 
 
 def _text(raw: bytes) -> str:
     return raw.decode("utf-8", "replace")  # a token may be a part of a character; its bytes are sent too
 
 
-def chat_logprobs(items: list[TokenBytesLogprob], offset: int) -> dict[str, Any]:
-    def described(raw: bytes, logprob: float) -> dict[str, Any]:
+def chat_logprobs(items: list[TokenBytesLogprob]) -> dict[str, Any]:
+    def described(raw: bytes, logprob: float | None) -> dict[str, Any]:
         return {"token": _text(raw), "logprob": logprob, "bytes": list(raw)}
 
     content = [
@@ -145,13 +174,15 @@ def chat_logprobs(items: list[TokenBytesLogprob], offset: int) -> dict[str, Any]
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(items: list[TokenBytesLogprob], offset: int) -> dict[str, Any]:
-    """`offset`: where the first token begins in the text. Of alternatives with the same text the likeliest stays."""
-    texts = [item.text for item in items]
-    top = [{_text(raw): logprob for raw, logprob in reversed(item.alternatives)} for item in items]
+def completion_logprobs(items: list[TokenBytesLogprob]) -> dict[str, Any]:
+    """Of alternatives with the same text the likeliest stays."""
+    top = [
+        None if item.logprob is None else {_text(raw): logprob for raw, logprob in reversed(item.alternatives)}
+        for item in items
+    ]
     return {
-        "tokens": texts,
+        "tokens": [item.text for item in items],
         "token_logprobs": [item.logprob for item in items],
         "top_logprobs": top if any(top) else None,
-        "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if items else [],
+        "text_offset": [item.offset for item in items],
     }

@@ -9,6 +9,7 @@ from disaggregated_inference.api import OutputFormat, RequestOptions, output_for
 from disaggregated_inference.api.sampling import (
     Bias,
     Choices,
+    EchoMaxTokens,
     Logprobs,
     MaxTokens,
     MinTokens,
@@ -40,7 +41,7 @@ _REFUSED = {
     "function_call": "is not supported any more: give tool_choice",
     "audio": "is not supported: the models write text only",
     "web_search_options": "is not supported: the gateway does not search the web",
-    "echo": "is not supported: logprobs of the prompt are not kept; join prompt and text yourself",
+    "echo": "is for /v1/completions: render the chat with /tokenize, and send its tokens there",
     "suffix": "is not supported: the models write what follows the prompt; describe the gap in the prompt",
     "guided_json": "is not supported: give response_format with the type json_schema",
     "guided_regex": "is not supported: give response_format with the type regex and a pattern",
@@ -54,7 +55,7 @@ _REFUSED = {
     "allowed_token_ids": "is not supported: give logit_bias, or response_format with the type choice or regex",
     "use_beam_search": "is not supported: completions are sampled, or greedy with a temperature of 0",
     "length_penalty": "is not supported: it applies to beam search only",
-    "prompt_logprobs": "is not supported: logprobs of the prompt are not kept",
+    "prompt_logprobs": "is not supported here: give /v1/completions echo and logprobs",
     "continue_final_message": "is not supported: end with a message of the user",
     "add_generation_prompt": "is not supported: the model always answers; /tokenize renders prompts without it",
     "truncate_prompt_tokens": "is not supported: prompts are never cut; send what fits",
@@ -198,13 +199,28 @@ class CompletionRequest(OpenAIRequest, frozen=True, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     logprobs: Logprobs | None = None
     best_of: int | None = None
+    echo: bool | None = None
+    max_tokens: EchoMaxTokens | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """At least 1: the first token comes with the logits of the prompt."""
+        return 1 if self.max_tokens == 0 else self.max_tokens
 
     def options(self) -> RequestOptions:
+        if self.max_tokens == 0 and not self.echo:
+            raise BadRequest("max_tokens: 0 needs echo, for the prompt alone; else give at least 1", param="max_tokens")
         if self.best_of not in (None, 1, self.n):
             raise BadRequest(
                 "best_of: completions are not ranked; leave it out, or get all of them with n", param="best_of"
             )
-        return super().options() | {"logprobs": self.logprobs, "format": self.format()}
+        of_prompt = self.logprobs if self.echo else None
+        return super().options() | {"logprobs": self.logprobs, "prompt_logprobs": of_prompt, "format": self.format()}
+
+    @property
+    def needs_tokenizer(self) -> bool:
+        """For the text of tokens."""
+        return self.logprobs is not None or bool(self.echo and any("tokens" in prompt for prompt in self.prompts()))
 
     def prompts(self) -> list[RequestOptions]:
         """Each as an option of the orchestrator."""
@@ -227,7 +243,7 @@ Kind = TypeVar("Kind", bound=OpenAIRequest)
 def read(body: dict[str, Any], kind: type[Kind]) -> Kind:
     if not _REFUSED.keys().isdisjoint(body):
         for name, reason in _REFUSED.items():
-            if _has_effect(name, body.get(name)):
+            if name not in kind.__struct_fields__ and _has_effect(name, body.get(name)):
                 raise BadRequest(f"{name} {reason}", param=name)
     return read_request(body, kind)
 

@@ -4,14 +4,16 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
+from disaggregated_inference.api import generate_request
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.chat import ChatRequest, consume, encode_all, stream_chat
 from disaggregated_inference.gateway.open_content import Event, encode_event
-from disaggregated_inference.gateway.openai.responses_output import ResponseBuilder, error_body, new_response
+from disaggregated_inference.gateway.openai.errors import responses_error_body as error_body
+from disaggregated_inference.gateway.openai.responses_output import ResponseBuilder, new_response
 from disaggregated_inference.gateway.openai.responses_requests import (
     CreateResponse,
     InputMessage,
@@ -25,13 +27,19 @@ from disaggregated_inference.gateway.request_context import RequestContext
 from disaggregated_inference.gateway.response_store import ResponseNotFound, ResponseStore, StoredResponse
 from disaggregated_inference.http import EventStreamResponse, json_response, read_json, unless_disconnected
 
-__all__ = ["error_body", "routes"]
+__all__ = ["ID_HEADER", "NAME", "error_body", "owns", "routes"]
 
+NAME, ID_HEADER = "responses", "x-request-id"
 _MAX_PAGE = 100
 
 
 class PreviousResponseNotFound(BadRequest):
     """400 and not 404, as OpenAI has it: the path of the request exists."""
+
+
+def owns(connection: HTTPConnection) -> bool:
+    path: str = connection.scope["path"]
+    return path.startswith("/v1/responses")
 
 
 def routes() -> list[Route]:
@@ -52,8 +60,10 @@ class Responses:
     async def create(self, request: Request) -> HttpResponse:
         context, create = RequestContext(request), read(await read_json(request))
         model, prompt = context.model(create.model), self._prompt(context.caller.name, create)
-        builder = ResponseBuilder(new_response(create, create.model or model))
-        events = self._events(context, prompt, builder, chat_request(create, model, prompt, context.options()))
+        chat = chat_request(create, model, prompt, context.options())
+        used = generate_request({"prompt": "", **chat.options}, context.core.config.options_of(model).defaults)
+        builder = ResponseBuilder(new_response(create, context.shown_model, used))
+        events = self._events(context, prompt, builder, chat)
         if not create.stream:
             await unless_disconnected(request, consume(events, lambda event: None))
             return json_response(builder.response, headers=context.headers())

@@ -6,9 +6,10 @@ from typing import Any
 
 import msgspec
 
+from disaggregated_inference.api import SamplingParams
 from disaggregated_inference.gateway.chat import ChatDelta
 from disaggregated_inference.gateway.open_content import ContentList, Event, OpenContent
-from disaggregated_inference.gateway.openai import errors as openai_errors
+from disaggregated_inference.gateway.openai.errors import responses_error_body, status_of
 from disaggregated_inference.gateway.openai.responses_requests import (
     CreateResponse,
     FunctionCall,
@@ -33,12 +34,8 @@ _KINDS = {  # of items: what their events are called, and how their ids begin
 }
 _SAME_NAME = (
     *("instructions", "previous_response_id", "user"),
-    *("max_output_tokens", "max_tool_calls", "temperature", "top_p"),
+    *("max_output_tokens", "max_tool_calls"),
 )
-
-
-def error_body(error: Exception) -> dict[str, Any]:
-    return openai_errors.error_body(error, "text.format")
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,8 +60,8 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: ReasoningConfig = ReasoningConfig()
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: float
+    top_p: float
     metadata: dict[str, str] = {}
     store: bool = True
     background: bool = False
@@ -72,7 +69,8 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
 
 
-def new_response(create: CreateResponse, model: str) -> Response:
+def new_response(create: CreateResponse, model: str, used: SamplingParams) -> Response:
+    """`used`: the request's sampling parameters over the model's defaults."""
     return Response(
         id=new_id("resp"),
         created_at=int(time.time()),
@@ -84,6 +82,8 @@ def new_response(create: CreateResponse, model: str) -> Response:
         reasoning=create.reasoning or ReasoningConfig(),
         metadata=create.metadata or {},
         store=create.store is not False,
+        temperature=used.temperature,
+        top_p=used.top_p,
         **{name: getattr(create, name) for name in _SAME_NAME},
     )
 
@@ -104,8 +104,8 @@ class ResponseBuilder:
 
     def fail(self, error: Exception) -> list[Event]:
         """The output so far is kept, and the stream ends with the reason."""
-        code = _STREAM_ERRORS.get(openai_errors.status_of(error), "server_error")
-        message = error_body(error)["error"]["message"]
+        code = _STREAM_ERRORS.get(status_of(error), "server_error")
+        message = responses_error_body(error)["error"]["message"]
         events = [*self._opening(), *self._content.close(complete=False)]
         return self._numbered([*events, self._end("failed", error={"code": code, "message": message})])
 

@@ -13,6 +13,7 @@ from disaggregated_inference.api import OutputFormat, RequestOptions
 from disaggregated_inference.api.sampling import MaxTokens, Seed, Share, Temperature
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.chat import ChatRequest
+from disaggregated_inference.gateway.openai.messages import image_data
 from disaggregated_inference.gateway.openai.requests import Stop, TopK
 from disaggregated_inference.gateway.reasoning_effort import Effort, template_options
 from disaggregated_inference.gateway.tool_parsers.tools import (
@@ -34,6 +35,12 @@ class _ResponsesStruct(msgspec.Struct, frozen=True, kw_only=True):
 
 class InputText(_ResponsesStruct, frozen=True, kw_only=True, tag="input_text"):
     text: str
+
+
+class InputImage(_ResponsesStruct, frozen=True, kw_only=True, tag="input_image"):
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: str | None = "auto"
 
 
 class OutputText(_ResponsesStruct, frozen=True, kw_only=True, tag="output_text"):
@@ -58,7 +65,7 @@ class SummaryText(_ResponsesStruct, frozen=True, kw_only=True, tag="summary_text
     text: str
 
 
-Content = InputText | OutputText | Refusal
+Content = InputText | InputImage | OutputText | Refusal
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -191,7 +198,7 @@ _ONLY_FUNCTIONS = "only tools of type function are supported"
 _HINTS = {
     "tools[": _ONLY_FUNCTIONS,
     "tool_choice": _ONLY_FUNCTIONS,
-    "input": "text, function calls and their outputs are supported",
+    "input": "text, images, function calls and their outputs are supported",
 }
 
 
@@ -287,7 +294,7 @@ def messages_of(instructions: str | None, items: Iterable[Item]) -> list[Message
             case InputMessage(role="assistant"):
                 _assistant(messages, "content")["content"] = _text(item.content)
             case InputMessage(role="user"):
-                messages.append({"role": "user", "content": _text(item.content)})
+                messages.append(_user(item.content))
             case InputMessage():
                 _add_system(messages, _text(item.content))
     return messages
@@ -317,5 +324,25 @@ def _add_system(messages: list[Message], text: str) -> None:
         messages.append({"role": "system", "content": text})
 
 
+def _user(content: str | list[Content]) -> Message:
+    """Images in base64, as Ollama nodes take them."""
+    if isinstance(content, str):
+        return {"role": "user", "content": content}
+    images = [_image(part) for part in content if isinstance(part, InputImage)]
+    text = _text([part for part in content if not isinstance(part, InputImage)])
+    return {"role": "user", "content": text} | ({"images": images} if images else {})
+
+
+def _image(part: InputImage) -> str:
+    if part.file_id:
+        raise BadRequest("input: files are not stored; give image_url: data:image/png;base64,...", param="input")
+    return image_data(part.image_url or "", "input")
+
+
 def _text(content: str | Sequence[Content | ReasoningText | SummaryText]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    if isinstance(content, str):
+        return content
+    texts = [part.text for part in content if not isinstance(part, InputImage)]
+    if len(texts) < len(content):
+        raise BadRequest("input: images belong into messages of the user", param="input")
+    return "".join(texts)

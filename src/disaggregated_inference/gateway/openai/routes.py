@@ -3,10 +3,12 @@
 import time
 from typing import Any
 
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from disaggregated_inference.errors import NotOffered
 from disaggregated_inference.gateway.cluster.routes import context_window
 from disaggregated_inference.gateway.openai.chat import chat_completions
 from disaggregated_inference.gateway.openai.completions import completions
@@ -14,9 +16,15 @@ from disaggregated_inference.gateway.openai.errors import error_body
 from disaggregated_inference.gateway.request_context import RequestContext
 from disaggregated_inference.http import json_response
 
-__all__ = ["error_body", "routes"]
+__all__ = ["ID_HEADER", "NAME", "error_body", "owns", "routes"]
 
+NAME, ID_HEADER = "openai", "x-request-id"
 _STARTED = int(time.time())
+
+
+def owns(connection: HTTPConnection) -> bool:
+    """Everything that no other API owns."""
+    return True
 
 
 def routes() -> list[Route]:
@@ -25,19 +33,27 @@ def routes() -> list[Route]:
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
+        Route("/v1/embeddings", embeddings, methods=["POST"]),
     ]
 
 
 async def models(request: Request) -> Response:
     context = RequestContext(request)
-    found = [await _description(context, name, name) for name in context.models()]
+    found = [await _description(context, id, name) for id, name in context.names().items()]
     return json_response({"object": "list", "data": found}, headers=context.headers())
 
 
 async def model(request: Request) -> Response:
-    """By name or alias; the response has the name that the client used."""
+    """By name or alias; the response has the name that the client used, unless only a part of it fits."""
     context, name = RequestContext(request), request.path_params["name"]
-    return json_response(await _description(context, name, context.model(name)), headers=context.headers())
+    if not name:
+        raise HTTPException(404)
+    model = context.model(name)
+    return json_response(await _description(context, context.shown_model, model), headers=context.headers())
+
+
+async def embeddings(request: Request) -> Response:
+    raise NotOffered("/v1/embeddings: no node makes embeddings; use another server for them, an Ollama for instance")
 
 
 async def _description(context: RequestContext, id: str, name: str) -> dict[str, Any]:
