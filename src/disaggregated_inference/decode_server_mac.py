@@ -1,6 +1,10 @@
 """python -m disaggregated_inference.decode_server_mac: a decode node with MLX."""
 
-from disaggregated_inference.cli.server_scripts import run_server
+try:
+    from disaggregated_inference.cli.server_scripts import run_server
+except ModuleNotFoundError as error:
+    install = "pip install 'disaggregated-inference[mlx]' (in a clone of its repository: pip install '.[mlx]')"
+    raise SystemExit(f"error: {error}; this script needs its package: {install}") from None
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from disaggregated_inference.api import GenerationParams, TokenEvent
 from disaggregated_inference.bench.engines import baseline_of, decode_seconds
-from disaggregated_inference.bench.prompts import resolve_model, token_prompt
+from disaggregated_inference.bench.prompts import resolve_model, row_prompts, token_prompt
 from disaggregated_inference.bench.report import Report, Row, compared, in_turn, percentile, progress
 from disaggregated_inference.engines import load_engine, require_engine
 from disaggregated_inference.models import ModelFiles
@@ -75,7 +75,8 @@ class _DecodeStream:
 
 def _start(node: DecodeNode, number: int) -> _DecodeStream:
     rules = GenerationParams(max_tokens=_LONG, ignore_eos=True, timeout_s=3600)
-    return _DecodeStream(node.generate_local(token_prompt(_CONTEXT, number), rules))
+    prompt = token_prompt(_CONTEXT, number, node.engine.spec.vocabulary)
+    return _DecodeStream(node.generate_local(prompt, rules))
 
 
 def _node_seconds(node: DecodeNode, batch: int, tokens: int) -> float:
@@ -105,12 +106,12 @@ def _cancel(streams: list[_DecodeStream]) -> None:
 
 def _batch_rows(report: Report, node: DecodeNode, engine: str, batch: int, tokens: int, rounds: int) -> None:
     """Seconds per step, measured in turn."""
-    baseline = baseline_of(node.engine)
+    baseline, prompts = baseline_of(node.engine), row_prompts(_CONTEXT, batch, node.engine.spec.vocabulary)
     ours, theirs, bare = in_turn(
         rounds,
         lambda: _node_seconds(node, batch, tokens),
-        lambda: node.scheduler.call(partial(baseline.decode_seconds, _CONTEXT, batch, tokens)) / tokens,
-        lambda: node.scheduler.call(partial(decode_seconds, node.engine, _CONTEXT, batch, tokens)) / tokens,
+        lambda: node.scheduler.call(partial(baseline.decode_seconds, prompts, tokens)) / tokens,
+        lambda: node.scheduler.call(partial(decode_seconds, node.engine, prompts, tokens)) / tokens,
     )
     goal = 0.95 if engine == "mlx" else None
     report.add(compared(f"batch {batch}", batch, "tok/s", ours, theirs, f"{baseline.label}'s own", goal))
@@ -120,7 +121,8 @@ def _batch_rows(report: Report, node: DecodeNode, engine: str, batch: int, token
 
 
 def _arrival_rows(report: Report, node: DecodeNode, prefill_engine: str, model: ModelFiles) -> None:
-    """The prefill ends before the hand-over: on this one machine it would use the decode node's cores."""
+    """The prefill ends before the hand-over: on this one machine it would use the decode node's cores. Its time is
+    part of the newcomer's all the same."""
     scheduler = Scheduler(partial(load_engine, prefill_engine, model, dtype="float32"))
     prefill = PrefillNode(KVMemory(scheduler, prefix_bytes=0), chunk_tokens=512, lease_s=600)
     gaps: dict[str, list[float]] = {"quiet": [], "hand-over": [], "local prefill": []}
@@ -142,16 +144,16 @@ def _arrival_rows(report: Report, node: DecodeNode, prefill_engine: str, model: 
         report.add(Row(f"{name}, {_ARRIVING} tokens by {way}", percentile(gaps[way], 99) * 1e3, "ms", quiet, "quiet"))
         report.add(Row(f"longest gap, {way}", max(gaps[way]) * 1e3, "ms", max(gaps["quiet"]) * 1e3, "quiet"))
     first = {way: min(seconds) for way, seconds in arrivals.items()}
-    name = "until the newcomer's first token, hand-over"
+    name = "until the newcomer's first token, prefill elsewhere and hand-over"
     report.add(Row(name, first["hand-over"], "s", first["local prefill"], "local prefill"))
 
 
 def _measure_gaps(node: DecodeNode, prefill: PrefillNode, way: str, gaps: list[float]) -> float:
-    prompt = token_prompt(_ARRIVING, 99)
-    context = None
+    prompt = token_prompt(_ARRIVING, 99, node.engine.spec.vocabulary)
+    context, prefill_s = None, 0.0
     if way == "hand-over":
         context, job = prefill.submit(prompt, timeout_s=600)
-        job.result()
+        prefill_s = job.result().prefill_time
     streams = [_start(node, number) for number in range(_STREAMS)]
     _await_tokens(streams, 8)
     since = time.perf_counter()
@@ -163,7 +165,7 @@ def _measure_gaps(node: DecodeNode, prefill: PrefillNode, way: str, gaps: list[f
         newcomer = _DecodeStream(
             node.generate_from_kv(context, params) if context else node.generate_local(prompt, params)
         ).wait()
-        seconds = newcomer.times[0] - since
+        seconds = prefill_s + newcomer.times[0] - since
     until = time.perf_counter()
     for stream in streams:
         gaps += stream.gaps(since, until)

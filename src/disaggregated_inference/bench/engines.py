@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from disaggregated_inference.bench.pairs import bench_pairs
-from disaggregated_inference.bench.prompts import resolve_model, token_prompt
+from disaggregated_inference.bench.prompts import resolve_model, row_prompts, token_prompt
 from disaggregated_inference.bench.report import Report, Row, compared, in_turn, progress
 from disaggregated_inference.engines import ENGINES, Engine, Sequence, chunks, file_kind, load_engine, require_engine
 from disaggregated_inference.errors import DisaggError
@@ -73,16 +73,17 @@ def baseline_of(engine: Engine) -> Any:
 
 
 def _decode_row(engine: Engine, bare: Any, report: Report, context: int, batch: int, steps: int, rounds: int) -> None:
+    prompts = row_prompts(context, batch, engine.spec.vocabulary)
     ours, theirs = in_turn(
         rounds,
-        lambda: decode_seconds(engine, context, batch, steps),
-        lambda: bare.decode_seconds(context, batch, steps),
+        lambda: decode_seconds(engine, prompts, steps),
+        lambda: bare.decode_seconds(prompts, steps),
     )
     report.add(compared(f"decode, batch {batch}", batch * steps, "tok/s", ours, theirs, bare.label, bare.decode_goal))
 
 
 def _prefill_rows(engine: Engine, bare: Any, report: Report, length: int, rounds: int) -> None:
-    tokens = token_prompt(length)
+    tokens = token_prompt(length, vocabulary=engine.spec.vocabulary)
     plain, streamed, theirs = in_turn(
         rounds,
         lambda: prefill_seconds(engine, tokens),
@@ -110,10 +111,11 @@ def prefill_seconds(engine: Engine, tokens: list[int], chunk: int = 0, stream: b
     return seconds
 
 
-def decode_seconds(engine: Engine, context: int, batch: int, steps: int) -> float:
+def decode_seconds(engine: Engine, prompts: list[list[int]], steps: int) -> float:
     """The loop of a node for greedy requests: it launches the next step before it reads the last token."""
-    sequences = [_filled(engine, context, context + steps + 2) for _ in range(batch)]
-    tokens = engine.step(sequences, [11] * batch).greedy()
+    filled = [_filled(engine, prompt, len(prompt) + steps + 2) for prompt in prompts]
+    sequences = [sequence for sequence, _ in filled]
+    tokens = engine.step(sequences, [token for _, token in filled]).greedy()
     tokens.tolist()
     started = time.perf_counter()
     for _ in range(steps):
@@ -127,16 +129,18 @@ def decode_seconds(engine: Engine, context: int, batch: int, steps: int) -> floa
     return seconds
 
 
-def _filled(engine: Engine, length: int, capacity: int) -> Sequence:
+def _filled(engine: Engine, prompt: list[int], capacity: int) -> tuple[Sequence, int]:
+    """A sequence that holds the prompt, and the token after it."""
     sequence = engine.open(capacity)
-    for part in chunks(token_prompt(length), 2048):
-        engine.prefill(sequence, part)
-    return sequence
+    for part in chunks(prompt, 2048):
+        logits = engine.prefill(sequence, part)
+    [token] = logits.greedy().tolist()
+    return sequence, token
 
 
 def _transfer_rows(engine: Engine, bare: Any, report: Report, length: int, rounds: int) -> None:
     """Export and import of slices, compared with a copy of the same bytes. All three allocate memory first."""
-    source = _filled(engine, length, length)
+    source, _ = _filled(engine, token_prompt(length, vocabulary=engine.spec.vocabulary), length)
     slices = [piece.copy() for piece in engine.export(source)]
     size = sum(piece.size_bytes for piece in slices)
 

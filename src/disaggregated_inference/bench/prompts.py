@@ -1,5 +1,7 @@
 """Models and prompts of the benchmarks."""
 
+import numpy as np
+
 from disaggregated_inference.cli.progress import steps
 from disaggregated_inference.models import FileKind, ModelFiles, ModelStore
 
@@ -60,9 +62,16 @@ def resolve_model(name: str, kind: FileKind = "safetensors") -> ModelFiles:
         return ModelStore().resolve(name, progress, kind)
 
 
-def token_prompt(length: int, number: int = 0) -> list[int]:
-    """Token ids that every model has. Another number gives another prompt."""
-    return [(31 * at + number) % 400 + 10 for at in range(length)]
+def token_prompt(length: int, number: int = 0, vocabulary: int = 410) -> list[int]:
+    """Random token ids; without a vocabulary, ids that every model has. Another number gives another prompt."""
+    ids: list[int] = np.random.default_rng([number, length]).integers(10, vocabulary, length).tolist()
+    return ids
+
+
+def row_prompts(length: int, rows: int, vocabulary: int) -> list[list[int]]:
+    """A prompt of its own for every row of a batch: equal rows would choose the same experts of a mixture, and a batch
+    of them reads fewer weights than any real one."""
+    return [token_prompt(length, number, vocabulary) for number in range(rows)]
 
 
 def text_prompt(model: ModelFiles, length: int) -> list[int]:

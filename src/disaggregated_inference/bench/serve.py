@@ -51,13 +51,15 @@ def run(model_name: str, clients: int, each: int, tokens: int, output: Path) -> 
             results = list(pool.map(lambda number: client(_prompt(number), tokens), range(clients * each)))
         return results, time.perf_counter() - started
 
-    with _our_node("mlx", "--model", str(model.path), "--dtype", "float32") as client:
+    # mlx_lm.server cannot ignore the end of a text, so both get the same bias against its token.
+    length = {"logit_bias": {str(token): -100.0 for token in model.spec.eos_tokens}, "temperature": 0.0}
+    with _our_node("mlx", "--model", str(model.path), "--dtype", "float32", **length) as client:
         ours = measure("our node", client)
-    with _mlx_server(model) as client:
+    with _mlx_server(model, length) as client:
         theirs = measure("mlx_lm.server", client)
     _rows(report, ours, theirs)
     progress("our node with a simulated engine that takes no time")
-    with _our_node("simulated", "--model", "simulated:tiny", "--profile", "instant") as client:
+    with _our_node("simulated", "--model", "simulated:tiny", "--profile", "instant", ignore_eos=True) as client:
         _overhead_rows(report, client)
     return report.publish(output / "serve.json")
 
@@ -85,11 +87,11 @@ def _overhead_rows(report: Report, client: Client) -> None:
 
 
 @contextmanager
-def _our_node(engine: str, *arguments: str) -> Iterator[Client]:
+def _our_node(engine: str, *arguments: str, **params: Any) -> Iterator[Client]:
     node = LocalNode("decode", engine, "--prefix-memory", "0", *arguments)
 
     def client(prompt: str, tokens: int) -> ClientView:
-        body = {"prompt": prompt, "max_new_tokens": tokens, "ignore_eos": True, "stream": True}
+        body = {"prompt": prompt, "max_new_tokens": tokens, "stream": True} | params
         return _stream(node.url, "/generate", body, lambda event: "token" in event)
 
     with running([node]):
@@ -97,17 +99,16 @@ def _our_node(engine: str, *arguments: str) -> Iterator[Client]:
 
 
 @contextmanager
-def _mlx_server(model: ModelFiles) -> Iterator[Client]:
+def _mlx_server(model: ModelFiles, params: dict[str, Any]) -> Iterator[Client]:
     if not (shutil.which("mlx_lm.server", path=str(Path(sys.executable).parent)) or shutil.which("mlx_lm.server")):
         raise DisaggError("mlx_lm.server is not installed: pip install 'disaggregated-inference[mlx]'")
     port = free_port()
     arguments = ["--model", str(model.path), "--port", str(port), "--log-level", "ERROR"]
     command = [sys.executable, "-c", _WITH_BLAS, *arguments]
     server = Process("mlx_lm.server", command, port, shared_cores() | os.environ)  # threads as our node
-    bias = {str(token): -100.0 for token in model.spec.eos_tokens}  # it has no ignore_eos
 
     def client(prompt: str, tokens: int) -> ClientView:
-        body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "temperature": 0.0, "logit_bias": bias}
+        body = {"prompt": prompt, "max_tokens": tokens, "stream": True} | params
         return _stream(server.url, "/v1/completions", body, lambda event: bool(event.get("choices")))
 
     with running([server]):

@@ -55,7 +55,8 @@ def bench_streaming(shape: str, device: str, chunk: int, streams: int, repeats: 
 
 
 def _rows(report: Report, node: PrefillNode, pipe: Pipe, length: int, repeats: int) -> None:
-    tokens, chunk = token_prompt(length), node.chunked_prefill.chunk_tokens
+    tokens = token_prompt(length, vocabulary=node.engine.spec.vocabulary)
+    chunk = node.chunked_prefill.chunk_tokens
     plain: list[float] = []
     streamed: list[_Streamed] = []
     for _ in range(repeats + 1):

@@ -7,4 +7,29 @@ import typer
 Drain = Annotated[int, typer.Option("--drain", min=0, help="Time for running requests after SIGTERM, in seconds.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 LocalModel = Annotated[str, typer.Option("--model", "-m", help="Model name, alias or folder on this machine.")]
+Token = Annotated[
+    str,
+    typer.Option(
+        "--token",
+        help="Bearer token of the node. Not recommended: everyone on this machine can read it in the process list."
+        " Use DISAGG_TOKEN or --token-file.",
+    ),
+]
+TokenFile = Annotated[
+    str,
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        help="File that contains the bearer token. Default: DISAGG_TOKEN, then the file in DISAGG_TOKEN_FILE.",
+    ),
+]
+ClusterTokenFile = Annotated[
+    str,
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        help="File that contains the token of nodes without one of their own in the cluster file. Default: `token` in"
+        " the cluster file, DISAGG_TOKEN, the file in DISAGG_TOKEN_FILE.",
+    ),
+]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error. The log is JSON lines on standard error.")]

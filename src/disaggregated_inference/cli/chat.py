@@ -15,6 +15,7 @@ from disaggregated_inference.cli.options import CommandOptions, chat_messages, r
 from disaggregated_inference.cli.screen import Screen, mute_logs
 from disaggregated_inference.cli.transcript import Transcript, TranscriptMessage, read, write
 from disaggregated_inference.client import DisaggregatedClient
+from disaggregated_inference.cluster import load_config
 from disaggregated_inference.errors import BadRequest, DisaggError
 
 _COMMAND = re.compile(r"/([a-z]+)(?:[ \t]+(.*))?", re.DOTALL)  # does not match /etc/passwd
@@ -45,10 +46,12 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
         return self.error is None and bool(self.text or not self.stopped)
 
 
-def run(config: str | None, options: CommandOptions, system: str, *, metrics: bool, as_json: bool) -> bool:
+def run(
+    config: str | None, token_file: str, options: CommandOptions, system: str, *, metrics: bool, as_json: bool
+) -> bool:
     """Whether all messages succeeded. On a terminal always true: the user has seen the errors."""
     mute_logs()
-    with DisaggregatedClient(config) as client:
+    with DisaggregatedClient(load_config(config, token_file=token_file)) as client:
         chat = Chat(client, options, system and require_text(system), Screen(), metrics=metrics, as_json=as_json)
         lines = LineReader()
         if lines.is_terminal:

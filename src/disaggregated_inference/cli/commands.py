@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from disaggregated_inference.cli.arguments import AsJson
+from disaggregated_inference.cli.arguments import AsJson, ClusterTokenFile
 
 cluster_app = typer.Typer()
 
@@ -51,6 +51,7 @@ def generate(
         bool, typer.Option("--raw/--chat", help="Send the prompt unchanged, or as a user message in the chat template.")
     ] = False,
     timeout: Timeout = None,
+    token_file: ClusterTokenFile = "",
     stream: Annotated[bool, typer.Option(help="Print the text while it is generated, or all at once.")] = True,
     metrics: Metrics = False,
     as_json: AsJson = False,
@@ -69,7 +70,7 @@ def generate(
         format=read_schema(json_schema) if json_schema else None,
     )
     request = options.as_dict() | generate.prompt_arguments(prompt, system, raw)
-    generate.run(config, request, stream=stream, as_json=as_json, metrics=metrics)
+    generate.run(config, token_file, request, stream=stream, as_json=as_json, metrics=metrics)
 
 
 @cluster_app.command()
@@ -82,6 +83,7 @@ def chat(
     seed: Seed = None,
     stop: Stop = None,
     timeout: Timeout = None,
+    token_file: ClusterTokenFile = "",
     metrics: Metrics = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per message.")] = False,
 ) -> None:
@@ -92,7 +94,7 @@ def chat(
     options = CommandOptions(
         model=model, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop or None, timeout=timeout
     )
-    succeeded = chat.run(config, options, system, metrics=metrics, as_json=as_json)
+    succeeded = chat.run(config, token_file, options, system, metrics=metrics, as_json=as_json)
     raise typer.Exit(0 if succeeded else 1)
 
 
@@ -102,12 +104,13 @@ def status(
     watch: Annotated[
         float | None, typer.Option(min=0.1, metavar="SECONDS", help="Refresh at this interval until Ctrl-C.")
     ] = None,
+    token_file: ClusterTokenFile = "",
     as_json: AsJson = False,
 ) -> None:
     """Show the state of every node. The exit code is 0 if all nodes are up."""
     from disaggregated_inference.cli import status
 
-    raise typer.Exit(0 if status.run(config, watch, as_json) else 1)
+    raise typer.Exit(0 if status.run(config, token_file, watch, as_json) else 1)
 
 
 @cluster_app.command()

@@ -1,4 +1,4 @@
-"""`disagg config`: check a cluster file, or print an example."""
+"""`disagg config`: check a cluster file, print an example or the reference."""
 
 import json
 from enum import StrEnum
@@ -11,7 +11,7 @@ from disaggregated_inference.cli.arguments import AsJson
 if TYPE_CHECKING:
     from disaggregated_inference.cluster import ClusterConfig
 
-config_app = typer.Typer(help="Check a cluster file, or print an example.", no_args_is_help=True)
+config_app = typer.Typer(help="Check a cluster file, print an example or the reference.", no_args_is_help=True)
 
 
 class ConfigFormat(StrEnum):
@@ -58,9 +58,27 @@ def example_config(
     format: Annotated[
         ConfigFormat, typer.Option(help="json: a short example; toml: every setting.")
     ] = ConfigFormat.JSON,
+    local: Annotated[bool, typer.Option("--local", help="The file of the last `disagg up` on this machine.")] = False,
 ) -> None:
     """Print an example cluster file: `disagg config example > cluster.json`."""
-    typer.echo(sample(format), nl=False)
+    if local:
+        if format is not ConfigFormat.JSON:
+            from disaggregated_inference.errors import ConfigError
+
+            raise ConfigError("--local prints JSON: leave out --format")
+        from disaggregated_inference.cli.local_cluster import read_cluster_file
+
+        typer.echo(read_cluster_file(), nl=False)
+    else:
+        typer.echo(sample(format), nl=False)
+
+
+@config_app.command("reference")
+def reference_page() -> None:
+    """Print the reference of every field of a cluster file, as Markdown."""
+    from disaggregated_inference.cluster.reference import reference
+
+    typer.echo(reference(), nl=False)
 
 
 def sample(format: ConfigFormat) -> str:

@@ -133,7 +133,7 @@ def _result(
         queue=metrics["queue_time"],
         prefill=metrics["prefill_time"],
         canary=canary,
-        transfer_hidden=metrics["fetch_time"] - metrics["exposed_transfer_time"],
+        transfer_hidden=max(0.0, metrics["fetch_time"] - metrics["exposed_transfer_time"]),
         transfer_exposed=metrics["exposed_transfer_time"],
         inject=metrics["inject_time"],
         first_token=streamed.first_token_s,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from disaggregated_inference.cli.arguments import Drain, LogLevel
+from disaggregated_inference.cli.arguments import ClusterTokenFile, Drain, LogLevel
 
 gateway_app = typer.Typer()
 
@@ -16,6 +16,7 @@ def gateway(
     config: Annotated[
         str | None, typer.Option(help="Cluster file. Default: DISAGG_CONFIG, ./cluster.json, ./cluster.toml.")
     ] = None,
+    token_file: ClusterTokenFile = "",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8080,
     keys: Annotated[str, typer.Option(help="File of API keys, made by `disagg gateway key`. Default: no keys.")] = "",
@@ -44,9 +45,12 @@ def gateway(
     """Serve the cluster through the OpenAI, Ollama and Anthropic APIs. SIGHUP reloads config, keys and certificate."""
     if context.invoked_subcommand:
         return
+    from disaggregated_inference.cli.serve import announcing
     from disaggregated_inference.gateway.server import GatewaySettings, run_gateway
 
-    run_gateway(GatewaySettings(**context.params | {"cors": tuple(cors or ())}))  # each option is a setting
+    settings = GatewaySettings(**context.params | {"cors": tuple(cors or ())})  # each option is a setting
+    with announcing() as announce:
+        run_gateway(settings, announce)
 
 
 @gateway_app.command("key")

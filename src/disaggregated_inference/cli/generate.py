@@ -9,6 +9,7 @@ from typing import Any
 from disaggregated_inference.cli.options import chat_messages, require_text
 from disaggregated_inference.cli.screen import Screen, mute_logs
 from disaggregated_inference.client import DisaggregatedClient
+from disaggregated_inference.cluster import load_config
 from disaggregated_inference.errors import BadRequest
 
 
@@ -32,11 +33,13 @@ def _read_prompt(argument: str | None) -> str:
     return sys.stdin.buffer.read().decode("utf-8", "surrogateescape")
 
 
-def run(config: str | None, request: dict[str, Any], *, stream: bool, as_json: bool, metrics: bool) -> None:
+def run(
+    config: str | None, token_file: str, request: dict[str, Any], *, stream: bool, as_json: bool, metrics: bool
+) -> None:
     mute_logs()
     screen = Screen()
     try:
-        with DisaggregatedClient(config) as client:
+        with DisaggregatedClient(load_config(config, token_file=token_file)) as client:
             summary = _generate(client, request, screen, stream=stream, as_json=as_json)
     finally:
         screen.end_line()

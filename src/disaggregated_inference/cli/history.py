@@ -69,7 +69,13 @@ def _cells(record: dict[str, Any]) -> tuple[Text | str, ...]:
     seconds = f"{record.get('total_time') or 0.0:.2f}"
     speeds = f"{speed(record.get('prefill_speed') or 0.0)} -> {speed(record.get('decode_speed') or 0.0)}"
     method = record.get("method") or "-"
-    return _when(record["time"]), record.get("model") or "-", seconds, _outcome(record), speeds, method
+    return _when(record["time"]), _model(record), seconds, _outcome(record), speeds, method
+
+
+def _model(record: dict[str, Any]) -> str:
+    """With the node's own name of it, if that is another."""
+    model, own = record.get("model") or "-", record.get("node_model")
+    return f"{model} ({own})" if own and own != model else model
 
 
 def _when(at: float) -> str:

@@ -1,5 +1,6 @@
 """The `disagg` command. Commands import their modules when they run, which keeps --help fast."""
 
+import os
 import signal
 import sys
 from typing import Annotated
@@ -8,7 +9,7 @@ import typer
 
 from disaggregated_inference import __version__
 from disaggregated_inference.bench.commands import bench_app
-from disaggregated_inference.cli.arguments import AsJson, Drain, LocalModel, LogLevel
+from disaggregated_inference.cli.arguments import AsJson, Drain, LocalModel, LogLevel, Token, TokenFile
 from disaggregated_inference.cli.commands import cluster_app
 from disaggregated_inference.cli.config import config_app
 from disaggregated_inference.cli.gateway import gateway_app
@@ -49,6 +50,10 @@ def main() -> None:
     """Run the command. Our errors and the system's become one line (with `--json` also one of JSON) and exit code 1.
     Typer reports usage errors itself, with exit code 2."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # lets finally blocks run
+    if parent := os.environ.pop("DISAGG_PARENT_PID", ""):  # set by `disagg up`, the demo and benchmarks
+        from disaggregated_inference.cluster.local_nodes import stop_with_parent
+
+        stop_with_parent(int(parent))
     try:
         app()
     except (DisaggError, OSError) as error:
@@ -100,6 +105,34 @@ def demo(
 
 
 @app.command()
+def up(
+    model: LocalModel = "",
+    prefill_engine: Annotated[
+        str, typer.Option(help="Engine of the prefill node: torch, mlx or llamacpp. Default: the first installed.")
+    ] = "",
+    decode_engine: Annotated[
+        str, typer.Option(help="Engine of the decode node: mlx, torch or llamacpp. Default: the first installed.")
+    ] = "",
+    simulated: Annotated[
+        str,
+        typer.Option(
+            metavar="PREFILL,DECODE",
+            help="Show two machines that are not there: no inference, their published speeds. Such as"
+            " dgx-spark,m3-ultra (also m2-ultra, h200, instant).",
+        ),
+    ] = "",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway; 0: any free port.")] = 8080,
+) -> None:
+    """Start a whole cluster on this machine: a prefill node, a decode node and the gateway. Ctrl-C stops all.
+
+    Without --model the embedded model is used. The nodes use ports 8000, 8001 and 8100, or free ones where these are
+    taken. `disagg config example --local` prints the cluster file, for `disagg status` and `disagg chat`."""
+    from disaggregated_inference.cli.up import UpSettings, run
+
+    run(UpSettings(model, prefill_engine, decode_engine, simulated, port))
+
+
+@app.command()
 def serve(
     context: typer.Context,
     role: Annotated[str, typer.Option(help="prefill, decode or both.")] = "both",
@@ -111,13 +144,24 @@ def serve(
         int | None,
         typer.Option(min=0, max=65535, help="HTTP port; 0: any free port. Default: 8000 for prefill, else 8001."),
     ] = None,
-    token: Annotated[str, typer.Option(envvar="DISAGG_TOKEN", help="Bearer token that clients must send.")] = "",
+    token: Token = "",
+    token_file: TokenFile = "",
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow an address other than loopback without a token.")
     ] = False,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: chosen for the machine.")] = "",
     chunk: Annotated[int, typer.Option(min=0, help="Prompt tokens per chunk; 0: chosen for the machine.")] = 0,
-    kv_port: Annotated[int, typer.Option(min=0, max=65535, help="Port for KV transfers; 0: any free port.")] = 0,
+    threads: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=1024,
+            help="CPU threads of the engine; 0: OMP_NUM_THREADS, else nodes on one machine divide its cores.",
+        ),
+    ] = 0,
+    kv_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port for KV transfers; 0: any free port. Decode nodes have none.")
+    ] = 8100,
     kv_address: Annotated[
         list[str] | None,
         typer.Option(help="HOST or HOST:PORT for KV transfers, fastest link first; repeatable. Default: --host."),
@@ -146,7 +190,15 @@ def serve(
     ] = "",
     log_level: LogLevel = "warning",
 ) -> None:
-    """Run a node: a prefill node, a decode node, or both in one."""
+    """Run a node: a prefill node, a decode node, or both in one. Ctrl-C stops it.
+
+    The port answers /health with `loading` while the model loads. In a pipe, standard output gets one line of JSON when
+    the node is ready."""
+    from disaggregated_inference.cli.serve import announcing
+    from disaggregated_inference.cluster import read_token
     from disaggregated_inference.node import NodeSettings, run_node
 
-    run_node(NodeSettings(**context.params | {"kv_address": tuple(kv_address or ())}))  # each option is a setting
+    settings = {name: value for name, value in context.params.items() if name != "token_file"}
+    settings |= {"kv_address": tuple(kv_address or ()), "token": read_token(token, token_file)}
+    with announcing() as announce:
+        run_node(NodeSettings(**settings), announce)  # each option is a setting

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from disaggregated_inference.cli.arguments import AsJson
+from disaggregated_inference.cli.arguments import AsJson, Token, TokenFile
 
 models_app = typer.Typer(help="Manage the models on this machine. Without a command: list them.")
 
@@ -102,9 +102,8 @@ def remove_model(name: Annotated[str, typer.Argument(help="Name given to import.
 def verify_models(
     first: Place,
     second: Place,
-    token: Annotated[
-        str, typer.Option(envvar="DISAGG_TOKEN", help="Bearer token, if one of them is a node that needs it.")
-    ] = "",
+    token: Token = "",
+    token_file: TokenFile = "",
     full: Annotated[
         bool, typer.Option("--full", help="Compare all weight bytes; both models must be on this machine.")
     ] = False,
@@ -118,8 +117,10 @@ def verify_models(
     The exit code is 0 if they match. For a machine without a node: `disagg models inspect NAME --json > other.json`.
     """
     from disaggregated_inference.cli.progress import steps
+    from disaggregated_inference.cluster import read_token
     from disaggregated_inference.models import ModelStore, compare_models, describe_models
 
+    token = read_token(token, token_file)
     with steps() as progress:
         here, there = describe_models((first, second), ModelStore(), token, progress)
         text, differences = compare_models(here, there, full)
@@ -156,12 +157,13 @@ def _size(size_bytes: int) -> str:
 
 
 def _print_table(columns: tuple[str, ...] | None, rows: list[tuple[str, ...]]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from disaggregated_inference.cli.screen import stdout_console
 
     table = Table(box=None, header_style="bold", show_header=columns is not None)
     for column in columns or rows[0]:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console().print(table, highlight=False)
+    stdout_console().print(table)

@@ -50,7 +50,8 @@ class Screen:
         for line in summary(metrics) if verbose else ():
             self.note(line, "dim")
         if warning := metrics.get("warning"):
-            self.note(f"warning: {warning}", "yellow")
+            reason = metrics.get("warning_reason")
+            self.note(f"warning: {warning}{f': {reason}' if reason else ''}", "yellow")
 
 
 def summary(metrics: dict[str, Any]) -> list[str]:
@@ -64,15 +65,15 @@ def _prefill(metrics: dict[str, Any]) -> str:
     rate = f", {speed(metrics['prefill_speed'])} tok/s" if metrics["prefill_speed"] else ""
     time = f"{metrics['prefill_time']:.3f} s{rate}"
     exposed_s = metrics["exposed_transfer_time"] or 0.0
-    handed_over = metrics["prefill_server"] != metrics["decode_server"]
+    handed_over = metrics["prefill_node"] != metrics["decode_node"]
     moved = f"; transfer: {exposed_s * 1e3:.1f} ms exposed" if handed_over else ""
-    return f"prefill on {metrics['prefill_server']}: {tokens}, {time}{moved}"
+    return f"prefill on {metrics['prefill_node']}: {tokens}, {time}{moved}"
 
 
 def _decode(metrics: dict[str, Any]) -> str:
     cut = ", cut at max tokens" if metrics.get("finish_reason") == "length" else ""
     written = f"{metrics['completion_tokens']} tokens{cut}, {speed(metrics['decode_speed'])} tok/s"
-    return f"decode on {metrics['decode_server']}: {written}; {metrics['method']}, {metrics['plan']}"
+    return f"decode on {metrics['decode_node']}: {written}; {metrics['method']}, {metrics['plan']}"
 
 
 def _failover(failover: dict[str, Any]) -> str:

@@ -1,7 +1,6 @@
 """The server scripts of the set-up guides: `disagg serve` with a fixed role and engine."""
 
 import argparse
-import os
 import sys
 
 from disaggregated_inference.errors import DisaggError
@@ -10,17 +9,28 @@ MODEL = "qwen3-coder:30b"
 OLLAMA = "http://localhost:11434"
 _NO_TOKEN = (
     "warning: listening on {} without a token: anyone who can reach this address can use this server;"
-    " set --token or DISAGG_TOKEN\n"
+    " set DISAGG_TOKEN or --token-file\n"
 )
 
 
 def run_server(description: str, role: str, engine: str) -> None:
     """`disagg serve` has more options than these scripts."""
     arguments = _parser(description, role, engine).parse_args()
+    try:
+        _run(arguments, role, engine)
+    except (DisaggError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(1) from None
+
+
+def _run(arguments: argparse.Namespace, role: str, engine: str) -> None:
+    from disaggregated_inference.cli.serve import announcing
+    from disaggregated_inference.cluster import read_token
     from disaggregated_inference.http import is_loopback
     from disaggregated_inference.node import NodeSettings, run_node
 
-    if not arguments.token and not is_loopback(arguments.host):
+    token = read_token(arguments.token, arguments.token_file)
+    if not token and not is_loopback(arguments.host):
         sys.stderr.write(_NO_TOKEN.format(arguments.host))
     ollama = {"ollama_host": arguments.ollama_host} if engine == "ollama" else {}
     settings = NodeSettings(
@@ -29,15 +39,12 @@ def run_server(description: str, role: str, engine: str) -> None:
         model=arguments.model,
         host=arguments.host,
         port=arguments.port,
-        token=arguments.token,
+        token=token,
         insecure=True,  # the guides' commands have no token and must work; hence the warning above
         **ollama,
     )
-    try:
-        run_node(settings)
-    except (DisaggError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(1) from None
+    with announcing() as announce:
+        run_node(settings, announce)
 
 
 def _parser(description: str, role: str, engine: str) -> argparse.ArgumentParser:
@@ -47,8 +54,9 @@ def _parser(description: str, role: str, engine: str) -> argparse.ArgumentParser
     parser.add_argument("--model", default=MODEL, help="default: %(default)s")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=_port, default=port, help="default: %(default)s; 0: any free port")
-    token = os.environ.get("DISAGG_TOKEN", "")
-    parser.add_argument("--token", default=token, help="bearer token that clients must send (or DISAGG_TOKEN)")
+    shown = "bearer token that clients must send; others can read it in the process list: use DISAGG_TOKEN"
+    parser.add_argument("--token", default="", help=shown)
+    parser.add_argument("--token-file", default="", metavar="FILE", help="file that contains the token")
     if engine == "ollama":
         parser.add_argument("--ollama-host", default=OLLAMA, help="URL of Ollama (default: %(default)s)")
     return parser

@@ -6,37 +6,42 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from disaggregated_inference.cli.screen import mute_logs, speed, stdout_console
 from disaggregated_inference.client import DisaggregatedClient
+from disaggregated_inference.cluster import load_config
 
 Status = dict[str, Any]  # the client's status()
 Node = dict[str, Any]  # one entry of its `nodes`
 
-_UP = "all up"
-_AWAY = ("unreachable", "unauthorized")
+_UP = "all up"  # the verdict of a model
+_AWAY = ("unreachable", "wrong token", "loading")
 _COLOURS = {"healthy": "green", "loading": "yellow", "draining": "yellow", "circuit half_open": "yellow"}
 _TEXT_COLUMNS, _NUMBER_COLUMNS = ("node", "role", "engine", "state"), ("queue", "KV GiB", "prefill", "decode")
+_COLUMN_SETS = (_TEXT_COLUMNS + _NUMBER_COLUMNS, (*_TEXT_COLUMNS, "queue", "KV GiB"), _TEXT_COLUMNS, ("node", "state"))
+_UNBOUNDED = 10_000
 _LEGEND = "queue: waiting/running/slots; KV: used/limit; tok/s@prompt or batch size"
 
 
-def run(config: str | None, watch_s: float | None, as_json: bool) -> bool:
+def run(config: str | None, token_file: str, watch_s: float | None, as_json: bool) -> bool:
     """Whether all nodes were up at the last poll."""
     mute_logs()
-    verdict = ""
-    with DisaggregatedClient(config) as client, _display(watch_s is not None, as_json) as show:
+    all_up: bool | None = None
+    cluster = load_config(config, token_file=token_file)
+    with DisaggregatedClient(cluster) as client, _display(watch_s is not None, as_json) as show:
         try:
             for status in _poll(client, watch_s):
                 show(status)
-                verdict = status["verdict"]
+                all_up = _is_up(status)
         except KeyboardInterrupt:  # ends --watch with the usual exit code
-            if not verdict:
+            if all_up is None:
                 raise
-    return verdict == _UP
+    return bool(all_up)
 
 
 def _poll(client: DisaggregatedClient, watch_s: float | None) -> Iterator[Status]:
@@ -63,7 +68,7 @@ def _display(watch: bool, as_json: bool) -> Iterator[Callable[[Status], None]]:
 
 
 def render(status: Status) -> RenderableType:
-    """Fits 80 columns with names of the usual length."""
+    """Fits 80 columns with names of the usual length; narrower terminals get fewer columns."""
     nodes: list[Node] = status["nodes"]
     reasons = [Text(f"{node['name']}: {_reason(node)}", _colour(node)) for node in nodes if node["why"]]
     reasons += [
@@ -72,28 +77,55 @@ def render(status: Status) -> RenderableType:
     ]
     links = ", ".join(_link(link) for link in status["links"])
     models = [_model(model, nodes) for model in status["models"]] + ([f"links: {links}"] if links else [])
-    verdict = Text(status["verdict"], "bold green" if status["verdict"] == _UP else "bold red")
-    return Group(_table(nodes), Text(_LEGEND, "dim"), *reasons, *map(Text, models), verdict)
+    warnings = [Text(f"warning: {warning}", "yellow") for warning in status["warnings"]]
+    colour = "red" if not _is_up(status) else "yellow" if warnings else "green"
+    verdict = Text(status["verdict"], f"bold {colour}")
+    return Group(_NodeTable(nodes), *reasons, *warnings, *map(Text, models), verdict)
 
 
-def _table(nodes: list[Node]) -> Table:
+def _is_up(status: Status) -> bool:
+    """A warning does not count: with `strict_models` the node would be down."""
+    return all(verdict == _UP for verdict in status["models"].values())
+
+
+class _NodeTable:
+    """As many columns as fit. Name and state are always whole, role and rates go first."""
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self._nodes = nodes
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unbounded = options.update(max_width=_UNBOUNDED)
+        for names in _COLUMN_SETS:
+            table = _table(self._nodes, names)
+            narrowest = _table(self._nodes, names, separator="\n")
+            if Measurement.get(console, unbounded, narrowest).maximum <= options.max_width:
+                break
+        yield table
+        if _NUMBER_COLUMNS[0] in names:
+            yield Text(_LEGEND, "dim")
+
+
+def _table(nodes: list[Node], names: tuple[str, ...], separator: str = " ") -> Table:
+    """`separator`: between the two decode rates, where the last column may wrap."""
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for name in _TEXT_COLUMNS + _NUMBER_COLUMNS:  # the last column may wrap: it has two numbers
-        table.add_column(
-            name, no_wrap=name != _NUMBER_COLUMNS[-1], justify="left" if name in _TEXT_COLUMNS else "right"
-        )
+    may_wrap = names if len(names) == 2 else _NUMBER_COLUMNS[-1:]  # two columns are never cut
+    for name in names:
+        table.add_column(name, no_wrap=name not in may_wrap, justify="left" if name in _TEXT_COLUMNS else "right")
     for node in nodes:
-        table.add_row(*_cells(node))
+        cells = dict(zip(_TEXT_COLUMNS + _NUMBER_COLUMNS, _cells(node, separator), strict=True))
+        table.add_row(*(cells[name] for name in names))
     return table
 
 
-def _cells(node: Node) -> tuple[Text | str, ...]:
+def _cells(node: Node, separator: str) -> tuple[Text | str, ...]:
     texts = node["name"], node["role"], node["engine"] or "-", Text(node["state"], _colour(node))
-    if node["state"] in _AWAY:  # old numbers no longer hold
+    if node["state"] in _AWAY and not node["usable"]:  # old numbers no longer hold
         return *texts, *("-" for _ in _NUMBER_COLUMNS)
     rates = node["rates"]
     prefill, decode = rates["prefill"] or rates["local_prefill"], rates["decode"]
-    return *texts, _queue(node), _memory(node["kv"]), _rates(prefill[-1:]), _rates([*decode[:1], *decode[1:][-1:]])
+    both = [*decode[:1], *decode[1:][-1:]]
+    return *texts, _queue(node), _memory(node["kv"]), _rates(prefill[-1:], separator), _rates(both, separator)
 
 
 def _queue(node: Node) -> str:
@@ -111,8 +143,8 @@ def _gib(size_bytes: int) -> str:
     return f"{size:.2f}" if size < 10 else f"{size:.1f}"
 
 
-def _rates(rates: list[dict[str, Any]]) -> str:
-    return " ".join(f"{speed(rate['tokens_per_s'])}@{rate['size']}" for rate in rates) or "-"
+def _rates(rates: list[dict[str, Any]], separator: str) -> str:
+    return separator.join(f"{speed(rate['tokens_per_s'])}@{rate['size']}" for rate in rates) or "-"
 
 
 def _link(link: dict[str, Any]) -> str:
@@ -120,7 +152,8 @@ def _link(link: dict[str, Any]) -> str:
 
 
 def _reason(node: Node) -> str:
-    return str(node["why"]).removeprefix(f"{node['name']}: ")
+    place = f" ({node['url']})" if node["state"] in _AWAY else ""
+    return str(node["why"]).removeprefix(f"{node['name']}: ") + place
 
 
 def _colour(node: Node) -> str:
@@ -131,10 +164,11 @@ def _model(name: str, nodes: list[Node]) -> str:
     """Nodes that serve the model now, and nodes that should."""
     nodes = [node for node in nodes if node["model"] == name]
     parts = [_side(role, [node for node in nodes if node["role"] in (role, "both")]) for role in ("prefill", "decode")]
-    return f"model {name}: {'; '.join(parts)}"
+    own = ", ".join(dict.fromkeys(node["node_model"] for node in nodes if node["node_model"] not in (None, name)))
+    return f"model {name}{f' (on nodes: {own})' if own else ''}: {'; '.join(parts)}"
 
 
 def _side(role: str, nodes: list[Node]) -> str:
     usable = ", ".join(node["name"] for node in nodes if node["usable"])
-    missing = ", ".join(f"{node['name']} is {node['state']}" for node in nodes if not node["usable"])
+    missing = ", ".join(f"{node['name']}: {node['state']}" for node in nodes if not node["usable"])
     return f"{role} on {usable or 'none'}" + (f" ({missing})" if missing else "")

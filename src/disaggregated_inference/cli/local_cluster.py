@@ -1,0 +1,87 @@
+"""The cluster file of `disagg up`: two nodes of this machine."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from disaggregated_inference.models import default_home
+
+PREFILL_PORT, DECODE_PORT, KV_PORT = 8000, 8001, 8100
+
+
+class LocalServer(msgspec.Struct, frozen=True):
+    """One entry of the file."""
+
+    name: str
+    port: int
+    model: str
+    engine: str
+    host: str = "127.0.0.1"
+
+
+_DEFAULT = (
+    LocalServer("prefill", PREFILL_PORT, "smollm2:135m", "torch"),
+    LocalServer("decode", DECODE_PORT, "smollm2:135m", "mlx"),
+)
+
+
+def read_cluster_file() -> str:
+    """Of the newest `disagg up` that runs, else of the last one; before the first one, what it would use."""
+    try:
+        return (_running_file() or _folder() / "cluster.json").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return _text(*_DEFAULT)
+
+
+@contextmanager
+def cluster_file(prefill: LocalServer, decode: LocalServer) -> Iterator[Path]:
+    """A file of this process, while its cluster runs: a second `disagg up` must not change it. A copy stays."""
+    _folder().mkdir(parents=True, exist_ok=True)
+    path, last = _folder() / f"{os.getpid()}.json", _folder() / "cluster.json"
+    path.write_text(_text(prefill, decode), encoding="utf-8")
+    new = last.with_suffix(f".{os.getpid()}")
+    new.write_text(_text(prefill, decode), encoding="utf-8")
+    new.replace(last)
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _folder() -> Path:
+    return default_home() / "up"
+
+
+def _running_file() -> Path | None:
+    files = [path for path in _folder().glob("*.json") if path.stem.isdigit() and _is_running(int(path.stem))]
+    return max(files, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # of another user
+        return True
+    return True
+
+
+def short_name(model: str) -> str:
+    """Of a model that was given as a path: its last part."""
+    return model.rstrip("/").rpartition("/")[2] if os.sep in model else model
+
+
+def _text(prefill: LocalServer, decode: LocalServer) -> str:
+    content: dict[str, Any] = {
+        "prefill_servers": [msgspec.to_builtins(prefill)],
+        "decode_servers": [msgspec.to_builtins(decode)],
+    }
+    if (short := short_name(prefill.model)) != prefill.model:
+        content["models"] = {prefill.model: {"aliases": [short]}}
+    return json.dumps(content, indent=2) + "\n"

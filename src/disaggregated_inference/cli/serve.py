@@ -1,0 +1,100 @@
+"""What `disagg serve` and `disagg gateway` print: sentences on a terminal, one line of JSON in a pipe."""
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from disaggregated_inference.http import Announce, announce_as_json
+
+_PERCENT = re.compile(r" \d+%$")
+_SHORT_S = 0.1  # steps that took less are not worth a line
+_STOP = "Ctrl-C stops it when its running requests are done; a second Ctrl-C stops it at once"
+
+
+@contextmanager
+def announcing() -> Iterator[Announce]:
+    """For standard output. The display ends with the block, so that an error is printed below it."""
+    if not sys.stdout.isatty():
+        yield announce_as_json
+        return
+    start = TerminalStart(Console(highlight=False, markup=False, emoji=False))
+    try:
+        yield start.announce
+    finally:
+        start.close()
+
+
+def spinner(console: Console) -> Progress:
+    """One line per step that runs, with its seconds; nothing of it stays."""
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    return Progress(*columns, console=console, transient=True)
+
+
+class TerminalStart:
+    """Prints a line when a step ends, and shows the one that runs. Threads call `announce`."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._progress = console, spinner(console)
+        self._task: TaskID | None = None
+        self._step, self._began_at = "", 0.0
+
+    def announce(self, event: str, **facts: Any) -> None:
+        if event == "start":
+            self._console.print(_title(**facts), soft_wrap=True)
+            self._progress.start()
+        elif event == "step":
+            self._show(facts["step"])
+        elif event == "ready":
+            self.close()
+            self._console.print("\n".join(_ready(facts)), soft_wrap=True)
+        elif event == "stopping":
+            self.close()
+            self._console.print("\nstopping")  # the terminal shows ^C on this line
+
+    def _show(self, step: str) -> None:
+        name = _PERCENT.sub("", step)
+        if name != self._step:
+            self._end_step()
+            self._step, self._began_at = name, time.monotonic()
+            self._task = self._progress.add_task(step, total=None)
+        assert self._task is not None
+        self._progress.update(self._task, description=step)
+
+    def _end_step(self) -> None:
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+            self._task = None
+            if (seconds := time.monotonic() - self._began_at) >= _SHORT_S:
+                self._console.print(f"  {self._step}: {seconds:.1f} s", style="dim")
+
+    def close(self) -> None:
+        self._end_step()
+        self._progress.stop()
+
+
+def _title(role: str, model: str, engine: str, profile: str = "") -> str:
+    name = "node for prefill and decode" if role == "both" else f"{role} node"
+    simulated = f": SIMULATED ({profile or 'instant'}), no inference" if engine == "simulated" else ""
+    return f"{name}: {model} with {engine}{simulated}"
+
+
+def _ready(facts: dict[str, Any]) -> Iterator[str]:
+    seconds = f" after {facts['seconds']} s" if "seconds" in facts else ""
+    yield f"ready{seconds}: {facts.get('url') or _url(facts['host'], facts['port'])}"
+    if addresses := facts.get("kv_addresses"):
+        yield f"  KV transfers: {', '.join(addresses)}"
+    if limit := facts.get("kv_limit_bytes"):
+        yield f"  KV memory: {limit / 2**30:.1f} GiB"
+    if ollama := facts.get("ollama"):
+        yield f"  Ollama: {ollama}"
+    yield _STOP
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
