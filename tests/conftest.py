@@ -1,5 +1,6 @@
 """Fixtures of all tests. Models are saved once and engines loaded once per run: tests ask for them by name."""
 
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -91,6 +92,7 @@ _LONGEST = (
     "orchestrator/test_orchestrator.py",
     "gateway/test_guarantees.py",
     "gateway/test_openai.py",
+    "examples/test_readme.py",
     "contract/test_contract.py",
     "node/test_batching.py",
     "node/test_serving.py",
@@ -113,6 +115,14 @@ _LONGEST = (
 )
 # Fixtures that load the embedded model into engines or nodes: what needs them is slow.
 _SLOW_FIXTURES = {"real", "real_pair", "smollm2_engine"}
+
+
+@pytest.fixture(autouse=True)
+def logs_for_caplog() -> None:
+    """A command that ran in this process sends the package's log to standard error, where `caplog` sees nothing."""
+    logger = logging.getLogger("disaggregated_inference")
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -21,10 +21,10 @@ MAP = {
     "models": {*SHARED, "kv"},
     "kv_transfer": {*SHARED, "kv"},
     "http": {*SHARED, "api"},
-    "engines": {*SHARED, "kv", "models"},
-    "node": {*SHARED, "api", "logs", "kv", "models", "engines", "kv_transfer", "http", "ollama_node"},
+    "engines": {*SHARED, "cores", "kv", "models"},
+    "node": {*SHARED, "api", "cores", "logs", "kv", "models", "engines", "kv_transfer", "http", "ollama_node"},
     "ollama_node": {*SHARED, "api", "logs", "kv", "models", "http", "node"},
-    "cluster": {"errors"},
+    "cluster": {"errors", "cores"},
     "orchestrator": {*SHARED, "api", "kv", "models", "cluster"},
     "gateway": {*SHARED, "__init__", "api", "logs", "cluster", "models", "orchestrator", "http"},
 }

@@ -4,12 +4,15 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from disaggregated_inference.bench import drift, engines
 from disaggregated_inference.bench.pairs import bench_pairs
+from disaggregated_inference.bench.prompts import row_prompts, token_prompt
 from disaggregated_inference.bench.report import Report
+from disaggregated_inference.engines import Sequence
 from disaggregated_inference.errors import EngineUnavailable
 from tests.support.engines import ENGINE_OPTIONS, LLAMACPP, LoadTiny, twin_of
 from tests.support.handoff import prompt_of
@@ -26,6 +29,33 @@ def test_an_engine_beside_its_library(name: str, tiny_engine: LoadTiny) -> None:
     assert found[:3] == ["prefill 16, export off", "prefill 16, export on", "prefill 16, export on"]
     assert found[3:7] == ["decode, batch 1", "decode, batch 2", "export of 0 MB", "import of 0 MB"]
     assert [row.goal for row in report.rows[:3]] == [None, 0.97, None]
+
+
+def test_every_row_of_a_batch_has_its_own_prompt() -> None:
+    """Else all rows of a mixture choose the same experts. Both sides of the comparison get the same prompts."""
+    rows = row_prompts(50, 32, 512)
+    assert len({tuple(row) for row in rows}) == 32
+    assert all(len(set(tokens)) > 24 for tokens in zip(*rows, strict=True)), "at every position"
+    assert rows == row_prompts(50, 32, 512)
+    assert len(set(token_prompt(8192, vocabulary=100_000))) > 7000, "no small circle of tokens"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decode_is_measured_with_these_prompts(
+    name: str, tiny_engine: LoadTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny_engine(name, "twin_llama")
+    prompts, read = row_prompts(9, 3, engine.spec.vocabulary), list[list[int]]()
+    prefill = engine.prefill
+
+    def watched(sequence: Sequence, tokens: list[int], *more: Any) -> Any:
+        read.append(list(tokens))
+        return prefill(sequence, tokens, *more)
+
+    monkeypatch.setattr(engine, "prefill", watched)
+    assert engines.decode_seconds(engine, prompts, 2) > 0
+    assert read == prompts
+    assert engines.baseline_of(engine).decode_seconds(prompts, 2) > 0
 
 
 def test_each_pair_over_nodes(tiny_folder: Callable[[str], Path]) -> None:

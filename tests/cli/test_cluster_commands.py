@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from disaggregated_inference.cli.errors import as_data
 from disaggregated_inference.cli.line_reader import LineReader
+from disaggregated_inference.cli.main import app
 from disaggregated_inference.cli.screen import summary
 from disaggregated_inference.cli.status import render
 from disaggregated_inference.client import DisaggregatedClient
@@ -35,6 +37,7 @@ MANUAL = Path(__file__).parents[2] / "docs" / "CLIENT.md"
 SLOW = ("--profile", "custom:prefill=20000,decode=60", "--kv-memory", "256M")
 LONG = "2000"  # tokens: half a minute, unless stopped
 TIMEOUT_S = 30.0
+REFUSED = "g: it refused the token (401): `token` in the cluster file, else DISAGG_TOKEN, is not the node's"
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +60,21 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
     (folder / "cluster.json").write_text(json.dumps(config))
 
 
-def start(folder: Path, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
+def start(
+    folder: Path, *arguments: str, variables: dict[str, str] | None = None, **options: Any
+) -> "subprocess.Popen[str]":
     environment = {name: value for name, value in os.environ.items() if name not in ("DISAGG_CONFIG", "COLUMNS")}
-    environment |= {"TERM": "xterm", "XDG_STATE_HOME": str(folder / "state")}
+    environment |= {"TERM": "xterm", "XDG_STATE_HOME": str(folder / "state")} | (variables or {})
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [*COMMAND, *arguments]
     return subprocess.Popen(command, cwd=folder, env=environment, **(pipes | {"text": True} | options))
 
 
-def disagg(folder: Path, *arguments: str, typed: str | None = None) -> "subprocess.CompletedProcess[str]":
-    options = {} if typed is not None else {"stdin": subprocess.DEVNULL}
+def disagg(
+    folder: Path, *arguments: str, typed: str | None = None, **variables: str
+) -> "subprocess.CompletedProcess[str]":
+    options: dict[str, Any] = {} if typed is not None else {"stdin": subprocess.DEVNULL}
+    options["variables"] = variables
     with start(folder, *arguments, **options) as process:
         out, err = process.communicate(typed, timeout=TIMEOUT_S)
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
@@ -101,7 +109,7 @@ def test_json_has_the_answer_and_the_metrics(folder: Path) -> None:
     (answer,) = json_lines(run)
     assert answer.keys() == {"response", "metrics"}
     assert answer["response"].count("[") == answer["metrics"]["completion_tokens"] == 8
-    assert answer["metrics"]["prefill_server"] == "p1"
+    assert answer["metrics"]["prefill_node"] == "p1"
 
 
 def test_a_prompt_is_a_message_unless_it_is_raw(folder: Path) -> None:
@@ -164,7 +172,7 @@ def test_a_fallback_is_always_reported(nodes: list[Process], tmp_path: Path) -> 
     write_config(tmp_path, config)
     run = disagg(tmp_path, "generate", "Why?", "--max-tokens", "2")
     assert run.returncode == 0
-    assert run.stderr == f"warning: {FALLBACK_WARNING}\n"
+    assert run.stderr == f"warning: {FALLBACK_WARNING}: p1: it cannot be reached: connection refused\n"
 
 
 @pytest.mark.parametrize(
@@ -308,7 +316,8 @@ def test_retry_sends_an_unanswered_message_again(folder: Path, nodes: list[Proce
     write_config(folder, config)
     first, second = json_lines(disagg(folder, "chat", "--json", typed="one\n/retry\n"))
     assert first == second
-    assert first["error"] == {"code": "no_decode_node", "message": "Decode server unavailable - request failed"}
+    message = "Decode server unavailable - request failed: d1: it cannot be reached: connection refused"
+    assert first["error"] == {"code": "no_decode_node", "message": message}
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_the_chat(folder: Path, nodes: list[Process]) -> None:
@@ -427,9 +436,9 @@ def test_status_of_a_cluster_that_is_down(nodes: list[Process], tmp_path: Path) 
     write_config(tmp_path, config)
     run = disagg(tmp_path, "status")
     assert run.returncode == 1
-    assert re.search(rf"d1: it cannot be reached: .*{port}", run.stdout)
+    assert re.search(rf"d1: it cannot be reached: connection refused .*127\.0\.0\.1:{port}", run.stdout)
     assert run.stdout.splitlines()[-1] == "decode down: cannot serve"
-    assert "model simulated:tiny: prefill on p1; decode on none (d1 is unreachable)\n" in run.stdout
+    assert "model simulated:tiny: prefill on p1; decode on none (d1: unreachable)\n" in run.stdout
     result = disagg(tmp_path, "status", "--json")
     assert result.returncode == 1
     assert [node["state"] for node in json.loads(result.stdout)["nodes"]] == ["healthy", "unreachable"]
@@ -446,15 +455,71 @@ def test_status_says_what_is_wrong_with_a_node(nodes: list[Process], tmp_path: P
 
     try:
         states, shown = status_of(prefill_servers=[guarded.entry | {"token": "WRONG"}])
-        assert states == ["unauthorized"]
-        assert "set `token` in the config\n" in shown
-        assert "missing or wrong bearer token: set `token`" in status_of(prefill_servers=[guarded.entry])[1]
+        assert states == ["wrong token"]
+        assert (
+            "g: it refused the token (401): `token` in the cluster file, else DISAGG_TOKEN, is not the node's (http://127.0.0.1"
+            in shown
+        )
+        assert "g: it needs a token (401): set DISAGG_TOKEN" in status_of(prefill_servers=[guarded.entry])[1]
     finally:
         guarded.end()
     prefill, decode = nodes
     states, shown = status_of(prefill_servers=[decode.entry], decode_servers=[prefill.entry])
     assert states == ["wrong role", "wrong role"]
     assert "d1: it runs as a decode node, and the config has it under prefill_servers\n" in shown
+
+
+def test_commands_read_the_token(nodes: list[Process], tmp_path: Path) -> None:
+    """From the variable or a file; a wrong one is named where it hurts, and never shown."""
+    guarded = Process("g", "decode", "simulated", "simulated:tiny", *SLOW, "--token", "SECRET").ready()
+    (tmp_path / "right").write_text("SECRET\n")
+    (tmp_path / "wrong").write_text("HIDDEN\n")
+    ask, place = ("generate", "Why?", "--max-tokens", "2"), f"127.0.0.1:{guarded.port}"
+    try:
+        write_config(tmp_path, config_of(nodes[0], guarded))
+        right = disagg(tmp_path, *ask, "--token-file", "right")
+        assert (right.returncode, right.stderr) == (0, "")
+        [chat] = json_lines(
+            disagg(tmp_path, "chat", "--json", "--max-tokens", "2", typed="Hi\n", DISAGG_TOKEN="SECRET")
+        )
+        assert chat["error"] is None
+        wrong = disagg(tmp_path, *ask, "--token-file", "wrong")
+        cause = REFUSED
+        assert wrong.stderr == f"error: Decode server unavailable - request failed: {cause}\n"
+        status = disagg(tmp_path, "status", DISAGG_TOKEN_FILE="wrong")
+        assert re.search(r"^g +decode +- +wrong token ", status.stdout, re.MULTILINE)
+        verify = disagg(tmp_path, "models", "verify", place, place, DISAGG_TOKEN="HIDDEN")
+        said = f"http://{place} answers with HTTP 401: it refuses the token; compare DISAGG_TOKEN with the node's\n"
+        assert verify.stderr.endswith(said)
+    finally:
+        guarded.end()
+    assert [run.returncode for run in (wrong, status, verify)] == [1, 1, 1]
+    assert not any("HIDDEN" in run.stdout + run.stderr for run in (wrong, status, verify))
+
+
+def test_help_advises_against_a_token_on_the_command_line() -> None:
+    for command in (["serve"], ["models", "verify"]):
+        shown = CliRunner().invoke(app, [*command, "--help"]).stdout
+        assert "everyone on this machine can read it in the process list" in " ".join(shown.split())
+    for name in ("serve", "generate", "chat", "status", "gateway"):
+        assert "--token-file FILE" in CliRunner().invoke(app, [name, "--help"]).stdout
+
+
+def test_status_shows_the_name_that_the_nodes_use(nodes: list[Process], tmp_path: Path) -> None:
+    config = config_of(*nodes)
+    for server in config["prefill_servers"] + config["decode_servers"]:
+        server["model"] = "qwen"
+    write_config(tmp_path, config)
+    run = disagg(tmp_path, "status")
+    assert run.returncode == 0
+    assert "warning: d1: it names its model simulated:tiny, the cluster file qwen: correct `model`" in run.stdout
+    assert "model qwen (on nodes: simulated:tiny): prefill on p1; decode on d1\n" in run.stdout
+    assert run.stdout.splitlines()[-1] == "all up; another model name on p1, d1"
+    write_config(tmp_path, config | {"policies": {"strict_models": True}})
+    strict = disagg(tmp_path, "status")
+    assert strict.returncode == 1
+    assert "d1: it names its model simulated:tiny, the cluster file qwen" in strict.stdout
+    assert strict.stdout.splitlines()[-1] == "nothing is up"
 
 
 def test_status_again_and_again(folder: Path, terminal: Callable[..., Terminal]) -> None:
@@ -480,13 +545,19 @@ def node_of(name: str, **about: Any) -> dict[str, Any]:
         "model": "m",
         "state": "healthy",
         "why": "",
+        "url": "http://127.0.0.1:8000",
+        "node_model": "m",
     }
     node |= {"usable": True, "waiting": 3, "slots": {"used": 2, "most": 64}, "rates": rates | {"local_prefill": []}}
     return node | {"kv": {"limit_bytes": 64 << 30, "held_bytes": 3 << 30}} | about
 
 
 def shown(nodes: list[dict[str, Any]], *refusals: dict[str, str], width: int = 80) -> list[str]:
-    status = {"verdict": "all up", "models": ["m"], "nodes": nodes, "links": [], "refusals": refusals}
+    status = {"verdict": "all up", "models": {"m": "all up"}, "nodes": nodes, "links": []}
+    status |= {
+        "refusals": refusals,
+        "warnings": [],
+    }
     console = Console(file=StringIO(), width=width, markup=False, highlight=False)
     console.print(render(status))
     assert isinstance(console.file, StringIO)
@@ -504,10 +575,28 @@ def test_the_board_fits_a_small_terminal() -> None:
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.parametrize("width", [60, 50, 40])
+def test_a_narrow_terminal_keeps_names_and_states(width: int) -> None:
+    lines = shown([node_of("DGX Spark number 1"), node_of("Mac Studio", state="circuit half_open")], width=width)
+    assert max(map(len, lines)) <= width
+    assert [line.split("  ")[0] for line in lines[1:3]] == ["DGX Spark number 1", "Mac Studio"]
+    assert "healthy" in lines[1]
+    assert "circuit half_open" in lines[2]
+    assert "…" not in "".join(lines)
+
+
+def test_a_node_that_loads_is_shown_without_numbers() -> None:
+    lines = shown([node_of("p", state="loading", usable=False, why="p: this node is loading m into torch")])
+    assert lines[1].split() == ["p", "prefill", "torch", "loading", "-", "-", "-", "-"]
+
+
 def test_a_node_that_went_is_not_shown_as_it_was() -> None:
     lines = shown([node_of("p[1]", state="unreachable", usable=False, why="p[1]: it does not answer")])
     assert lines[1].split() == ["p[1]", "prefill", "torch", "unreachable", "-", "-", "-", "-"]
-    assert lines[3:5] == ["p[1]: it does not answer", "model m: prefill on none (p[1] is unreachable); decode on none"]
+    assert lines[3:5] == [
+        "p[1]: it does not answer (http://127.0.0.1:8000)",
+        "model m: prefill on none (p[1]: unreachable); decode on none",
+    ]
 
 
 def test_a_refused_pair_is_told() -> None:
@@ -578,9 +667,9 @@ def test_messages_in_lines(typed: str, messages: list[str], monkeypatch: pytest.
 
 def test_a_failover_is_in_the_summary() -> None:
     failover = {"node": "d1", "code": "unreachable", "message": "d1: it does not answer", "stall_s": 0.456}
-    metrics = {"prefill_server": "p1", "prompt_tokens": 50, "prefill_time": 0.5, "prefill_speed": 60.0}
+    metrics = {"prefill_node": "p1", "prompt_tokens": 50, "prefill_time": 0.5, "prefill_speed": 60.0}
     metrics |= {
-        "decode_server": "d2",
+        "decode_node": "d2",
         "completion_tokens": 7,
         "decode_speed": 1234.5,
         "method": "local",

@@ -457,7 +457,8 @@ def test_names_of_models(requested: str, found: str) -> None:
     ("requested", "message"),
     [
         ("llama", 'no model "llama"; the cluster has qwen3-coder:30b, gpt-oss:120b'),
-        ("o", '"o" may be qwen3-coder:30b or gpt-oss:120b: write the full name; the cluster has'),
+        ("o", 'no model "o"; the cluster has'),
+        ("qw", 'no model "qw"; the cluster has'),
         ("", "name a model; the cluster has qwen3-coder:30b, gpt-oss:120b"),
         (None, "name a model; the cluster has"),
         ("disaggregated:", "name a model; the cluster has"),
@@ -482,6 +483,37 @@ def test_the_whole_name_beats_a_part_of_another() -> None:
     assert (config.resolve_model("qwen"), config.resolve_model("Qwen3")) == ("qwen", "qwen3")
     with pytest.raises(ModelNotFound, match="qwen or qwen3"):
         config.resolve_model("qwen3-coder:30b")
+
+
+@pytest.mark.parametrize(
+    ("requested", "found", "is_part"),
+    [
+        ("qwen3-coder:30b", "qwen3-coder:30b", False),
+        ("disaggregated:QWEN3-CODER:30B", "qwen3-coder:30b", False),
+        ("coder", "qwen3-coder:30b", True),
+        ("gpt-oss:120b-mxfp4", "gpt-oss:120b", True),
+    ],
+)
+def test_a_match_knows_whether_the_whole_name_fits(requested: str, found: str, is_part: bool) -> None:
+    assert cluster(*BOTH).match_model(requested) == (found, is_part)
+
+
+def test_parts_of_fewer_than_three_characters_match_nothing() -> None:
+    config = cluster({"model": "m1"}, {"model": "qwen3"})
+    assert config.resolve_model("m1") == "m1"
+    for requested in ("n3", "m1-large", "q"):
+        with pytest.raises(ModelNotFound, match=f'no model "{requested}"; the cluster has m1, qwen3'):
+            config.resolve_model(requested)
+    assert config.resolve_model("wen") == "qwen3"
+
+
+def test_a_part_of_two_models_is_refused_with_both() -> None:
+    config = cluster({"model": "qwen3-coder"}, {"model": "qwen3"}, {"model": "other"})
+    with pytest.raises(ModelNotFound, match=r'^"qwe" may be qwen3-coder or qwen3: write the full name; the cluster'):
+        config.resolve_model("qwe")
+    assert config.match_model("qwe", ["qwen3", "other"]) == ("qwen3", True), "of those that a key may use"
+    with pytest.raises(ModelNotFound, match=r'no model "qwen3"; the cluster has other$'):
+        config.match_model("qwen3", ["other"])
 
 
 def test_two_spellings_are_two_models_unless_united() -> None:

@@ -115,7 +115,7 @@ def test_an_engine_has_a_name_and_its_log_says_what_it_is(store: ModelStore, cap
     ],
 )
 def test_mistakes_get_one_clear_line(arguments: tuple[str, ...], says: str, store: ModelStore) -> None:
-    run = disagg("serve", "--model", "simulated:tiny", "--port", "0", *arguments, home=store.home)
+    run = disagg("serve", "--model", "simulated:tiny", "--port", "0", "--kv-port", "0", *arguments, home=store.home)
     assert run.returncode == 1
     assert says in run.stderr
     assert "Traceback" not in run.stderr

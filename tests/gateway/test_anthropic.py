@@ -168,7 +168,6 @@ def test_a_disconnect_cancels_the_request(client: Anthropic, pair: tuple[Process
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
         ({"stop_sequences": [""]}, r"stop_sequences\[0\] must"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "does not think"),
         ({"tools": [WEATHER | {"name": "any"}], "tool_choice": {"type": "tool", "name": "auto"}}, "auto.*any"),
         ({"tools": [WEATHER | {"name": "auto"}], "tool_choice": {"type": "tool", "name": "auto"}}, "rename"),
         ({"temperature": 1000}, "temperature"),

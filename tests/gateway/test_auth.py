@@ -12,7 +12,7 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -41,9 +41,9 @@ def key_hash(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def describe(path: str, error: Exception, request_id: str = "") -> Response:
+def describe(connection: HTTPConnection, error: Exception) -> Response:
     status = getattr(error, "status", 500)
-    return JSONResponse({"path": path, "error": str(error)}, status, error_headers(error, status))
+    return JSONResponse({"path": connection.url.path, "error": str(error)}, status, error_headers(error, status))
 
 
 def with_gateway(keys: Keys, ask: Callable[[Ask], Awaitable[None]]) -> None:
@@ -57,7 +57,7 @@ def with_gateway(keys: Keys, ask: Callable[[Ask], Awaitable[None]]) -> None:
         async with DisaggregatedInference(load_config(CONFIG)) as core:
             guards = [Middleware(AuthMiddleware, keys=keys, describe=describe)]
             routes = [Route("/who", whoever, methods=["GET", "POST"]), *cluster.routes(), *ollama.routes()]
-            handlers: Any = {DisaggError: lambda request, error: describe(request.url.path, error)}
+            handlers: Any = {DisaggError: lambda request, error: describe(request, error)}
             app = Starlette(routes=routes, middleware=guards, exception_handlers=handlers)
             app.state.core = core
             cluster.attach(app)
@@ -113,7 +113,7 @@ def test_requests_without_a_key_are_refused(keys: Keys, path: str, headers: dict
 
 def test_health_paths_need_no_key(keys: Keys) -> None:
     async def ask(client: Ask) -> None:
-        assert (await client("GET", "/health")).json() == {"status": "healthy"}
+        assert (await client("GET", "/health")).json() == {"status": "healthy", "role": "gateway"}
         assert (await client("HEAD", "/")).status_code == 200
         ready = await client("GET", "/ready")
         assert ready.status_code == 503
@@ -142,7 +142,7 @@ def test_the_models_of_a_key_may_be_aliases(keys: Keys) -> None:
         mine = {"headers": {"Authorization": "Bearer bob's"}}
         assert (await client("GET", "/who", **mine)).json()["models"] == ["qwen3-coder", "gone"]
         listed = (await client("GET", "/api/tags", **mine)).json()["models"]
-        assert [model["name"] for model in listed] == ["qwen3-coder"]
+        assert [model["name"] for model in listed] == ["qwen3-coder", "coder"]
         refused = await client("POST", "/api/show", json={"model": "gpt-oss"}, **mine)
         assert refused.status_code == 404
         assert (await client("POST", "/api/show", json={"model": "coder"}, **mine)).status_code == 200

@@ -267,7 +267,18 @@ def test_labels_are_bounded() -> None:
         values = {
             value for each in found.values() for sample in each for key, value in sample.labels.items() if key != "le"
         }
-        assert values <= {"away", "other", "ok", "unreachable", "d1", "input", "output", "disaggregated_inference", ""}
+        assert values <= {
+            "away",
+            "decode",
+            "other",
+            "ok",
+            "unreachable",
+            "d1",
+            "input",
+            "output",
+            "disaggregated_inference",
+            "",
+        }
         assert not {"disagg_energy_wh_total", "disagg_cost_total"} & set(found)  # unknown
         assert {each.labels["reason"]: each.value for each in found["disagg_fallback_total"]} == {"other": 50}
         assert {each.labels["code"]: each.value for each in found["disagg_failover_total"]} == {

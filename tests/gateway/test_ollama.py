@@ -189,10 +189,10 @@ def test_names_with_tags_and_aliases(client: ollama.Client, name: str) -> None:
 
 def test_lists_of_models(client: ollama.Client, url: str) -> None:
     client.generate(MODEL)  # by now the nodes are known
-    (listed,) = client.list().models
-    assert listed.model == MODEL
+    listed = client.list().models[0]
+    assert (listed.model, listed.size) == (MODEL, 0)
     assert len(listed.digest or "") == 64
-    (running,) = client.ps().models
+    running = client.ps().models[0]
     assert (running.model, running.context_length, running.digest) == (MODEL, WINDOW, listed.digest)
     shown = client.show(MODEL)
     assert shown.modelinfo
@@ -201,7 +201,7 @@ def test_lists_of_models(client: ollama.Client, url: str) -> None:
     assert shown.parameters == f"num_ctx {WINDOW}"
     assert shown.capabilities == ["completion"]
     assert shown.details
-    assert shown.details.family == "llama"
+    assert (shown.details.family, shown.details.format) == ("llama", "simulated")
     assert "messages" in (shown.template or "")
     assert refused(lambda: client.show("nothing"))[0] == 404
     assert httpx.get(f"{url}/api/version").json()["version"]
@@ -216,8 +216,9 @@ def test_lists_do_not_wait_for_nodes() -> None:
         assert client.ps().models == []
         assert client.show("away").capabilities == ["completion"]
         status, words = refused(lambda: client.chat("away", HELLO))
-        assert (status, words) == (503, "Decode server unavailable - request failed")
-        assert refused(lambda: client.generate("away"))[0] == 503
+        cause = "127.0.0.1:9: it cannot be reached: connection refused"
+        assert (status, words) == (503, f"Decode server unavailable - request failed: {cause}")
+        assert refused(lambda: client.generate("away")) == (status, words)
 
 
 def test_errors(client: ollama.Client) -> None:
@@ -501,6 +502,19 @@ def test_a_real_model_gives_the_same_text_as_the_client(real: tuple[ollama.Clien
     raw, _ = direct.generate(model="smollm2", prompt="The capital of France is", temperature=0, max_tokens=8)
     options |= {"num_predict": 8}
     assert client.generate("smollm2", "The capital of France is", raw=True, options=options).response == raw
+
+
+def test_details_are_those_of_the_files(real: tuple[ollama.Client, DisaggregatedClient]) -> None:
+    client, _ = real
+    client.generate("smollm2")  # by now the nodes are known
+    shown, (listed,), (running,) = client.show("smollm2"), client.list().models, client.ps().models
+    assert shown.details
+    assert shown.details == listed.details == running.details
+    assert (shown.details.format, shown.details.quantization_level) == ("safetensors", "F32")
+    assert (shown.details.family, shown.details.families) == ("llama", ["llama"])
+    assert shown.details.parameter_size == "134.52M"
+    assert (shown.modelinfo or {})["general.parameter_count"] == 134515008
+    assert listed.size == running.size == ModelStore().resolve("smollm2").size_bytes > 4 * 134515008
 
 
 def test_a_real_model_matches_a_schema(real: tuple[ollama.Client, DisaggregatedClient]) -> None:

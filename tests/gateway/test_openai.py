@@ -32,6 +32,7 @@ from disaggregated_inference.gateway.tool_parsers.base import (
 from disaggregated_inference.http import EventStreamResponse
 from tests.support.cluster import Process, config_of
 from tests.support.gateway import served, simulated_config, simulated_pair, smollm2_pair
+from tests.support.prompt_logprobs import check_prompt_logprobs, transformers_logprobs
 from tests.support.waiting import until
 
 SLOW = "custom:prefill=20000,decode=60"
@@ -39,6 +40,8 @@ SIMULATED = "simulated:tiny"
 HELLO: Any = [{"role": "user", "content": "Name three colours of the rainbow."}]
 GREEDY: Any = {"model": "smollm2", "messages": HELLO, "temperature": 0, "max_tokens": 24}
 QUICK: Any = {"model": SIMULATED, "messages": HELLO, "temperature": 0, "max_tokens": 8}
+SEA = "The sea is wide — naïve 🐙 sailors think it is flat."
+SCORED: Any = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True, "seed": 1234}  # as lm-eval asks
 FOR_EVER: Any = QUICK | {"max_tokens": 2000, "extra_body": {"ignore_eos": True}}
 
 
@@ -357,7 +360,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"allowed_token_ids": [1]}, "allowed_token_ids", "choice"),
     ({"use_beam_search": True}, "use_beam_search", "sampled"),
     ({"length_penalty": 0}, "length_penalty", "beam search"),
-    ({"prompt_logprobs": 0}, "prompt_logprobs", "not kept"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs", "give /v1/completions echo"),
     ({"continue_final_message": True}, "continue_final_message", "message of the user"),
     ({"add_generation_prompt": False}, "add_generation_prompt", "/tokenize"),
     ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens", "never cut"),
@@ -486,10 +489,50 @@ def test_logprobs_of_completions(client: OpenAI) -> None:
     assert [offset for chunk in chunks if chunk for offset in chunk.text_offset or []] == found.text_offset
 
 
+def test_echo_with_logprobs(real: tuple[str, dict[str, Any]], client: OpenAI, smollm2: Any) -> None:
+    """As transformers computes them, in OpenAI's form; text and tokens say the same, streamed or not."""
+    tokens = smollm2.tokenizer.encode(SEA)
+    with DisaggregatedClient(real[1]) as direct:
+        completion = direct.complete(SEA, max_tokens=1, temperature=0, logprobs=1, prompt_logprobs=1)
+    check_prompt_logprobs(completion.prompt_logprobs, transformers_logprobs(smollm2.path, tokens), tokens, 1)
+    text, ids = (client.completions.create(model="smollm2", prompt=prompt, **SCORED) for prompt in (SEA, tokens))
+    assert ids.choices[0].to_dict() == text.choices[0].to_dict()
+    choice = text.choices[0]
+    found: Any = choice.logprobs
+    assert choice.text == SEA + completion.text
+    assert found.token_logprobs[:-1] == [each.logprob for each in completion.prompt_logprobs]
+    assert found.token_logprobs[-1] == (completion.choices[0].logprobs[0].logprob)
+    assert len(found.tokens) == len(found.text_offset) == len(found.top_logprobs) == len(tokens) + 1
+    assert found.top_logprobs[0] is None
+    assert found.text_offset[-1] == len(SEA)
+    for token, offset in zip(found.tokens, found.text_offset, strict=True):
+        assert "\ufffd" in token or choice.text[offset:].startswith(token)
+    chunks = list(client.completions.create(model="smollm2", prompt=SEA, stream=True, **SCORED))
+    pieces: Any = [chunk.choices[0] for chunk in chunks]
+    assert "".join(piece.text for piece in pieces) == choice.text
+    for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+        joined = [value for piece in pieces for value in getattr(piece.logprobs, name) or [None]]
+        assert joined == getattr(found, name)
+    usage = text.usage
+    assert usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(tokens), 1)
+    assert usage.prompt_tokens_details
+    assert usage.prompt_tokens_details.cached_tokens == 0, "the same prompt again, and computed again"
+
+
+def test_an_end_token_has_its_place_in_an_echo(client: OpenAI) -> None:
+    """lm-evaluation-harness leaves the last token out: there must always be one after the prompt."""
+    answer = client.completions.create(
+        model="smollm2", prompt="Hello", **SCORED | {"max_tokens": 3}, logit_bias={"2": 100}
+    )
+    found: Any = answer.choices[0].logprobs
+    assert (answer.choices[0].text, found.tokens) == ("Hello", ["Hello", "<|im_end|>"])
+    assert found.text_offset == [0, 5]
+
+
 @pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"echo": True}, "echo"),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 4}, "best_of"),
         ({"prompt": []}, "prompt"),
@@ -515,7 +558,7 @@ def test_unsupported_completions_are_refused(quick: OpenAI, more: dict[str, Any]
 
 def test_models(quick: OpenAI) -> None:
     found = list(quick.models.list())
-    assert [model.id for model in found] == [SIMULATED]
+    assert [model.id for model in found] == [SIMULATED, "tiny-alias"]
     assert found[0].owned_by == "disaggregated-inference"
     quick.chat.completions.create(**QUICK)
     one = quick.models.retrieve("tiny-alias")
@@ -570,11 +613,11 @@ def test_metrics_are_sent_on_request(quick: OpenAI) -> None:
     assert "disagg" not in (quick.chat.completions.create(**QUICK).model_extra or {})
     for more in ({"extra_body": {"include_metrics": True}}, {"extra_headers": {"x-disagg-metrics": "1"}}):
         summary = (quick.chat.completions.create(**QUICK, **more).model_extra or {})["disagg"]
-        assert summary["prefill_server"] == "p1"
+        assert summary["prefill_node"] == "p1"
         assert summary["prompt_tokens_recomputed"] == 0
         assert "response" not in summary
         *_, last = quick.chat.completions.create(**QUICK, **more, stream=True)
-        assert (last.model_extra or {})["disagg"]["decode_server"] == "d1"
+        assert (last.model_extra or {})["disagg"]["decode_node"] == "d1"
     two = quick.completions.create(
         model=SIMULATED, prompt=["a", "b"], max_tokens=2, extra_body={"include_metrics": True}
     )
@@ -638,7 +681,7 @@ def test_a_stream_whose_node_dies_ends_in_an_error(slow_pair: tuple[Process, Pro
         with pytest.raises(openai.InternalServerError) as caught:
             asking.chat.completions.create(**QUICK)
         assert (caught.value.status_code, caught.value.type) == (503, "server_error")
-        assert [model.id for model in asking.models.list()] == [SIMULATED]
+        assert [model.id for model in asking.models.list()] == [SIMULATED, "tiny-alias"]
 
 
 # Without a cluster.

@@ -288,6 +288,16 @@ QWEN: dict[str, tuple[str, Parsed, bool]] = {
         call("weather", {"hourly": False, "nothing": None}),
         True,
     ),
+    "lists and objects of Python": (
+        qwen("weather", tags="['a', \"b's\", None]", place="{'lat': True}"),
+        call("weather", {"tags": ["a", "b's", None], "place": {"lat": True}}),
+        True,
+    ),
+    "no literals": (
+        qwen("weather", tags="[" * 5000, place="{1, 2}", days="1 + 1"),
+        call("weather", {"tags": "[" * 5000, "place": "{1, 2}", "days": "1 + 1"}),
+        True,
+    ),
     "text or null": (qwen("weather", note="null"), call("weather", {"note": None}), True),
     "text, not null": (qwen("weather", note="5"), call("weather", {"note": "5"}), True),
     "other than asked for": (
@@ -597,7 +607,7 @@ HARMONY: dict[str, tuple[str, Parsed, bool]] = {
     "text after the end": ("<|channel|>final<|message|>a<|end|> b", [("text", "a b")], False),
     "no end between": (
         "<|channel|>analysis<|message|>a<|channel|>final<|message|>b<|start|>assistant<|channel|>final<|message|>c",
-        [("thought", "a"), ("text", "bc")],
+        [("thought", "a"), ("text", "b\nc")],
         False,
     ),
     "another channel": ("<|channel|>final answer is<|message|>4", [("text", "final answer is4")], False),

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
@@ -22,16 +21,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.requests import Request
 
-from disaggregated_inference.api import ErrorDetail, Failover, Phase, ReportedMetrics, RequestRecord
-from disaggregated_inference.cluster import Policies, Server, load_config
+from disaggregated_inference.api import ErrorDetail, Failover, Phase, RequestRecord
+from disaggregated_inference.cluster import load_config
 from disaggregated_inference.errors import BadRequest, ConfigError
 from disaggregated_inference.gateway.app import gateway_app
 from disaggregated_inference.gateway.auth import Keys
 from disaggregated_inference.gateway.spans import origin_of
 from disaggregated_inference.gateway.tracing import Collector
 from disaggregated_inference.orchestrator import DisaggregatedInference
-from disaggregated_inference.orchestrator.cluster_view import Route
-from disaggregated_inference.orchestrator.recorder import RequestRecorder
 from disaggregated_inference.timeouts import GatewayTimeouts
 from tests.support.cluster import Process, free_port
 from tests.support.gateway import gateway_process, simulated_config, simulated_pair
@@ -311,36 +308,6 @@ def test_failovers_are_events_and_phases_stay_within_the_request(
     assert failed["status"] == 2
     assert failed["start"] == root["start"]
     assert decode["end"] == root["end"] == 1002_000_000_000
-
-
-@pytest.mark.parametrize(("prefill", "read_s", "write_s"), [("p1", 0.0, 1.25), (None, 1.0, 2.0)])
-def test_parallel_phases_overlap(prefill: str | None, read_s: float, write_s: float) -> None:
-    """A prefill node works while the decode node checks the peer; a node that prefills for itself checks first."""
-    record = RequestRecorder("r", "m")
-    record.came_at -= 4.0
-    option = Route(prefill=prefill, decode="d1", first_token_s=1.0, total_s=4.0)
-    attempt = record.begin(option, "", "mlx")
-    attempt.began_at, attempt.first_token_at = record.came_at, record.came_at + write_s
-    summary = {
-        "admission": 0.25,
-        "canary": 0.75,
-        "queue": 0.25,
-        "prefill": 0.75,
-        "exposed_transfer": 0.5,
-        "decode": 2.0,
-    }
-    attempt.metrics = msgspec.convert({f"{name}_time": seconds for name, seconds in summary.items()}, ReportedMetrics)
-    servers = {name: Server(name=name, host=name, port=1, model="m", role="both") for name in ("p1", "d1")}
-    record.finish(servers, Policies())
-    found = {phase.name: (round(phase.start_s, 6), phase.seconds) for phase in record.phases}
-    assert found == {
-        "admission": (0.0, 0.25),
-        "canary": (0.25, 0.75),
-        "prefill queue": (read_s, 0.25),
-        "prefill": (read_s + 0.25, 0.75),
-        "exposed transfer": (write_s, 0.5),
-        "decode": (write_s + 0.5, 1.5),
-    }
 
 
 def test_the_collectors_address() -> None:

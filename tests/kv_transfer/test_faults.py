@@ -467,12 +467,12 @@ class TestCanary:
         prefill, decode = nodes()
         honest = prefill.engine._prefill
 
-        def swapped(sequence, tokens, emit):  # type: ignore[no-untyped-def]
+        def swapped(sequence, tokens, emit, scoring):  # type: ignore[no-untyped-def]
             def twisted(piece):  # type: ignore[no-untyped-def]
                 rows = piece.keys[:, ::-1].copy() if piece.layer == 2 else piece.keys
                 emit(replace(piece, keys=rows))
 
-            return honest(sequence, tokens, twisted)
+            return honest(sequence, tokens, twisted, scoring)
 
         prefill.engine._prefill = swapped  # type: ignore[method-assign]
         for _ in range(2):

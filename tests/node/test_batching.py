@@ -40,7 +40,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def nodes(nodes: Callable[..., Pair]) -> Callable[..., Pair]:
     """Both nodes and all clients are threads of one process here: none is gone because the others are slow."""
-    return partial(nodes, timeouts=NodeTimeouts(transfer=TransferTimeouts(silence_s=30.0, dial_s=30.0)))
+    return partial(
+        nodes, timeouts=NodeTimeouts(transfer=TransferTimeouts(silence_s=30.0, max_silence_s=90.0, dial_s=30.0))
+    )
 
 
 def in_a_crowd(pair: Pair, requests: list[MixedRequest], concurrency: int, seed: int = 0) -> list[list[int]]:
@@ -187,7 +189,7 @@ def test_cancelling_on_a_slow_engine_frees_memory_within_a_chunk(nodes: Callable
     pair = prefill, decode = nodes()
     prefill.chunked_prefill.chunk_tokens = decode.kv_source.chunk_tokens = 1024
     for node in pair:
-        slow(node, "_prefill", lambda sequence, tokens, emit: len(tokens) / 250)
+        slow(node, "_prefill", lambda sequence, tokens, emit, scoring: len(tokens) / 250)
     assert len(list(decode.generate_local(prompt_of(64), GenerationParams(max_tokens=1)))) == 1
     prefill.submit(prompt_of(64))[1].result()
     prefill.tickets.cancel(next(iter(prefill.jobs)))
@@ -400,9 +402,9 @@ def test_running_requests_do_not_stall_during_a_long_prefill(nodes: Callable[...
     sizes: list[int] = []
     original = decode.engine._prefill
 
-    def seen(sequence: Any, tokens: Any, emit: Any) -> Any:
+    def seen(sequence: Any, tokens: Any, emit: Any, scoring: Any) -> Any:
         sizes.append(len(tokens))
-        return original(sequence, tokens, emit)
+        return original(sequence, tokens, emit, scoring)
 
     decode.engine._prefill = seen  # type: ignore[method-assign]
     before = running.metrics.completion_tokens

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.http import RequestId
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node.context import PrefillContext
@@ -244,7 +245,7 @@ def bindable(host: str) -> bool:
     """Not every machine has IPv6, or more than one loopback address."""
     try:
         listen((host, 0)).close()
-    except OSError:
+    except BadRequest:
         return False
     return True
 

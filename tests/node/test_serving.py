@@ -104,6 +104,29 @@ def test_choices_logprobs_and_stops(both: Node) -> None:
     assert both.ask("/generate", asked | {"n": 1, "seed": seed})[1]["tokens"] == again["tokens"]
 
 
+def test_prompt_logprobs_over_http(both: Node) -> None:
+    prompt = prompt_of(50)
+    asked = {"tokens": prompt, "max_tokens": 2, "prompt_logprobs": 1}
+    whole = both.ask("/generate", asked)[1]["prompt_logprobs"]
+    assert [each["token"] for each in whole] == prompt
+    assert whole[0]["logprob"] is None
+    assert all(each["logprob"] <= each["top_logprobs"][0]["logprob"] <= 0 for each in whole[1:])
+    context = both.ask("/prefill", {"tokens": prompt, "prompt_logprobs": 1})[1]["context"]
+    events = both.stream("/decode", asked | {"context": context, "stream": True})
+    pieces = [event["prompt_logprobs"] for event in events if "prompt_logprobs" in event]
+    assert [each["token"] for piece in pieces for each in piece["tokens"]] == prompt
+    assert [piece["start"] for piece in pieces][:2] == [0, 1]
+    assert both.ask("/status")[1]["prompt_logprobs"] is True
+    for path, wrong, why in (
+        ("/prefill", {"inline": True}, "inline carries no prompt_logprobs: leave one of them out"),
+        ("/decode", {"kv_cache": "AAAA"}, "kv_cache carries no prompt_logprobs: give a prompt or a context"),
+        ("/generate", {"prompt_logprobs": 21}, "prompt_logprobs must be at most 20"),
+        ("/generate", {"scored_tokens": -1}, "scored_tokens must be at least 0"),
+    ):
+        status, answer = both.ask(path, {"tokens": prompt, "prompt_logprobs": 1} | wrong)
+        assert (status, answer["error"]["message"]) == (400, why)
+
+
 def test_full_memory_is_503_with_a_reason() -> None:
     node = Node("decode", *SLOW, "--kv-memory", "512K", *NO_PREFIXES, "--queue", "1")
     long = {"tokens": [5, 6], "max_tokens": 900, "ignore_eos": True}  # more than four seconds

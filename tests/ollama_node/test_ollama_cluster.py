@@ -11,7 +11,7 @@ import pytest
 
 from disaggregated_client import DisaggregatedClient
 from disaggregated_inference.api import GenerateRequest
-from disaggregated_inference.errors import BadRequest, ClusterError, DisaggError
+from disaggregated_inference.errors import BadRequest, ClusterError, DisaggError, PromptLogprobsUnsupported
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node.node import Node
 from disaggregated_inference.node.routes import node_app
@@ -80,7 +80,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "count"}], "max
 def test_a_request_goes_whole_to_one_node(farm: Farm, client: DisaggregatedClient) -> None:
     text, metrics = client.generate(prompt="count from 3", max_tokens=4)
     assert text == " 4 5 6 7"
-    where = metrics["decode_server"]
+    where = metrics["decode_node"]
     assert farm.asked() == {"p": 0, "a": 0, "b": 0} | {where: 1}, "a prefill would have been for nothing"
     assert metrics["plan"] == f"whole on {where}: ollama cannot import KV"
     assert (metrics["method"], metrics["warning"]) == ("local", None)
@@ -104,6 +104,9 @@ def test_what_cannot_be_is_refused_as_the_node_says(farm: Farm, client: Disaggre
         client.generate(tokens=[1, 2, 3])
     with pytest.raises(DisaggError, match="logprobs"):
         client.generate(prompt="x", logprobs=2)
+    with pytest.raises(PromptLogprobsUnsupported, match="takes text and scores no prompts; leave it out") as unable:
+        client.generate(prompt="x", prompt_logprobs=2)
+    assert (unable.value.status, unable.value.code) == (501, "prompt_logprobs_unsupported")
     with pytest.raises(DisaggError, match="do not fit") as error:
         client.generate(prompt="word " * 20000, max_tokens=2)
     assert error.value.code == "context_too_long"
@@ -115,7 +118,7 @@ def test_before_the_first_text_another_node_begins_anew(farm: Farm, client: Disa
     text, metrics = client.generate(prompt="1", max_tokens=2)
     assert (text, metrics["warning"], metrics["attempts"]) == (" 2 3", None, 2)
     assert metrics["failovers"][0]["code"] == "engine_failed"
-    assert metrics["failovers"][0]["node"] != metrics["decode_server"]
+    assert metrics["failovers"][0]["node"] != metrics["decode_node"]
     for ollama in farm.ollamas.values():
         ollama.models = []
     with pytest.raises(ClusterError):
@@ -209,6 +212,11 @@ def test_the_gateway_tells_what_the_model_can(capabilities: tuple[str, ...]) -> 
             shown = json.loads(_ask(url, "/api/show", {"model": "smollm2"})[1])
             assert shown["capabilities"] == [name for name in capabilities if name != "insert"]
             assert shown["template"] == ""
+            with urllib.request.urlopen(f"{url}/api/tags", timeout=LONG_S) as response:
+                tags = json.load(response)["models"]
+            assert [(model["details"], model["size"]) for model in tags] == [(shown["details"], 91728202)]
+            kinds = [shown["details"][name] for name in ("format", "family", "parameter_size", "quantization_level")]
+            assert kinds == ["gguf", "llama", "134.52M", "Q4_1"]
             status, body = _ask(url, "/api/chat", {"model": "smollm2", "think": True} | CHAT)
             assert (status, b"does not support thinking" in body) == (400, True)
             _pictures(farm, url, "vision" in capabilities)
@@ -221,9 +229,12 @@ def _pictures(farm: Farm, url: str, sees: bool) -> None:
     in_url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}}
     block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": picture}}
     text = {"type": "text", "text": "What?"}
+    asked = {"type": "input_text", "text": "What?"}
+    shown = {"type": "input_image", "image_url": f"data:image/png;base64,{picture}", "detail": "auto"}
     for path, ask in (
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [text, in_url]}]}),
         ("/v1/messages", {"messages": [{"role": "user", "content": [block, text]}], "max_tokens": 2}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [asked, shown]}]}),
         ("/api/chat", {"messages": [{"role": "user", "content": "What?", "images": [picture]}]}),
         ("/api/generate", {"prompt": "What?", "images": [picture]}),
     ):

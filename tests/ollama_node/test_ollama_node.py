@@ -12,10 +12,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import disaggregated_inference
 from disaggregated_inference.errors import BadRequest, EngineUnavailable
 from disaggregated_inference.node.context import PrefillContext
 from disaggregated_inference.ollama_node.client import (
@@ -26,6 +28,7 @@ from disaggregated_inference.ollama_node.client import (
     keep_alive_of,
     version_of,
 )
+from tests.support.cluster import ready_line
 from tests.support.recorded_ollama import LONG_S, Front, RecordedOllama
 from tests.support.waiting import until
 
@@ -69,6 +72,16 @@ def test_it_says_what_it_is(front: Front, ollama: RecordedOllama) -> None:
     assert front.ask("/nothing")[1]["error"]["code"] == "not_found"
 
 
+@pytest.mark.parametrize(("lists", "size"), [("all", 91728202), ("broken", 0), ("stalled", 0)])
+def test_it_tells_how_the_model_is_stored(front: Front, ollama: RecordedOllama, lists: str, size: int) -> None:
+    ollama.lists = lists
+    status, about = front.ask("/model")
+    assert status == 200
+    stored = {"format": "gguf", "quantization": "Q4_1", "parameters": 134515008, "size_bytes": size}
+    assert about["stored"] == stored
+    assert front.ask("/health")[1]["status"] == "healthy"
+
+
 def test_a_prompt_is_warmed_and_nothing_is_claimed(front: Front, ollama: RecordedOllama) -> None:
     status, read = front.ask("/prefill", {"prompt": "one two three"})
     assert status == 200
@@ -92,7 +105,8 @@ def test_a_prompt_is_warmed_and_nothing_is_claimed(front: Front, ollama: Recorde
     refused = front.ask("/decode", {"context": other.encode(), "prompt": "x"})
     assert refused[0] == 400
     assert "cannot import" in refused[1]["error"]["message"]
-    for body in ({"prompt": "x", "inline": True}, {"prompt": "x", "wait": False}, {"tokens": [1]}, {"prompt": ""}):
+    wrong: list[dict[str, Any]] = [{"inline": True}, {"wait": False}, {"prompt_logprobs": 1}]
+    for body in (*({"prompt": "x"} | each for each in wrong), {"tokens": [1]}, {"prompt": ""}):
         assert front.ask("/prefill", body)[0] == 400
     assert front.ask("/prefill/abc", method="DELETE")[0] == 404
 
@@ -221,6 +235,7 @@ def test_everything_is_said_in_its_words(front: Front, ollama: RecordedOllama) -
     [
         {"n": 2},
         {"logprobs": 3},
+        {"prompt_logprobs": 0},
         {"logit_bias": {"5": 1.0}},
         {"ignore_eos": True},
         {"min_tokens": 3},
@@ -635,6 +650,16 @@ def test_entry_points_help(name: str) -> None:
     assert "'99999' is not a port" in wrong.stderr
 
 
+@pytest.mark.parametrize(("name", "extra"), [("prefill_server_dgx", "[torch]"), ("decode_server_ollama", "")])
+def test_an_entry_point_copied_alone_says_what_to_install(name: str, extra: str, tmp_path: Path) -> None:
+    copy = tmp_path / f"{name}.py"
+    copy.write_text(Path(disaggregated_inference.__file__).with_name(f"{name}.py").read_text())
+    run = subprocess.run([sys.executable, "-I", "-S", str(copy)], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert f"pip install 'disaggregated-inference{extra}'" in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+
+
 def test_an_entry_point_serves(ollama: RecordedOllama) -> None:
     command = [sys.executable, "-m", "disaggregated_inference.decode_server_ollama", "--port", "0"]
     missing = subprocess.run([*command, "--model", "nope", "--ollama-host", ollama.url], capture_output=True, text=True)
@@ -647,7 +672,7 @@ def test_an_entry_point_serves(ollama: RecordedOllama) -> None:
         assert process.stdout
         assert process.stderr
         assert "listening on 0.0.0.0 without a token: anyone who can reach" in process.stderr.readline()
-        ready = json.loads(process.stdout.readline())
+        ready = ready_line(process.stdout)
         assert ready["backend"] == "ollama"
         assert ready["role"] == "decode"
         request = urllib.request.Request(

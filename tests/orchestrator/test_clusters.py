@@ -81,7 +81,7 @@ def test_two_models_on_four_nodes(tiny_folder: Folder, tiny_engine: LoadTiny) ->
             for number, (answer, again) in enumerate(zip(answers, merged["results"], strict=True)):
                 expected = alone(engines[number % 2], asks[number]["tokens"], 24)
                 assert answer["tokens"] == again["tokens"] == expected
-                assert answer["decode_server"] == f"{list(kinds)[number % 2]} decode"
+                assert answer["decode_node"] == f"{list(kinds)[number % 2]} decode"
                 assert answer["method"] == "disaggregated_mlx"
             times = [result["total_time"] for result in merged["results"]]
             assert merged["speedup"] == pytest.approx(sum(times) / merged["wall_time"])
@@ -125,12 +125,12 @@ def test_a_node_with_another_model_never_takes_over(
             assert client.health()["nodes"]["imposter"]["state"] == "mismatch"
 
             def killed_at_40() -> None:
-                for delta in client.stream(**ask_of(prompt, 1500)):
+                for delta in client.stream(**ask_of(prompt, 1500, timeout=20)):
                     got.append(delta.token)
                     if len(got) == 40:
                         four.d1.kill()
 
-            with pytest.raises(NoDecodeNode):
+            with pytest.raises(DeadlineExceeded):  # it waits for the right one as long as it has time
                 killed_at_40()
             assert 40 <= len(got) < 1500
             assert got == expected[: len(got)]

@@ -15,12 +15,13 @@ from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.cluster import Policies, load_config
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.kv import Fingerprint, Weights, WeightSample
+from disaggregated_inference.orchestrator.attempt import Attempt
 from disaggregated_inference.orchestrator.cluster_view import Route
 from disaggregated_inference.orchestrator.failover import FailoverState
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats
 from disaggregated_inference.orchestrator.node_client import LegFailed, NodeClient
-from disaggregated_inference.orchestrator.recorder import Attempt
 from disaggregated_inference.orchestrator.registry import NodeRegistry
+from disaggregated_inference.orchestrator.route_picker import RoutePicker
 from tests.support.cluster import Process, config_of
 from tests.support.fingerprints import REFERENCE, floats
 from tests.support.handoff import prompt_of
@@ -57,9 +58,9 @@ def test_a_request_too_large_for_one_node_goes_to_another() -> None:
         config = config_of(small, large, local="always")
         with DisaggregatedClient(config) as client:
             assert until(lambda: client.health()["verdict"] == "all up")
-            assert client.generate(**asked())[1]["decode_server"] == "small"
+            assert client.generate(**asked())[1]["decode_node"] == "small"
             _, metrics = client.generate(**asked(n=2))
-            assert metrics["decode_server"] == "large"
+            assert metrics["decode_node"] == "large"
             assert metrics["failovers"] == [], "it is known beforehand"
         with DisaggregatedClient(config_of(small, local="always")) as client, pytest.raises(DisaggError) as caught:
             client.generate(**asked(n=2))
@@ -100,13 +101,14 @@ def test_another_role_at_the_same_port() -> None:
     config = config_of(first, other, local="always", poll_s=600.0)
     with running(first, other), DisaggregatedClient(config) as client:
         assert until(lambda: client.health()["verdict"] == "all up")
-        assert client.generate(**asked())[1]["decode_server"] == "first"
+        assert client.generate(**asked())[1]["decode_node"] == "first"
         first.kill()
         first._command[first._command.index("--role") + 1] = "prefill"
+        first._command += ["--kv-port", "0"]
         first.start()
         first.ready()
         _, metrics = client.generate(**asked())
-        assert metrics["decode_server"] == "other"
+        assert metrics["decode_node"] == "other"
         assert client.status()["nodes"][0]["state"] == "wrong role"
 
 
@@ -195,5 +197,26 @@ def test_nodes_of_a_refused_pair_serve_with_other_nodes() -> None:
             assert [failover.prefill_expected(name) for name in ("d1", "d2")] == [False, True]
             assert (failover.avoid, failover.pinned) == (set(), None)
             assert all(node.usable for node in watch.nodes.values())
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("can_transfer_kv", [True, False])
+@pytest.mark.parametrize("local", ["auto", "never", "always"])
+def test_without_prefill_nodes_every_local_route_is_the_fallback_mode(local: str, can_transfer_kv: bool) -> None:
+    """By failure, or where the config or the engine wants it so: by choice, with the same warning."""
+
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            watch = watched(session, ("p", "prefill", BASE), ("d", "decode", BASE))
+            watch.config = msgspec.structs.replace(watch.config, policies=Policies(local=local))  # type: ignore[arg-type]
+            failover = FailoverState(watch, "m", watch.config.policies)
+            picker = RoutePicker(watch, "m", failover, can_transfer_kv=can_transfer_kv)
+            alone = Route(decode="d", prefill=None, first_token_s=0, total_s=0)
+            assert not picker.prefill_is_down(alone)
+            assert not picker.is_fallback(alone)
+            watch.nodes["p"].lost("it is gone")
+            assert picker.prefill_is_down(alone)
+            assert picker.is_fallback(alone) == (can_transfer_kv and local != "always")
 
     asyncio.run(run())

@@ -52,9 +52,9 @@ def expect(tiny_engine: LoadTiny) -> Callable[[list[int], int], list[int]]:
 
 
 @contextmanager
-def client_of(four: Four) -> Iterator[DisaggregatedClient]:
+def client_of(four: Four, timeouts: OrchestratorTimeouts = OrchestratorTimeouts()) -> Iterator[DisaggregatedClient]:
     """That knows whoever is there: who is not known yet takes nothing over."""
-    with DisaggregatedClient(config_of(*four.all)) as client:
+    with DisaggregatedClient(config_of(*four.all), timeouts) as client:
         there = sum(node.alive for node in four.all)
         assert until(lambda: sum(node["usable"] for node in client.status()["nodes"]) == there)
         yield client
@@ -91,8 +91,8 @@ def test_a_disaggregated_request_and_its_metrics(four: Four, expect: Any) -> Non
         assert tokens == expect(prompt, 24)
         assert metrics["prompt_tokens_recomputed"] == 0
         assert metrics["method"] == "disaggregated_mlx"
-        assert metrics["prefill_server"] in ("p1", "p2")
-        assert metrics["decode_server"] in ("d1", "d2")
+        assert metrics["prefill_node"] in ("p1", "p2")
+        assert metrics["decode_node"] in ("d1", "d2")
         assert (metrics["prompt_tokens"], metrics["completion_tokens"], metrics["total_tokens"]) == (700, 24, 724)
         assert metrics["warning"] is None
         numbers = ("prefill_time", "decode_time", "total_time", "prefill_speed", "decode_speed", "tokens_per_sec")
@@ -120,12 +120,12 @@ def test_a_node_that_is_dead_before_the_request(four: Four, expect: Any, leg: st
     prompt = prompt_of(600, seed=1)
     with client_of(four) as client:
         _, first = answered(client, prompt, 4)
-        victim = four.named(first[f"{leg}_server"])
+        victim = four.named(first[f"{leg}_node"])
         victim.kill()
         tokens, metrics = answered(client, prompt, 16)
         assert not victim.alive
         assert tokens == expect(prompt, 16)
-        assert metrics[f"{leg}_server"] != victim.name
+        assert metrics[f"{leg}_node"] != victim.name
         assert metrics["method"] == "disaggregated_mlx"
         stalls(metrics, record_property, f"{leg} dead before")
 
@@ -133,7 +133,8 @@ def test_a_node_that_is_dead_before_the_request(four: Four, expect: Any, leg: st
 @pytest.mark.parametrize("how", ["kill", "freeze"])
 def test_the_prefill_node_fails_during_prefill(four: Four, expect: Any, how: str, record_property: Any) -> None:
     prompt = prompt_of(LONG, seed=20 if how == "kill" else 21)  # one that nobody holds
-    with client_of(four) as client:
+    # The decode node notices. It must not be taken for frozen itself because this machine is busy.
+    with client_of(four, OrchestratorTimeouts(probe_s=3.0)) as client:
         answered(client, prompt_of(100), 2)
         answer = in_thread(lambda: answered(client, prompt, 16))
         victim = found(lambda: reading(four.p1, four.p2))
@@ -206,7 +207,7 @@ def test_the_decode_node_fails_during_generation(
         assert metrics
         assert victim
         assert victim.name in failed(metrics)
-        assert metrics["decode_server"] != victim.name
+        assert metrics["decode_node"] != victim.name
         assert tokens == expect(prompt, count)
         stalls(metrics, record_property, f"decode {how} at token {at}")
 
@@ -322,7 +323,7 @@ def test_no_decode_node_left(four: Four, expect: Any) -> None:
         answered(client, prompt, 4)
         four.d1.kill()
         four.d2.kill()
-        with pytest.raises(NoDecodeNode, match=r"^Decode server unavailable - request failed$"):
+        with pytest.raises(NoDecodeNode, match=r"^Decode server unavailable - request failed: d1: .*; d2: "):
             in_thread(lambda: answered(client, prompt, 16)).result(60)
         assert client.health()["verdict"] == "decode down: cannot serve"
         for node in (four.d1, four.d2):
@@ -370,13 +371,13 @@ def simulated(name: str, profile: str) -> Process:
 
 def test_a_node_with_a_stuck_engine_is_replaced(record_property: Any) -> None:
     """It answers everything but the question: its engine has been at one thing for too long."""
-    # Pieces of 0.8 s; half as fast again as the other: chosen first, whatever a busy machine measured at its start.
+    # Pieces of 0.8 s; four times as fast as the other: chosen first, whatever a busy machine measured at its start.
     stuck = simulated("stuck", "custom:prefill=120,decode=1000")
-    well = simulated("well", "custom:prefill=80,decode=1000,chunk=16")
+    well = simulated("well", "custom:prefill=30,decode=1000,chunk=8")
     try:
         for node in (stuck, well):
             node.ready()
-        prompt = [number % 900 + 20 for number in range(400)]
+        prompt = [number % 900 + 20 for number in range(200)]
         ask: dict[str, Any] = {"model": "simulated:tiny", "tokens": prompt, "max_tokens": 8, "temperature": 0}
         with DisaggregatedClient(config_of(stuck, well, local="always", stuck_s=0.5)) as client:
             assert client.health()["verdict"] == "all up"

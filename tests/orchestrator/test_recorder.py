@@ -6,8 +6,9 @@ import pytest
 
 from disaggregated_inference.api import Failover, ReportedMetrics
 from disaggregated_inference.cluster import Policies, Server
+from disaggregated_inference.orchestrator.attempt import Attempt
 from disaggregated_inference.orchestrator.cluster_view import Route
-from disaggregated_inference.orchestrator.recorder import Attempt, RequestRecorder
+from disaggregated_inference.orchestrator.recorder import ChoiceState, RequestRecorder
 
 SERVERS = {
     name: Server(name=name, host=name, port=1, model="m", role="prefill" if name[0] == "p" else "decode")
@@ -104,5 +105,86 @@ def test_a_failed_phase_ends_when_the_failure_was_detected(clock: Clock) -> None
     failed(record, second, "d1")
     begun(record, "p2", "d2")
     clock.now += 4.0  # and then its time was over
-    bars = [(bar["name"], bar["node"], bar["start_s"], bar["seconds"]) for bar in told(record)["waterfall"]]
-    assert bars == [("failed", "p1", 0.0, 2.0), ("failed", "d1", 2.0, 1.0), ("failed", "d2", 3.0, 4.0)]
+    metrics = told(record)
+    bars = [(bar["name"], bar["node"], bar["start_s"], bar["seconds"]) for bar in metrics["waterfall"]]
+    assert bars == [
+        ("failed", "p1", 0.0, 2.0),
+        ("prefill", "p2", 2.0, 0.5),  # the second attempt brought a token
+        ("failed", "d1", 2.5, 0.5),
+        ("failed", "d2", 3.0, 4.0),
+    ]
+    assert added_up(metrics) == metrics["total_time"] == 7.0
+
+
+def test_the_phases_of_a_slow_line_add_up(clock: Clock) -> None:
+    """Computing ends at 2 s, the logits arrive at 3 s, the last slice at 5 s, the last token at 9 s."""
+    record = a_record(200, clock)
+    attempt = begun(record, "p1", "d1")
+    wrote(record, attempt, clock.now + 3.0)
+    clock.now = attempt.ended_at = clock.now + 9.0
+    attempt.metrics = ReportedMetrics(
+        prompt_tokens=200,
+        completion_tokens=9,
+        queue_time=0.5,
+        prefill_time=1.5,
+        admission_time=0.25,
+        canary_time=1.0,
+        fetch_time=4.5,
+        exposed_transfer_time=3.0,
+        decode_time=4.0,
+        total_time=8.5,
+    )
+    record.choice_states = [ChoiceState(written=list(range(9)))]
+    clock.now += 0.5  # and then the record
+    metrics = told(record)
+    bars = [(bar["name"], bar["node"], bar["start_s"], bar["seconds"]) for bar in metrics["waterfall"]]
+    assert bars == [
+        ("prefill queue", "p1", 0.0, 0.5),  # admission and canary on d1 are hidden behind it, and behind the prefill
+        ("prefill", "p1", 0.5, 1.5),
+        ("exposed transfer", "d1", 2.0, 3.0),
+        ("decode", "d1", 5.0, 4.0),
+        ("overhead", "", 9.0, 0.5),
+    ]
+    assert (metrics["decode_time"], metrics["decode_speed"]) == (4.0, 8 / 4.0)
+    assert (metrics["first_token_time"], added_up(metrics)) == (3.0, 9.5)
+
+
+def test_a_prefill_that_ended_before_the_decode_node_had_memory(clock: Clock) -> None:
+    record = a_record(200, clock)
+    attempt = begun(record, "p1", "d1")
+    wrote(record, attempt, clock.now + 6.5)
+    clock.now = attempt.ended_at = clock.now + 8.0
+    attempt.metrics = ReportedMetrics(
+        prefill_time=2.0, admission_time=6.0, fetch_time=1.0, exposed_transfer_time=1.0, decode_time=1.0, total_time=8.0
+    )
+    metrics = told(record)
+    assert [(bar["name"], bar["start_s"], bar["seconds"]) for bar in metrics["waterfall"]] == [
+        ("prefill", 0.0, 2.0),
+        ("admission", 2.0, 4.0),
+        ("exposed transfer", 6.0, 1.0),
+        ("decode", 7.0, 1.0),
+    ]
+
+
+def test_a_node_that_reports_more_than_there_was_changes_no_other_phase(clock: Clock) -> None:
+    record = a_record(200, clock)
+    clock.now += 1.0
+    record.phase("queue", clock.now - 1.0)
+    attempt = begun(record, None, "d1")
+    clock.now = attempt.ended_at = clock.now + 2.0
+    attempt.metrics = ReportedMetrics(prefill_time=1e6, decode_time=1e6, exposed_transfer_time=-5.0, total_time=1e9)
+    metrics = told(record)
+    assert [(bar["name"], bar["seconds"]) for bar in metrics["waterfall"]] == [("queue", 1.0), ("decode", 2.0)]
+
+
+def test_waits_for_a_node_are_one_phase(clock: Clock) -> None:
+    record = a_record(200, clock)
+    for _ in range(100):
+        since, clock.now = clock.now, clock.now + 0.0625
+        record.waited(since)
+    [bar] = told(record)["waterfall"]
+    assert (bar["name"], bar["seconds"]) == ("queue", 6.25)
+
+
+def added_up(metrics: dict[str, Any]) -> float:
+    return float(sum(bar["seconds"] for bar in metrics["waterfall"]))

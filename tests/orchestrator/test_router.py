@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disaggregated_inference.api import Rate
-from disaggregated_inference.errors import ClusterError, ContextTooLong, DisaggError, NoDecodeNode, QueueFull
+from disaggregated_inference.errors import (
+    ClusterError,
+    ContextTooLong,
+    DisaggError,
+    NoDecodeNode,
+    PromptLogprobsUnsupported,
+    QueueFull,
+)
 from disaggregated_inference.orchestrator.cluster_view import ClusterView, NodeView, Plan, Route, RouteRequest
 from disaggregated_inference.orchestrator.router import plan
 
@@ -465,3 +472,30 @@ def test_each_choice_needs_memory() -> None:
     small = mac("small", kv_free_bytes=3000 * KV_TOKEN_BYTES, decode_rates=(Rate(size=1, tokens_per_s=600.0),))
     for choices, decode in ((1, "small"), (2, "mac-1")):
         assert ask(1000, small, mac(), max_tokens=1000, choices=choices).decode == decode
+
+
+# Prompt logprobs
+
+
+def test_prompt_logprobs_go_where_an_engine_computes_them() -> None:
+    """The prefix cache does not help with tokens whose logprobs are wanted, and the node's engine has to be able."""
+    able: Any = {"prompt_logprobs": True}
+    assert chosen(ask(8000, dgx(**able), mac(), scored_tokens=0)) == ("dgx-1", "mac-1")
+    assert chosen(ask(8000, dgx(), mac(**able), scored_tokens=0)) == (None, "mac-1"), "slower, but able"
+    assert chosen(ask(10, dgx(**able), mac(), scored_tokens=0)) == ("dgx-1", "mac-1"), "short, but mac-1 is not able"
+    cached = {"mac-1": 8000}
+    assert chosen(ask(8000, dgx(**able), mac(**able), cached=cached)) == (None, "mac-1")
+    made = ask(8000, dgx(**able), mac(**able), cached=cached, scored_tokens=0)
+    assert chosen(made) == ("dgx-1", "mac-1")
+    assert "8000 new tokens" in made.reason
+    assert "2001 new tokens" in ask(8000, mac(**able), cached=cached, scored_tokens=6000).reason
+
+
+def test_no_engine_computes_prompt_logprobs() -> None:
+    with pytest.raises(PromptLogprobsUnsupported, match=r"no prompt logprobs \(llamacpp, mlx\): leave out") as caught:
+        ask(10, dgx(engine="llamacpp"), mac(engine="mlx"), scored_tokens=0)
+    assert caught.value.status == 501
+    with pytest.raises(ClusterError, match="only dgx-1 can compute prompt logprobs, and cannot now"):
+        ask(10, dgx(prompt_logprobs=True, usable=False), mac(), scored_tokens=0)
+    with pytest.raises(ContextTooLong):
+        ask(1000, mac(context_window=100), scored_tokens=0)

@@ -10,7 +10,7 @@ import tempfile
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tests.support.command import read_output
 from tests.support.forked import start_node
@@ -30,6 +30,15 @@ def free_port() -> int:
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     raise AssertionError("there is always another port")
+
+
+def ready_line(output: IO[Any]) -> dict[str, Any]:
+    """Of a server, after the lines about its start; empty if it ended before."""
+    for line in output:
+        if (told := json.loads(line)).get("event") == "ready":
+            found: dict[str, Any] = told
+            return found
+    return {}
 
 
 class Process:
@@ -52,8 +61,7 @@ class Process:
 
     def ready(self) -> "Process":
         assert self.process.stdout
-        line = self.process.stdout.readline()
-        assert line, f"{self.name} did not start: {self.said()}"
+        assert ready_line(self.process.stdout), f"{self.name} did not start: {self.said()}"
         return self
 
     def said(self) -> str:

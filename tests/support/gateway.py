@@ -24,7 +24,7 @@ from disaggregated_inference.gateway.chat import ChatDelta, ChatRequest
 from disaggregated_inference.gateway.tool_parsers.base import ContentDelta
 from disaggregated_inference.orchestrator import DisaggregatedInference
 from disaggregated_inference.timeouts import HttpTimeouts
-from tests.support.cluster import Process, config_of
+from tests.support.cluster import Process, config_of, ready_line
 from tests.support.command import read_output
 from tests.support.waiting import until
 
@@ -34,10 +34,10 @@ _METRICS = {"prompt_tokens": 9, "completion_tokens": 5, "total_tokens": 14, "cac
 
 
 @contextmanager
-def served(config: dict[str, Any], *adapters: ModuleType) -> Iterator[str]:
+def served(config: dict[str, Any], *adapters: ModuleType, cors: tuple[str, ...] = ()) -> Iterator[str]:
     """The base URL of a gateway without API keys: with all adapters, or with those that are named."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        gateway = _Gateway(config, adapters, sock)
+        gateway = _Gateway(config, adapters, cors, sock)
         gateway.start()
         try:
             assert until(lambda: gateway.serving or not gateway.is_alive(), _START_S)
@@ -50,9 +50,11 @@ def served(config: dict[str, Any], *adapters: ModuleType) -> Iterator[str]:
 
 
 class _Gateway(threading.Thread):
-    def __init__(self, config: dict[str, Any], adapters: tuple[ModuleType, ...], sock: socket.socket) -> None:
+    def __init__(
+        self, config: dict[str, Any], adapters: tuple[ModuleType, ...], cors: tuple[str, ...], sock: socket.socket
+    ) -> None:
         super().__init__(daemon=True)
-        self._config, self._adapters, self._sock = config, adapters, sock
+        self._config, self._adapters, self._cors, self._sock = config, adapters, cors, sock
         self._server: uvicorn.Server | None = None
         self.failed: BaseException | None = None
 
@@ -65,7 +67,7 @@ class _Gateway(threading.Thread):
     async def _serve(self) -> None:
         async with DisaggregatedInference(self._config) as core:
             settings = uvicorn.Config(
-                _app(core, self._adapters), log_level="warning", ws="none", timeout_graceful_shutdown=1
+                _app(core, self._adapters, self._cors), log_level="warning", ws="none", timeout_graceful_shutdown=1
             )
             self._server = uvicorn.Server(settings)
             await self._server.serve(sockets=[self._sock])
@@ -92,9 +94,9 @@ class GatewayProcess:
 
     def ready(self) -> "GatewayProcess":
         assert self.process.stdout
-        line = self.process.stdout.readline()
-        assert line, self.log_text()
-        self.url = json.loads(line)["url"]
+        ready = ready_line(self.process.stdout)
+        assert ready, self.log_text()
+        self.url = ready["url"]
         return self
 
     def log_text(self) -> str:
@@ -154,13 +156,13 @@ def _pair(engines: tuple[str, str], model: str, *arguments: str) -> Iterator[tup
         writer.end()
 
 
-def _app(core: DisaggregatedInference, adapters: tuple[ModuleType, ...]) -> Any:
+def _app(core: DisaggregatedInference, adapters: tuple[ModuleType, ...], cors: tuple[str, ...]) -> Any:
     if adapters:
         return app_of(core, *adapters)
     from disaggregated_inference.gateway.app import gateway_app
     from disaggregated_inference.gateway.auth import Keys
 
-    return gateway_app(core, Keys())
+    return gateway_app(core, Keys(), cors)
 
 
 def app_of(core: DisaggregatedInference, *adapters: ModuleType) -> Any:

@@ -7,7 +7,7 @@ from disaggregated_inference.timeouts import NodeTimeouts, TransferTimeouts
 Pair = tuple[PrefillNode, DecodeNode]
 
 # Threads of one process wait for each other: an answer may take a second or two.
-ONE_PROCESS = NodeTimeouts(transfer=TransferTimeouts(probe_s=3.0, max_probe_s=3.0, dial_s=3.0))
+ONE_PROCESS = NodeTimeouts(transfer=TransferTimeouts(probe_s=3.0, max_probe_s=3.0, max_silence_s=8.0, dial_s=3.0))
 
 
 def left(pair: Pair) -> dict[str, int]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.cluster import ready_line
 from tests.support.command import read_output
 from tests.support.forked import start_command, start_node
 
@@ -18,11 +19,12 @@ class Node:
 
     def __init__(self, role: str, *arguments: str, forked: bool = True, **environment: str) -> None:
         start = start_node if forked else start_command
-        command = ["serve", "--role", role, *arguments, "--port", "0"]
+        command = ["serve", "--role", role, "--kv-port", "0", *arguments, "--port", "0"]
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in stop
         self.process = start(*command, stderr=self.log, **environment)
         assert self.process.stdout
-        self.ready = json.loads(self.process.stdout.readline())
+        self.ready = ready_line(self.process.stdout)
+        assert self.ready, read_output(self.log)
         self.url = f"http://127.0.0.1:{self.ready['port']}"
 
     def ask(self, path: str, body: Any = None, method: str | None = None, token: str = "") -> tuple[int, Any]:

@@ -65,6 +65,7 @@ class RecordedOllama:
         self.says: list[dict[str, Any]] = []  # messages of a chat's answer, in place of numbers
         self.dropped = 0  # messages of chats that did not fit
         self.load_ns = 28608308
+        self.lists = "all"  # what /api/tags says: all models, "broken", or nothing ("stalled")
         self._seen: set[str] = set()
         self._ready, self._stop = threading.Event(), asyncio.Event()
         self._loop = asyncio.new_event_loop()
@@ -92,6 +93,7 @@ class RecordedOllama:
         app = web.Application(client_max_size=1 << 26)
         app.router.add_get("/api/version", self._version)
         app.router.add_get("/api/ps", self._ps)
+        app.router.add_get("/api/tags", self._tags)
         app.router.add_post("/api/show", self._show)
         app.router.add_post("/api/generate", self._generate)
         app.router.add_post("/api/chat", self._chat)
@@ -110,6 +112,14 @@ class RecordedOllama:
             status, text = self.foreign
             return web.Response(text=text, status=status)
         return web.json_response({"version": self.version})
+
+    async def _tags(self, request: web.Request) -> web.Response:
+        if self.lists != "all":
+            await asyncio.sleep(LONG_S if self.lists == "stalled" else 0)
+            return web.json_response({"error": "no list"}, status=500)
+        names = [name if ":" in name else f"{name}:latest" for name in self.models]
+        about = {"modified_at": _AT, "size": 91728202, "digest": "7452", "details": _SHOWN["details"]}
+        return web.json_response({"models": [{"name": name, "model": name, **about} for name in names]})
 
     async def _ps(self, request: web.Request) -> web.Response:
         if not self.loaded:

@@ -2,22 +2,26 @@
 
 import socket
 import threading
+import time
 from contextlib import suppress
 from typing import Literal
 
-Fault = Literal["none", "cut", "silent", "mute", "flip"]
+Fault = Literal["none", "cut", "silent", "mute", "mute each", "flip"]
 
 
 class FaultyProxy:
     """Forwards connections to `target`. The fault happens once, after `at` bytes to the client over all connections,
     and sets `struck`. After a cut, new connections are refused unless the proxy `heals`. "silent" stops every
-    connection, "mute" only the one with the fault. `pause_s` after every 16 KB makes the proxy slow."""
+    connection, "mute" only the one with the fault, "mute each" every connection after `at` bytes of its own. `pause_s`
+    after every 16 KB makes the proxy slow."""
 
     def __init__(
         self, target: tuple[str, int], fault: Fault = "none", at: int = 0, heals: bool = False, pause_s: float = 0.0
     ) -> None:
         self.target, self.fault, self.at, self.heals, self.pause_s = target, fault, at, heals, pause_s
         self.passed = 0
+        self.muted = 0  # connections
+        self.last_at = 0.0  # just before the last bytes were passed on, on the clock of time.perf_counter
         self.struck = threading.Event()
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -68,18 +72,29 @@ class FaultyProxy:
             target.shutdown(socket.SHUT_WR)
 
     def _pump_back(self, source: socket.socket, target: socket.socket) -> None:
+        passed = 0
         with suppress(OSError):
             while data := source.recv(1 << 14):
-                target.sendall(self._disturbed(data))
+                passed += len(data)
+                if self.fault == "mute each" and passed > self.at:
+                    self._mute()
+                disturbed, self.last_at = self._disturbed(data), time.perf_counter()
+                target.sendall(disturbed)
                 self._closed.wait(self.pause_s)
         for sock in (source, target):
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
+    def _mute(self) -> None:
+        with self._lock:
+            self.muted += 1
+        self.struck.set()
+        self._wait_forever()
+
     def _disturbed(self, data: bytes) -> bytes:
         with self._lock:
             before, self.passed = self.passed, self.passed + len(data)
-        if self.fault == "none" or self.struck.is_set() or not before <= self.at < self.passed:
+        if self.fault in ("none", "mute each") or self.struck.is_set() or not before <= self.at < self.passed:
             if self.struck.is_set() and self.fault == "silent":
                 self._wait_forever()
             return data

@@ -1,0 +1,153 @@
+"""A node that became slow is tried again soon: the next requests find out whether it still is."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from disaggregated_inference.api import KVMemoryStatus, ModelInfo, NodeStatus, Rate, Rates, SlotStatus
+from disaggregated_inference.cluster import load_config
+from disaggregated_inference.node import RateMeter
+from disaggregated_inference.orchestrator.cluster_view import RouteRequest
+from disaggregated_inference.orchestrator.failover import FailoverState
+from disaggregated_inference.orchestrator.node_state import NodeState
+from disaggregated_inference.orchestrator.registry import NodeRegistry
+from disaggregated_inference.orchestrator.route_picker import RoutePicker
+from disaggregated_inference.timeouts import OrchestratorTimeouts
+from tests.support.fingerprints import REFERENCE
+
+_TIMEOUTS = OrchestratorTimeouts(explore_s=60.0, explore_slowed_s=5.0)
+_CONFIG: dict[str, Any] = {
+    "prefill_servers": [{"name": "p", "host": "p", "model": "m"}],
+    "decode_servers": [{"name": "d", "host": "d", "model": "m"}],
+}
+_REQUEST = RouteRequest(model="m", prompt_tokens=1000, max_tokens=100)
+
+
+def status_of(role: Any, **rates: tuple[Rate, ...]) -> NodeStatus:
+    memory = KVMemoryStatus(limit_bytes=1 << 40)
+    return NodeStatus(status="healthy", role=role, epoch=role, rates=Rates(**rates), kv=memory, slots=SlotStatus(0, 8))
+
+
+class Cluster:
+    """A prefill node of 1,000 tokens/s and a decode node of 400; both report what they are told to."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self.registry = NodeRegistry(load_config(_CONFIG), session, _TIMEOUTS)
+        self.meter = RateMeter()
+        self.p, self.d = self.registry.nodes["p"], self.registry.nodes["d"]
+        for node in (self.p, self.d):
+            node.info = ModelInfo(context_window=0, fingerprint=REFERENCE)
+        rate, steps = Rate(size=512, tokens_per_s=400.0), Rate(size=1, tokens_per_s=50.0, samples=50)
+        self.d._update(status_of("decode", local_prefill=(rate,), decode=(steps,)), False)
+        self.read(1.0, 1.0)
+
+    def read(self, *seconds: float) -> None:
+        """The prefill node reads prompts of 1,000 tokens, and is polled after each."""
+        for each in seconds:
+            self.meter.record(1000, 1000, each)
+            self.p._update(status_of("prefill", prefill=tuple(self.meter.stats())), False)
+
+    def picks(self) -> str | None:
+        """The prefill node of the next request, which then reads it."""
+        failover = FailoverState(self.registry, "m", self.registry.config.policies)
+        picker = RoutePicker(self.registry, "m", failover, can_transfer_kv=True)
+        route, _ = picker.pick(_REQUEST, explore=True)
+        for name in {route.prefill, route.decode} - {None}:
+            self.registry.nodes[str(name)].used_at = time.monotonic()
+        return route.prefill
+
+    def slowed(self) -> bool:
+        return self.p.slowed
+
+    @staticmethod
+    def wait(node: NodeState, seconds: float) -> None:
+        node.used_at -= seconds
+
+
+def in_cluster(check: Callable[[Cluster], None]) -> None:
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            check(Cluster(session))
+
+    asyncio.run(run())
+
+
+def test_one_bad_reading_does_not_move_a_plan() -> None:
+    def check(cluster: Cluster) -> None:
+        assert cluster.picks() == "p"
+        cluster.read(20.0)
+        assert cluster.picks() == "p"
+        assert not cluster.slowed()
+
+    in_cluster(check)
+
+
+def test_a_node_that_slowed_is_tried_again_soon_and_used_again() -> None:
+    def check(cluster: Cluster) -> None:
+        cluster.read(*[8.0] * 5)
+        assert cluster.slowed()
+        assert cluster.picks() is None, "the decode node reads faster now"
+        for _ in range(3):
+            assert cluster.picks() is None, "not yet"
+            cluster.wait(cluster.p, 6.0)
+            assert cluster.picks() == "p"
+            cluster.read(1.0)
+        assert not cluster.slowed()
+        assert [cluster.picks() for _ in range(3)] == ["p"] * 3
+
+    in_cluster(check)
+
+
+def test_a_node_that_stays_slow_is_tried_seldom() -> None:
+    def check(cluster: Cluster) -> None:
+        cluster.read(*[8.0] * 5)
+        tried = 0
+        for _ in range(20):
+            cluster.wait(cluster.p, 6.0)
+            if cluster.picks() == "p":
+                tried += 1
+                cluster.read(8.0)
+        assert 6 <= tried <= 8, "six times soon, then once a minute"
+        cluster.wait(cluster.p, 61.0)
+        assert cluster.picks() == "p"
+
+    in_cluster(check)
+
+
+def test_a_node_that_is_slower_by_nature_is_not_slowed() -> None:
+    def check(cluster: Cluster) -> None:
+        cluster.p._best_rates.clear()
+        cluster.meter = RateMeter()
+        cluster.read(*[8.0] * 5)
+        assert not cluster.slowed()
+        cluster.wait(cluster.p, 6.0)
+        assert cluster.picks() is None
+
+    in_cluster(check)
+
+
+def test_a_restarted_node_begins_anew() -> None:
+    def check(cluster: Cluster) -> None:
+        slow = msgspec.structs.replace(
+            status_of("prefill", prefill=(Rate(size=512, tokens_per_s=125.0),)), epoch="another"
+        )
+        cluster.p._update(slow, True)
+        assert not cluster.slowed()
+
+    in_cluster(check)
+
+
+def test_nodes_of_the_best_route_are_not_explored() -> None:
+    """After a pause, all nodes are unused: that is no reason to take the second-best route."""
+
+    def check(cluster: Cluster) -> None:
+        for _ in range(3):
+            for node in (cluster.p, cluster.d):
+                cluster.wait(node, 1000.0)
+            assert cluster.picks() == "p"
+
+    in_cluster(check)
