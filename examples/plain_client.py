@@ -29,8 +29,8 @@ def main() -> None:
     print(response)
     print()
     print(f"method            {metrics['method']}")
-    print(f"prefill           {metrics['prompt_tokens']} tokens on {metrics['prefill_server']}")
-    print(f"decode            {metrics['completion_tokens']} tokens on {metrics['decode_server']}")
+    print(f"prefill           {metrics['prompt_tokens']} tokens on {metrics['prefill_node']}")
+    print(f"decode            {metrics['completion_tokens']} tokens on {metrics['decode_node']}")
     print(f"first token       {metrics['first_token_time']:.3f} s")
     print(f"whole answer      {metrics['total_time']:.3f} s")
     if metrics["warning"]:
