@@ -119,10 +119,12 @@ _SLOW_FIXTURES = {"real", "real_pair", "smollm2_engine"}
 
 @pytest.fixture(autouse=True)
 def logs_for_caplog() -> None:
-    """A command that ran in this process sends the package's log to standard error, where `caplog` sees nothing."""
-    logger = logging.getLogger("disaggregated_inference")
-    logger.handlers, logger.propagate = [], True
-    logger.setLevel(logging.NOTSET)
+    """A command that ran in this process sends the package's log to standard error, where `caplog` sees nothing, and a
+    benchmark silences parts of it."""
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("disaggregated_inference.")]
+    for logger in map(logging.getLogger, ["disaggregated_inference", *names]):
+        logger.handlers, logger.propagate = [], True
+        logger.setLevel(logging.NOTSET)
 
 
 @pytest.hookimpl(tryfirst=True)

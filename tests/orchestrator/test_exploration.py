@@ -42,14 +42,14 @@ class Cluster:
         for node in (self.p, self.d):
             node.info = ModelInfo(context_window=0, fingerprint=REFERENCE)
         rate, steps = Rate(size=512, tokens_per_s=400.0), Rate(size=1, tokens_per_s=50.0, samples=50)
-        self.d._update(status_of("decode", local_prefill=(rate,), decode=(steps,)), False)
+        self.d._update(status_of("decode", local_prefill=(rate,), decode=(steps,)))
         self.read(1.0, 1.0)
 
     def read(self, *seconds: float) -> None:
         """The prefill node reads prompts of 1,000 tokens, and is polled after each."""
         for each in seconds:
             self.meter.record(1000, 1000, each)
-            self.p._update(status_of("prefill", prefill=tuple(self.meter.stats())), False)
+            self.p._update(status_of("prefill", prefill=tuple(self.meter.stats())))
 
     def picks(self) -> str | None:
         """The prefill node of the next request, which then reads it."""
@@ -135,8 +135,19 @@ def test_a_restarted_node_begins_anew() -> None:
         slow = msgspec.structs.replace(
             status_of("prefill", prefill=(Rate(size=512, tokens_per_s=125.0),)), epoch="another"
         )
-        cluster.p._update(slow, True)
+        cluster.p._update(slow)
         assert not cluster.slowed()
+
+    in_cluster(check)
+
+
+def test_a_node_seen_twice_at_once_is_not_restarted() -> None:
+    """Two polls at the start each find a new node; it is not one that just came back, with a fifth of its share."""
+
+    def check(cluster: Cluster) -> None:
+        for _ in range(2):
+            cluster.p._update(status_of("prefill", prefill=(Rate(size=512, tokens_per_s=125.0),)))
+        assert cluster.p.breaker.warmth() == 1.0
 
     in_cluster(check)
 

@@ -139,7 +139,7 @@ class NodeState:
             reason = f"{self.name}: it does not answer as a node: {error}"
             self.lost(await self._identified(reason, "bad_answer"))
             return False
-        self._update(status, renewed)
+        self._update(status)
         return renewed
 
     async def _identified(self, reason: str, code: str) -> str:
@@ -174,8 +174,8 @@ class NodeState:
             return True
         return self._quiet and not self.mismatch and time.monotonic() - self.polled_at < self._timeouts.quiet_node_s
 
-    def _update(self, status: NodeStatus, renewed: bool) -> None:
-        if self.status and renewed:  # it came back; at first sight every node is new
+    def _update(self, status: NodeStatus) -> None:
+        if self.status and self.epoch != status.epoch:  # it came back; at first sight every node is new
             self.breaker.renewed()
             self._best_rates.clear()
         self._missed_polls, self.client.epoch = 0, status.epoch
