@@ -97,7 +97,7 @@ def test_no_class_name_is_defined_twice() -> None:
     defined = defaultdict(list)
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.ClassDef):
                 defined[node.name].append(str(path.relative_to(PACKAGE)))
     assert not {name: paths for name, paths in defined.items() if len(paths) > 1}
 

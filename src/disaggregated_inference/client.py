@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack, overload
 
-from disaggregated_inference.api import Completion, Delta, GenerateOptions, named_options
+from disaggregated_inference.api import Completion, Delta, GenerateOptions, RequestOptions, named_options
 from disaggregated_inference.cluster import ClusterConfig
 from disaggregated_inference.errors import ClusterError
 from disaggregated_inference.orchestrator import DisaggregatedInference
@@ -19,7 +19,6 @@ from disaggregated_inference.timeouts import OrchestratorTimeouts
 
 Result = TypeVar("Result")
 
-_CLOSING_S = 5.0
 _CLOSED = "the client was closed before this was done"
 
 
@@ -40,7 +39,7 @@ class DisaggregatedClient:
         self._core = DisaggregatedInference(
             config_path, timeouts
         )  # a bad config is an error before a thread is started
-        self._loop_thread = _LoopThread(self._core)
+        self._loop_thread = _LoopThread(self._core, timeouts.close_s)
         self._end = weakref.finalize(self, self._loop_thread.shut_down)  # dropped, or at exit
         self._call(self._core.start())
 
@@ -106,7 +105,7 @@ class DisaggregatedClient:
         except Exception as error:
             items.put(error)
 
-    def generate_many(self, requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def generate_many(self, requests: Sequence[RequestOptions | Mapping[str, Any]]) -> dict[str, Any]:
         """Several models or prompts at once: `results` in order, and `speedup`."""
         return self._call(self._core.generate_many(requests))
 
@@ -134,8 +133,8 @@ class DisaggregatedClient:
 class _LoopThread:
     """An event loop on a thread of its own. Posted work always ends, whatever happens to the loop."""
 
-    def __init__(self, core: DisaggregatedInference) -> None:
-        self._core, self._loop = core, asyncio.new_event_loop()
+    def __init__(self, core: DisaggregatedInference, close_s: float) -> None:
+        self._core, self._loop, self._close_s = core, asyncio.new_event_loop(), close_s
         self._lock, self._closed, self._process = threading.Lock(), False, os.getpid()
         self._thread = threading.Thread(target=_run, args=(self._loop,), name="disagg-client", daemon=True)
         self._thread.start()
@@ -167,8 +166,8 @@ class _LoopThread:
             ending = asyncio.run_coroutine_threadsafe(self._ended(), self._loop)
         if self._thread is not threading.current_thread():
             with suppress(TimeoutError, CancelledError):
-                ending.result(_CLOSING_S)
-            self._thread.join(_CLOSING_S)
+                ending.result(self._close_s)
+            self._thread.join(self._close_s)
 
     async def _ended(self) -> None:
         try:

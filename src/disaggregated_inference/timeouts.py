@@ -96,6 +96,8 @@ class OrchestratorTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     no_node_s: float = 10.0  # for nodes that are there and take no request at the moment
     come_back_s: float = 0.5  # a node that was there a moment ago gets this long, once
     history_lock_s: float = 2.0  # for another process that holds the history file
+    cancel_s: float = 2.0  # for a node to take a cancellation; then the ticket's lease ends it
+    close_s: float = 5.0  # for running requests to end when a client is closed
 
 
 class GatewayTimeouts(msgspec.Struct, frozen=True, kw_only=True):

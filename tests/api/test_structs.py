@@ -7,14 +7,18 @@ import pytest
 
 from disaggregated_inference.api import (
     ChoiceTokenEvent,
+    DecodeMetrics,
     DecodeRequest,
+    DoneEvent,
     GenerateRequest,
     NodeStatus,
     PrefillRequest,
     PrefillResponse,
     SamplingParams,
     StreamEvent,
+    TextMetrics,
     TokenEvent,
+    Usage,
     convert,
 )
 from disaggregated_inference.errors import BadRequest
@@ -45,6 +49,17 @@ def test_a_token_event_always_has_token_and_text() -> None:
 def test_the_orchestrator_reads_what_a_node_writes(event: TokenEvent) -> None:
     read = msgspec.json.decode(msgspec.json.encode(event), type=StreamEvent)
     assert (read.token, read.text, read.choice, read.done, read.error) == (7, "a", event.choice, False, None)
+
+
+@pytest.mark.parametrize("metrics", [DecodeMetrics(kv_bytes=9), TextMetrics(load_time=2.0, prefill_speed=3.0)])
+def test_the_orchestrator_reads_the_end_of_a_stream(metrics: DecodeMetrics | TextMetrics) -> None:
+    usage = Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3)
+    event = DoneEvent(done=True, usage=usage, node_metrics=metrics)
+    assert set(_json(event)) == {"done", "usage", "metrics"}
+    read = msgspec.json.decode(msgspec.json.encode(event), type=StreamEvent)
+    assert read.done
+    assert read.node_metrics
+    assert msgspec.structs.asdict(metrics).items() <= msgspec.structs.asdict(read.node_metrics).items()
 
 
 def test_a_status_of_another_version_is_read() -> None:

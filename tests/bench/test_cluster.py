@@ -49,7 +49,7 @@ def test_real_engines_share_answers(tiny_folder: Callable[[str], Path]) -> None:
     served = cluster._computed(ModelFiles("tiny", tiny_folder("llama")), "tiny", alone=True)
     report = Report("")
     with running(served.machines):
-        asyncio.run(cluster._measure(report, cluster._Plan("", "", [served], (16,), 3), 1))
+        asyncio.run(cluster._measure(report, cluster._Scenario("", "", [served], (16,), 3), 1))
     assert {row.against for row in report.rows} >= {cluster.DECODE_ALONE, cluster.PREFILL_ALONE, "one by one"}
     assert not any("SIMULATED" in row.what for row in report.rows)
 

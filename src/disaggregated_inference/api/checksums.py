@@ -1,7 +1,7 @@
 """Checksums on the HTTP line between orchestrator and node: of request bodies, and of event streams.
 
 TCP's own checksum misses what a bad cable driver, a proxy or a memory error changes. A changed digit in JSON is a wrong
-answer that nobody notices. KV frames have their own checksums.
+answer without any sign. KV frames have their own checksums.
 
 The client sends `x-checksum`: the CRC-32 of the body. The node refuses a body that differs. It then sends the same
 header in the head of an event stream, and a comment `: sum CRC-32` after each part: of all parts so far.

@@ -170,12 +170,13 @@ class TextEvent(StreamEvent, frozen=True, kw_only=True, omit_defaults=True, gc=F
     text: str
 
 
-class DoneEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """The last event of a stream."""
+class DoneEvent(StreamEvent, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """The last event of a stream, as a node writes it: `done` is always sent. The orchestrator reads the metrics of
+    either kind of node as `ReportedMetrics`, whose fields are theirs (tests/api/test_structs.py)."""
 
-    done: bool = True
+    done: bool
     usage: Usage
-    metrics: DecodeMetrics | TextMetrics
+    node_metrics: DecodeMetrics | TextMetrics = msgspec.field(name="metrics")  # type: ignore[assignment]
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):

@@ -52,7 +52,7 @@ class _ModelRun(NamedTuple):
         }
 
 
-class _Plan(NamedTuple):
+class _Scenario(NamedTuple):
     """What is measured. `title` and `label` mark simulated figures."""
 
     title: str
@@ -74,7 +74,7 @@ def run(profile: str, prompts: Sequence[int], tokens: int, repeats: int, output:
     return report.publish(output / f"cluster-{profile}.json", plan.notes)
 
 
-def _published(prompts: Sequence[int], tokens: int) -> _Plan:
+def _published(prompts: Sequence[int], tokens: int) -> _Scenario:
     tokens = tokens or 128
     title = (
         f"SIMULATED, no inference: {PREFILL} reads, {DECODE} writes {tokens} tokens, in the time that published figures"
@@ -83,7 +83,7 @@ def _published(prompts: Sequence[int], tokens: int) -> _Plan:
     names = [(shape, name) for shape in SHAPES for name in (PREFILL, DECODE)]
     notes = [f"SIMULATED {name}, {shape}: {MACHINES[name][shape].note}" for shape, name in names]
     models = [_simulated(shape) for shape in SHAPES]
-    return _Plan(title, "SIMULATED ", models, prompts or (512, 2048, 8192), tokens, notes)
+    return _Scenario(title, "SIMULATED ", models, prompts or (512, 2048, 8192), tokens, notes)
 
 
 def _simulated(shape: str) -> _ModelRun:
@@ -100,7 +100,7 @@ def _simulated(shape: str) -> _ModelRun:
     )
 
 
-def _real(prompts: Sequence[int], tokens: int) -> _Plan:
+def _real(prompts: Sequence[int], tokens: int) -> _Scenario:
     for engine in ENGINES:
         require_engine(engine)
     model = resolve_model("smollm2")
@@ -110,7 +110,7 @@ def _real(prompts: Sequence[int], tokens: int) -> _Plan:
         " machine, which two models at once have to share"
     )
     models = [_computed(model, model.name, alone=True), _computed(model, f"{model.name}-again", alone=False)]
-    return _Plan(title, "", models, prompts or (128, 512, 1500), tokens)
+    return _Scenario(title, "", models, prompts or (128, 512, 1500), tokens)
 
 
 def _computed(model: ModelFiles, name: str, alone: bool) -> _ModelRun:
@@ -129,10 +129,10 @@ def _computed(model: ModelFiles, name: str, alone: bool) -> _ModelRun:
     )
 
 
-_PLANS: dict[str, Callable[[Sequence[int], int], _Plan]] = {"real": _real, "published": _published}
+_PLANS: dict[str, Callable[[Sequence[int], int], _Scenario]] = {"real": _real, "published": _published}
 
 
-async def _measure(report: Report, plan: _Plan, repeats: int) -> None:
+async def _measure(report: Report, plan: _Scenario, repeats: int) -> None:
     async with AsyncExitStack() as stack:
         cores = [(model, name, core) for model in plan.models for name, core in model.contenders().items()]
         for _, _, core in cores:
@@ -175,7 +175,7 @@ def _rows(report: Report, name: str, model: _ModelRun, length: int, best: dict[s
         report.add(Row(f"{name}: first token, beyond the reading itself", added_s * 1e3, "ms"))
 
 
-async def _together(report: Report, plan: _Plan) -> None:
+async def _together(report: Report, plan: _Scenario) -> None:
     """The same requests one after the other, then at once, with a prompt of medium length."""
     length = sorted(plan.prompts)[len(plan.prompts) // 2]
     pairs = [machine for model in plan.models for machine in (model.prefill, model.decode)]

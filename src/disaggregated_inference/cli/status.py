@@ -15,11 +15,11 @@ from rich.text import Text
 from disaggregated_inference.cli.screen import mute_logs, speed, stdout_console
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.cluster import load_config
+from disaggregated_inference.orchestrator import Verdict
 
 Status = dict[str, Any]  # the client's status()
 Node = dict[str, Any]  # one entry of its `nodes`
 
-_UP = "all up"  # the verdict of a model
 _AWAY = ("unreachable", "wrong token", "loading")
 _COLOURS = {"healthy": "green", "loading": "yellow", "draining": "yellow", "circuit half_open": "yellow"}
 _TEXT_COLUMNS, _NUMBER_COLUMNS = ("node", "role", "engine", "state"), ("queue", "KV GiB", "prefill", "decode")
@@ -85,7 +85,7 @@ def render(status: Status) -> RenderableType:
 
 def _is_up(status: Status) -> bool:
     """A warning does not count: with `strict_models` the node would be down."""
-    return all(verdict == _UP for verdict in status["models"].values())
+    return all(verdict == Verdict.ALL_UP for verdict in status["models"].values())
 
 
 class _NodeTable:

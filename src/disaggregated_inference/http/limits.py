@@ -1,6 +1,6 @@
 """Limits on what clients may hold open at once: connections, unfinished request heads, unfinished request bodies.
 
-They hold before any token or key was checked, so that nobody without one can shut a server off.
+They hold before any token or key was checked, so that a client without one cannot shut a server off.
 """
 
 import logging

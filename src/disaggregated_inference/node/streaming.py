@@ -95,11 +95,9 @@ async def _events(items: _Items, stalled_s: Callable[[], float]) -> AsyncIterato
                 break
         yield sse_event(_done(generation))
     except Exception as error:
-        body = error_body(error)
-        log.warning(
-            "a generation failed: %s", error, extra={"request_id": generation.request_id, "code": body.error.code}
-        )
-        yield sse_event(body)
+        detail = error_body(error).error
+        log.warning("a generation failed: %s", error, extra={"request_id": generation.request_id, "code": detail.code})
+        yield sse_event(StreamEvent(error=detail))
     finally:
         generation.cancel()
 
@@ -145,4 +143,4 @@ def _choice(number: int, events: list[TokenEvent]) -> GeneratedChoice:
 def _done(generation: Generation) -> DoneEvent:
     metrics = generation.metrics
     log.info("generation done", extra={"request_id": generation.request_id} | msgspec.to_builtins(metrics))
-    return DoneEvent(usage=metrics.usage, metrics=metrics)
+    return DoneEvent(done=True, usage=metrics.usage, node_metrics=metrics)

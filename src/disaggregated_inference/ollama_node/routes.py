@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from disaggregated_inference.api import DoneEvent, TextEvent, TextGenerateResponse, TextMetrics, Usage
+from disaggregated_inference.api import DoneEvent, StreamEvent, TextEvent, TextGenerateResponse, TextMetrics, Usage
 from disaggregated_inference.errors import BadRequest, DeadlineExceeded, DisaggError, TicketNotFound
 from disaggregated_inference.http import (
     EventStreamResponse,
@@ -133,9 +133,9 @@ class _GenerateResponse:
         yield sse_event(self._done())
 
     def describe_error(self, error: Exception) -> bytes:
-        body = error_body(error)
-        log.warning("generation failed: %s", error, extra={"request_id": self._id, "code": body.error.code})
-        return sse_event(body)
+        detail = error_body(error).error
+        log.warning("generation failed: %s", error, extra={"request_id": self._id, "code": detail.code})
+        return sse_event(StreamEvent(error=detail))
 
     async def _pieces(self) -> AsyncGenerator[TextEvent, None]:
         with self._metrics.failures("decode"), self._node.admit():
@@ -155,7 +155,7 @@ class _GenerateResponse:
             completion_tokens=metrics.completion_tokens,
             total_tokens=(metrics.prompt_tokens or 0) + metrics.completion_tokens,
         )
-        return DoneEvent(usage=usage, metrics=metrics)
+        return DoneEvent(done=True, usage=usage, node_metrics=metrics)
 
 
 class OllamaMetrics(RequestMetrics):

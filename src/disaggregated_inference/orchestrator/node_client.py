@@ -191,7 +191,7 @@ class NodeClient:
         await asyncio.gather(*self._cancels, return_exceptions=True)
 
     async def _cancel(self, ticket: str) -> None:
-        timeout = aiohttp.ClientTimeout(total=2.0)
+        timeout = aiohttp.ClientTimeout(total=self._timeouts.cancel_s)
         try:
             url = f"{self.server.url}/prefill/{ticket}"
             async with self._session.delete(url, headers=self._headers, timeout=timeout):

@@ -187,13 +187,13 @@ class DisaggregatedInference:
                 await asyncio.wait({task})
         yield [Delta(metrics=answer_of(Completion(choices=recorder.choices(), record=record)))]
 
-    async def generate_many(self, requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    async def generate_many(self, requests: Sequence[RequestOptions | Mapping[str, Any]]) -> dict[str, Any]:
         """All requests at once, in one merged result. A request that fails has `error` in its place."""
         started = time.perf_counter()
         results = await asyncio.gather(*(self._one_of_many(request) for request in requests))
         return merge_results(results, time.perf_counter() - started)
 
-    async def _one_of_many(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def _one_of_many(self, request: RequestOptions | Mapping[str, Any]) -> dict[str, Any]:
         try:
             return await self.generate(**options_of(request))
         except Exception as error:  # the other requests go on

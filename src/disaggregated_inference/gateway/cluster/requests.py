@@ -1,10 +1,10 @@
 """Requests of the gateway's own paths, with vLLM's names. Unknown fields are ignored."""
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
+from disaggregated_inference.api.sampling import TokenId
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.validation import without_nulls
 
@@ -33,4 +33,4 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
-    tokens: list[Annotated[int, Meta(ge=0, le=1 << 31)]]
+    tokens: list[TokenId]
