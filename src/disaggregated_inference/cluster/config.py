@@ -33,6 +33,8 @@ PORTS = {"prefill": 8000, "decode": 8001, "both": 8001}  # the defaults of `disa
 Role = Literal["prefill", "decode", "both"]
 _Role = Annotated[Role, Meta(description='"prefill", "decode" or "both"')]
 _Local = Annotated[Literal["auto", "never", "always"], Meta(description='"auto", "never" or "always"')]
+PrefixSharing = Literal["key", "group", "shared"]
+_PrefixSharing = Annotated[PrefixSharing, Meta(description='"key", "group" or "shared"')]
 _Flag = Annotated[bool, Meta(description="true or false")]
 _Text = Annotated[str, Meta(description="a string")]
 _Host = Annotated[str, Meta(min_length=1, description='a host name or address, such as "169.254.150.103"')]
@@ -120,6 +122,7 @@ class Policies(msgspec.Struct, frozen=True, kw_only=True):
     history_file: _Text = ""  # SQLite file that keeps a hundred times as many finished requests
     electricity_price_per_kwh: _Price | None = None  # the price of electricity, for cost per request
     strict_models: _Flag = False  # whether a node that names its model otherwise gets no requests
+    prefix_sharing: _PrefixSharing = "key"  # which API keys share cached prefixes: none, those of a group, all
 
 
 class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):

@@ -254,7 +254,7 @@ class DisaggregatedInference:
         model = self.config.resolve_model(options.get("model") or options.get("model_type"))
         request = with_seed(generate_request(options, self.config.options_of(model).defaults), new_seed())
         operation = "text_completion" if request.messages is None else "chat"
-        recorder = RequestRecorder(request.request_id, model, operation)
+        recorder = RequestRecorder(request.request_id, model, operation, caller=request.caller)
         recorder.on_plan = on_plan or recorder.on_plan
         return request, recorder
 
@@ -287,7 +287,7 @@ class DisaggregatedInference:
         registry, began_at = await self.start(), time.perf_counter()
         await registry.wait_for_status(recorder.model)
         self.queue.allow(recorder.model, _places(registry.of(recorder.model)))
-        async with self.queue.turn(recorder.model, request.priority, deadline):
+        async with self.queue.turn(recorder.model, request.priority, deadline, request.caller):
             recorder.phase("queue", began_at)
             request, continuation = await self._continuation(request, recorder, registry)
             await RequestRunner(registry, request, continuation, recorder, deadline).run(put)
