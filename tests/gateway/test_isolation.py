@@ -1,6 +1,7 @@
 """`cached_tokens` never tells of another key's text: the attack of issue 18 on real nodes, and what it finds."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -42,13 +43,14 @@ def nodes(tiny_folder: Callable[[str], Path]) -> Iterator[Nodes]:
 class Api:
     """A gateway as the holder of one key sees it."""
 
-    def __init__(self, url: str, key: str) -> None:
+    def __init__(self, client: httpx.Client, key: str) -> None:
         self.requests = 0
-        self._client = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=120)
+        self._client, self._headers = client, {"Authorization": f"Bearer {key}"}
 
-    def cached_tokens(self, prompt: str, **more: Any) -> int:
+    def cached_tokens(self, prompt: str) -> int:
         self.requests += 1
-        answer = self._client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1, "temperature": 0} | more)
+        body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
+        answer = self._client.post("/v1/completions", json=body, headers=self._headers)
         assert answer.status_code == 200, answer.text
         return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
@@ -68,13 +70,15 @@ def recovered(attacker: Api) -> str:
 def attack(nodes: Nodes, folder: Path, victim: str, attacker: str, **policies: Any) -> tuple[str, int]:
     """What the attacker recovers, and its number of requests. The victim's text is cached before."""
     file = folder / "keys.json"
-    keys = {
-        name: new_key(name, file, group=group) for name, group in (("ann", "staff"), ("bob", "staff"), ("eve", None))
-    }
-    with gateway_process(folder, config_of(*nodes[:2], **policies), "--keys", str(file)) as gateway:
-        apis = {name: Api(gateway.url, key) for name, key in keys.items()}
+    groups = {"ann": "staff", "bob": "staff", "eve": None}
+    keys = {name: new_key(name, file, group=group) for name, group in groups.items()}
+    with (
+        gateway_process(folder, config_of(*nodes[:2], **policies), "--keys", str(file)) as gateway,
+        httpx.Client(base_url=gateway.url, timeout=120) as client,
+    ):
+        apis = {name: Api(client, key) for name, key in keys.items()}
         before = nodes[0].status()["prefixes"]["blocks"]
-        apis[victim].cached_tokens(f"{KNOWN}{SECRET}. Yours, {policies}")
+        apis[victim].cached_tokens(f"{KNOWN}{SECRET}. Yours, {folder.name}")
         assert until(lambda: nodes[0].status()["prefixes"]["blocks"] > before)
         return recovered(apis[attacker]), apis[attacker].requests
 
@@ -128,7 +132,7 @@ def test_the_prefill_node_computes_what_another_key_has_sent(nodes: Nodes, tmp_p
             async def computed(name: str, **more: Any) -> tuple[int, Any]:
                 before = nodes[0].status()["prompt_tokens_computed"]
                 body = {"prompt": prompt, "max_tokens": 1, "include_metrics": True} | more
-                metrics = (await post(name, "/v1/completions", **body))["metrics"]
+                metrics = (await post(name, "/v1/completions", **body))["disagg"]
                 return nodes[0].status()["prompt_tokens_computed"] - before, metrics
 
             await computed("ann")  # with the canary of the nodes' first meeting, perhaps
@@ -167,8 +171,6 @@ def test_the_prefill_node_computes_what_another_key_has_sent(nodes: Nodes, tmp_p
 def test_every_api_keeps_keys_and_salts_apart(
     nodes: Nodes, tmp_path: Path, path: str, body: dict[str, Any], count: Callable[[Any], dict[str, int]]
 ) -> None:
-    import json
-
     filled = json.loads(json.dumps(body).replace("{}", f"Words of one person for {path}. " * 4))
 
     async def run() -> None:
@@ -202,8 +204,7 @@ def test_a_request_that_fails_over_keeps_its_salt(nodes: Nodes) -> None:
                 metrics = delta.metrics or metrics
                 if not killed and delta.token is not None:
                     killed = True
-                    record = next(node for node in nodes[1:] if node.status()["slots"]["used"])
-                    record.kill()
+                    next(node for node in nodes[1:] if node.status()["slots"]["used"]).kill()
             return text, metrics
 
     async def cached(core: DisaggregatedInference, text: str, salt: str | None) -> int:
