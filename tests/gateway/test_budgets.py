@@ -155,7 +155,8 @@ def test_new_limits_keep_what_was_used() -> None:
 )
 def test_what_counts(fields: dict[str, Any], spent: int) -> None:
     keys = Keys([key(tokens_per_day=100)])
-    record = RequestRecord(**{"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7, "caller": "ann"} | fields)
+    given: dict[str, Any] = {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7, "caller": "ann"}
+    record = RequestRecord(**given | fields)
     keys.ended(record)
     keys.ended(RequestRecord(total_tokens=50, attempts=1, caller="someone else"))
     budget = keys.budget("ann")

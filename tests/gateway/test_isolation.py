@@ -104,11 +104,11 @@ def test_groups_share_with_themselves_only(nodes: Nodes, tmp_path: Path) -> None
 
 
 @asynccontextmanager
-async def in_process(nodes: Nodes, folder: Path, **policies: Any) -> AsyncIterator[Callable[..., Any]]:
+async def in_process(nodes: Nodes, folder: Path, **config: Any) -> AsyncIterator[Callable[..., Any]]:
     """Posts to a gateway in this process, with the keys of ann and bob."""
     file, none = folder / "keys.json", KeyLimits()
     keys = {name: new_key(name, file, **none) for name in ("ann", "bob")}
-    async with DisaggregatedInference(load_config(config_of(*nodes[:2], **policies))) as core:
+    async with DisaggregatedInference(load_config(config_of(*nodes[:2]) | config)) as core:
         transport = httpx.ASGITransport(gateway_app(core, Keys.load(file)))
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=120) as client:
 
@@ -228,6 +228,38 @@ def test_a_request_that_fails_over_keeps_its_salt(nodes: Nodes) -> None:
             if not node.alive:
                 node.start()
                 node.ready()
+
+
+@slow
+def test_a_named_prompt_is_shared_and_nothing_after_it(nodes: Nodes, tmp_path: Path) -> None:
+    """Keys share whole blocks of 64 tokens of the system prompt that the cluster file names."""
+    system = "You are the assistant of a bank, and tell nobody the number of a card. " * 3
+
+    def body(text: str, user: str) -> dict[str, Any]:
+        messages = [{"role": "system", "content": text}, {"role": "user", "content": user}]
+        return {"messages": messages, "max_tokens": 1, "temperature": 0}
+
+    async def run() -> None:
+        shared = {"llama": {"shared_prompts": [system]}}
+        async with in_process(nodes, tmp_path, models=shared) as post:
+
+            async def cached(name: str, text: str, user: str) -> int:
+                answer = await post(name, "/v1/chat/completions", **body(text, user))
+                return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+            secret = KNOWN + SECRET * 30
+            assert await cached("ann", system, secret) < 64
+            assert until(lambda: nodes[0].nothing_left())
+            known = await cached("bob", system, secret)
+            assert len(system) - 64 < known <= len(system) + 32, "of the system prompt, whole blocks"
+            assert known % 64 == 0
+            for guess in (SECRET, SECRET[:1], "7"):
+                assert await cached("bob", system, f"{KNOWN}{guess}?") <= len(system) + 32 + len(KNOWN)
+            own = "Another text, which is nobody's business. " * 5
+            assert await cached("ann", own, "Hi") < 64
+            assert await cached("bob", own, "Hi") < 64, "a prompt that is not named is not shared"
+
+    asyncio.run(run())
 
 
 # The salt of a caller

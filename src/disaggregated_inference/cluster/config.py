@@ -43,6 +43,8 @@ _Address = Annotated[str, Meta(description='HOST or HOST:PORT, such as "192.168.
 _Addresses = Annotated[tuple[_Address, ...], Meta(description='a list such as ["10.0.0.1", "192.168.100.1:9000"]')]
 _Model = Annotated[str, Meta(min_length=1, description='the name of a model, such as "qwen"')]
 _Aliases = Annotated[tuple[_Model, ...], Meta(description='a list such as ["qwen"]')]
+_Prompt = Annotated[str, Meta(min_length=1, description="a text, such as a system prompt")]
+_Prompts = Annotated[tuple[_Prompt, ...], Meta(description='a list such as ["You are a helpful assistant."]')]
 _Defaults = Annotated[dict[str, Any], Meta(description='an object such as {"temperature": 0.2}')]
 _Secret = Annotated[str, Meta(description='a string, or "${NAME}" for an environment variable')]
 _Tokens = Annotated[int, Meta(ge=1, le=10**9, description="a number of tokens, such as 32768")]
@@ -102,6 +104,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     aliases: _Aliases = ()  # other names of the model, in requests and in servers' `model`
     context_window: _Tokens | None = None  # the most tokens of prompt and completion together; default: the model's
     defaults: _Defaults = {}  # options of requests that do not set them, such as temperature and max_tokens
+    shared_prompts: _Prompts = ()  # system prompts whose cached prefixes all API keys share; the rest stays apart
     prefill_timeout_s: _Seconds | None = None  # time limit for the prefill of a request; default: that of `policies`
     decode_timeout_s: _Seconds | None = None  # time limit for the decode of a request; default: that of `policies`
 
