@@ -198,7 +198,8 @@ def test_a_request_that_fails_over_keeps_its_salt(nodes: Nodes) -> None:
 
     async def run() -> tuple[str, dict[str, Any]]:
         async with DisaggregatedInference(load_config(config_of(*nodes))) as core:
-            text, metrics, killed = "", {}, False
+            text, killed = "", False
+            metrics: dict[str, Any] = {}
             async for delta in core.stream(max_tokens=400, cache_salt="ann", **request):  # type: ignore[arg-type]
                 text += delta.text or ""
                 metrics = delta.metrics or metrics
