@@ -221,6 +221,18 @@ class RateLimited(DisaggError, status=429):
         self.caller = caller
 
 
+class ConcurrencyExceeded(RateLimited):
+    """The key has as many requests at once as it may have."""
+
+
+class TokensPerMinuteExceeded(RateLimited):
+    """The key has used its tokens of this minute."""
+
+
+class TokensPerDayExceeded(RateLimited):
+    """The key has used its tokens of this day."""
+
+
 class NotOffered(DisaggError, status=501):
     """The cluster does not support this part of the API."""
 

@@ -19,7 +19,8 @@ from starlette.routing import Route
 from disaggregated_inference.cluster import load_config
 from disaggregated_inference.errors import BadRequest, ConfigError, DisaggError, RateLimited, Unauthorized
 from disaggregated_inference.gateway.app import gateway_app
-from disaggregated_inference.gateway.auth import AuthMiddleware, Bucket, Caller, Keys, require_keys
+from disaggregated_inference.gateway.auth import AuthMiddleware, Caller, Keys, require_keys
+from disaggregated_inference.gateway.budgets import Bucket
 from disaggregated_inference.gateway.cluster import routes as cluster
 from disaggregated_inference.gateway.key_file import keys_of, new_key
 from disaggregated_inference.gateway.ollama import routes as ollama
@@ -60,7 +61,7 @@ def with_gateway(keys: Keys, ask: Callable[[Ask], Awaitable[None]]) -> None:
             handlers: Any = {DisaggError: lambda request, error: describe(request, error)}
             app = Starlette(routes=routes, middleware=guards, exception_handlers=handlers)
             app.state.core = core
-            cluster.attach(app)
+            cluster.attach(app, keys)
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
                 await ask(client.request)
 
@@ -249,7 +250,9 @@ def test_a_new_key_is_stored_as_its_hash(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
     keys = Keys.load(path)
     assert keys.caller([first.encode()]).name == "ann"
-    assert keys.caller([second.encode()]) == Caller(name="bob", models=("coder",), per_minute=30)
+    owner = hashlib.sha256(second.encode()).hexdigest()
+    assert keys.caller([second.encode()]) == Caller(name="bob", models=("coder",), owner=owner)
+    assert json.loads(text)["keys"][1]["per_minute"] == 30
     with pytest.raises(Unauthorized):
         keys.caller([b"sk-disagg-other"])
     with pytest.raises(ConfigError, match="same name"):
@@ -262,7 +265,9 @@ def test_a_new_key_is_stored_as_its_hash(tmp_path: Path) -> None:
 def test_keys_in_toml(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(f'[[keys]]\nname = "ann"\nkey_hash = "{key_hash("k")}"\nper_minute = 5\n')
-    assert Keys.load(path).caller([b"k"]).per_minute == 5
+    budget = Keys.load(path).budget("ann")
+    assert budget
+    assert budget.headers()["x-ratelimit-limit-requests"] == "5"
     assert len(Keys.load(None)) == 0
 
 
@@ -279,6 +284,12 @@ def test_keys_in_toml(tmp_path: Path) -> None:
         ({"keys": [{"name": "a", "key_hash": key_hash("a"), "modles": ["x"]}]}, "modles"),
         ({"keys": [{"name": "a", "key_hash": key_hash("a"), "models": []}]}, "models"),
         ({"keys": [{"name": "a", "key_hash": key_hash("a"), "per_minute": 0}]}, "per_minute"),
+        ({"keys": [{"name": "a", "key_hash": key_hash("a"), "concurrency": 0}]}, "concurrency"),
+        ({"keys": [{"name": "a", "key_hash": key_hash("a"), "concurrency": 1.5}]}, "concurrency"),
+        ({"keys": [{"name": "a", "key_hash": key_hash("a"), "tokens_per_minute": -1}]}, "tokens_per_minute"),
+        ({"keys": [{"name": "a", "key_hash": key_hash("a"), "tokens_per_day": "1M"}]}, "tokens_per_day"),
+        ({"keys": [{"name": "a", "key_hash": key_hash("a"), "tokens_per_week": 1}]}, "tokens_per_week"),
+        ({"keys": [{"name": "a", "key_hash": key_hash("a"), "group": ""}]}, "group"),
         ({"keys": [{"name": each, "key_hash": key_hash("a")} for each in "ab"]}, "same key_hash"),
         ({"keys": [{"name": "a", "key_hash": key_hash(each)} for each in "ab"]}, "same name"),
     ],
@@ -293,17 +304,23 @@ def test_invalid_key_files_are_refused(tmp_path: Path, content: Any, words: str)
         Keys.load(tmp_path / "none.json")
 
 
+def begin(keys: Keys, caller: Caller) -> None:
+    budget = keys.budget(caller.name)
+    assert budget
+    budget.begin()
+
+
 def test_a_reload_keeps_the_buckets(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     slow, gone = new_key("slow", path, per_minute=1), new_key("gone", path)
     keys = Keys.load(path)
     caller = keys.caller([slow.encode()])
-    keys.count(caller)
+    begin(keys, caller)
     kept = [entry for entry in json.loads(path.read_text())["keys"] if entry["name"] == "slow"]
     path.write_text(json.dumps({"keys": kept}))
     keys.reload(path)
     with pytest.raises(RateLimited):
-        keys.count(keys.caller([slow.encode()]))
+        begin(keys, caller)
     with pytest.raises(Unauthorized):
         keys.caller([gone.encode()])
     path.write_text("{")

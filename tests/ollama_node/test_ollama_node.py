@@ -111,6 +111,23 @@ def test_a_prompt_is_warmed_and_nothing_is_claimed(front: Front, ollama: Recorde
     assert front.ask("/prefill/abc", method="DELETE")[0] == 404
 
 
+def test_a_request_with_a_salt_is_told_nothing_of_the_cache(front: Front, ollama: RecordedOllama) -> None:
+    """All callers share Ollama's cache. Without a salt, the speed and an old version's count tell what was cached."""
+    new, known = {"prompt": "one two three", "max_tokens": 1}, {"prompt": "four five six", "max_tokens": 1}
+    front.ask("/generate", known)
+    speeds = [front.ask("/generate", body)[1]["metrics"]["prefill_speed"] for body in (new, known)]
+    assert speeds[0]
+    assert speeds[1] is None
+    new = {"prompt": "seven eight nine", "max_tokens": 1}
+    for body in (new, known):
+        told = front.ask("/generate", body | {"cache_salt": "mine"})[1]["metrics"]
+        assert (told["prefill_speed"], told["prompt_tokens"]) == (None, 3)
+    ollama.version = front.node.version = "0.3.9"
+    for body in ({"prompt": "new words", "max_tokens": 1}, known):
+        told = front.ask("/generate", body | {"cache_salt": "mine"})[1]["metrics"]
+        assert (told["prefill_speed"], told["prompt_tokens"]) == (None, None)
+
+
 def test_what_another_process_had_read_is_no_reading(front: Front, ollama: RecordedOllama) -> None:
     """Two nodes in front of one Ollama, as the set-up documents have them: neither knows what the other sent."""
     other = Front(ollama.url, role="decode")

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disaggregated_inference.kv import Salt
 from disaggregated_inference.orchestrator.prefix_index import PrefixIndex
 
 HERE = {"a": "1", "b": "1"}
@@ -114,3 +115,15 @@ def test_never_more_than_the_bound(notes: list[tuple[str, list[int]]], max_block
         remembered.add(node, "1", tokens)
         assert len(remembered) <= max_blocks
         assert remembered.lookup(tokens, {node: "1"}).get(node, 0) == 2 * min(len(tokens) // 2, max_blocks)
+
+
+def test_salts_are_kept_apart_beyond_what_is_shared() -> None:
+    remembered = PrefixIndex(block_tokens=4)
+    ann, bob = Salt("ann"), Salt("bob")
+    remembered.add("a", "1", range(16), ann)
+    assert remembered.lookup(range(16), HERE, ann) == {"a": 16}
+    assert remembered.lookup(range(16), HERE, bob) == {}
+    assert remembered.lookup(range(16), HERE) == {}
+    remembered.add("a", "1", range(16), ann._replace(shared_tokens=9))
+    assert remembered.lookup(range(16), HERE, bob._replace(shared_tokens=9)) == {"a": 8}
+    assert remembered.lookup(range(16), HERE, bob) == {}

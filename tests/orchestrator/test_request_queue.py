@@ -24,13 +24,17 @@ class Crowd:
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self._ends: dict[str, asyncio.Event] = {}
 
-    async def come(self, name: str, model: str = "m", priority: int = 0, deadline: float = math.inf) -> None:
-        self.send(name, model, priority, deadline)
+    async def come(
+        self, name: str, model: str = "m", priority: int = 0, deadline: float = math.inf, caller: str = ""
+    ) -> None:
+        self.send(name, model, priority, deadline, caller)
         await settle()
 
-    def send(self, name: str, model: str = "m", priority: int = 0, deadline: float = math.inf) -> None:
+    def send(
+        self, name: str, model: str = "m", priority: int = 0, deadline: float = math.inf, caller: str = ""
+    ) -> None:
         self._ends[name] = asyncio.Event()
-        self.tasks[name] = asyncio.create_task(self._run(name, model, priority, deadline))
+        self.tasks[name] = asyncio.create_task(self._run(name, model, priority, deadline, caller))
 
     async def end(self, name: str) -> None:
         self._ends[name].set()
@@ -45,8 +49,8 @@ class Crowd:
             end.set()
         return list(await asyncio.gather(*self.tasks.values(), return_exceptions=True))
 
-    async def _run(self, name: str, model: str, priority: int, deadline: float) -> None:
-        async with self.line.turn(model, priority, deadline):
+    async def _run(self, name: str, model: str, priority: int, deadline: float, caller: str) -> None:
+        async with self.line.turn(model, priority, deadline, caller):
             self.started.append(name)
             await self._ends[name].wait()
 
@@ -454,3 +458,96 @@ def test_no_place_is_lost_and_none_is_taken_twice(steps: list[tuple[Any, ...]], 
         await trial.finish()
 
     run(scene())
+
+
+# Callers
+
+
+def in_a_loop(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)
+
+
+def test_another_callers_first_request_waits_only_for_the_running_ones() -> None:
+    async def run() -> None:
+        crowd = Crowd(RequestQueue(256, 2))
+        for number in range(200):
+            await crowd.come(f"ann {number}", caller="ann")
+        await crowd.come("bob 0", caller="bob")
+        assert crowd.started == ["ann 0", "ann 1"]
+        await crowd.end("ann 0")
+        assert crowd.started[2:] == ["bob 0"]
+        await crowd.end_all()
+
+    in_a_loop(run())
+
+
+def test_callers_take_turns() -> None:
+    async def run() -> None:
+        crowd = Crowd(RequestQueue(256, 1))
+        await crowd.come("first", caller="ann")
+        for name in ("a1", "a2", "a3", "b1", "b2", "c1"):
+            await crowd.come(name, caller=name[0])
+        order = ["first"]
+        while len(order) < 7:
+            await crowd.end(order[-1])
+            order.append(crowd.started[-1])
+        assert order == ["first", "a1", "b1", "c1", "a2", "b2", "a3"]
+        await crowd.end_all()
+
+    in_a_loop(run())
+
+
+def test_priority_goes_before_turns() -> None:
+    async def run() -> None:
+        crowd = Crowd(RequestQueue(256, 1))
+        await crowd.come("a0", caller="ann")
+        await crowd.come("b0", caller="bob")
+        for name in ("a1", "a2"):
+            await crowd.come(name, caller="ann", priority=1)
+        for name in ("a0", "a1", "a2"):
+            await crowd.end(name)
+        assert crowd.started == ["a0", "a1", "a2", "b0"]
+        await crowd.end_all()
+
+    in_a_loop(run())
+
+
+def test_a_caller_that_filled_the_queue_leaves_a_share_to_others() -> None:
+    async def run() -> None:
+        line = RequestQueue(8, 1)
+        crowd = Crowd(line)
+        for number in range(9):
+            await crowd.come(f"ann {number}", caller="ann")
+        with pytest.raises(QueueFull):
+            async with line.turn("m", caller="ann"):
+                pass
+        for number in range(4):  # half of the queue
+            await crowd.come(f"bob {number}", caller="bob")
+        assert line.waiting == 12
+        for caller in ("ann", "bob"):
+            with pytest.raises(QueueFull):
+                async with line.turn("m", caller=caller):
+                    pass
+        await crowd.end("ann 0")
+        assert crowd.started == ["ann 0", "bob 0"]
+        await crowd.end_all()
+        assert line.waiting == 0
+
+    in_a_loop(run())
+
+
+def test_callers_without_requests_are_forgotten() -> None:
+    async def run() -> None:
+        line = RequestQueue(8, 1)
+        crowd = Crowd(line)
+        await crowd.come("a0", caller="ann")
+        await crowd.come("a1", caller="ann")
+        await crowd.come("b0", caller="bob")
+        await crowd.end("a0")
+        await crowd.cancel("a1")
+        await crowd.end("b0")
+        assert crowd.started == ["a0", "b0"]
+        queue = line._queue("m")
+        assert (queue.running_of, queue.last_turn_of, queue.running) == ({}, {}, 0)
+
+    in_a_loop(run())

@@ -85,17 +85,18 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
     operation: str = ""  # by OpenTelemetry's names: chat, text_completion
     n: int = 1  # choices
+    caller: str = ""  # for budgets and counters; neither clients nor the history see it
 
     def metrics(self) -> dict[str, Any]:
         """The part that a client gets beside its answer, as plain values."""
         return _without(plain(self), _HISTORY_ONLY, ("energy_wh", "cost"))
 
     def row(self) -> dict[str, Any]:
-        """All of it as plain values, for the history."""
-        return _without(plain(self), (), ("energy_wh", "cost", "error"))
+        """Nearly all of it as plain values, for the history."""
+        return _without(plain(self), ("caller",), ("energy_wh", "cost", "error"))
 
 
-_HISTORY_ONLY = ("ok", "outcome", "error", "time", "finish_reason", "operation", "n")
+_HISTORY_ONLY = ("ok", "outcome", "error", "time", "finish_reason", "operation", "n", "caller")
 
 
 def _without(row: dict[str, Any], dropped: tuple[str, ...], if_none: tuple[str, ...]) -> dict[str, Any]:

@@ -2,27 +2,32 @@
 
 import re
 import secrets
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 
 from disaggregated_inference.api.sampling import (
     MAX_CHOICES,
+    CacheSalt,
+    ClientSalt,
     Count,
     Logprobs,
     OutputFormat,
     SamplingParams,
     ScoredTokens,
     Seconds,
+    SharedTokens,
     Temperature,
     TokenId,
     WaitSeconds,
 )
 from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.kv import Salt
 
 _TICKET = re.compile(r"[\w.:-]{1,200}", re.ASCII)
 _REQUEST_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
 MAX_KV_ADDRESSES = 16
+CallerName = Annotated[str, msgspec.Meta(max_length=100)]
 DEFAULT_TEMPERATURE = 0.2
 DEFAULT_NODE_TOKENS = 256  # of an answer, where a request to a node names no limit
 
@@ -41,6 +46,8 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     kv_addresses: tuple[str, ...] = ()  # where the caller reaches this node's KV port, best first
     prompt_logprobs: Logprobs | None = None  # they go with the KV: `/decode` asks for as many
     scored_tokens: ScoredTokens = 0  # of the prompt, whose logprobs are known: only later ones are computed
+    cache_salt: CacheSalt = ""  # only requests with the same salt share prefixes; the same as of `/decode`
+    shared_tokens: SharedTokens = 0  # of the prompt, which may be found and left in the cache without a salt
 
     def __post_init__(self) -> None:
         if len(self.kv_addresses) > MAX_KV_ADDRESSES:
@@ -51,6 +58,10 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise BadRequest("inline carries no prompt_logprobs: leave one of them out", "prompt_logprobs")
         if self.ticket is not None and not _TICKET.fullmatch(self.ticket):
             raise BadRequest("a ticket id has 1 to 200 characters, of A-Z a-z 0-9 . _ : -")
+
+    @property
+    def salt(self) -> Salt:
+        return Salt(self.cache_salt, self.shared_tokens)
 
 
 class PrefillMetrics(msgspec.Struct, frozen=True):
@@ -79,6 +90,8 @@ class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=
     queue_s: WaitSeconds = 30.0  # the part of it that the request may wait for memory
     progress: bool = False  # a stream also reports how much of the prompt has arrived
     scored_tokens: ScoredTokens = 0  # of the prompt, whose logprobs an earlier attempt has brought
+    cache_salt: CacheSalt = ""  # only requests with the same salt share prefixes
+    shared_tokens: SharedTokens = 0  # of the prompt, which may be found and left in the cache without a salt
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,6 +99,10 @@ class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=
             raise BadRequest("a continued completion has one choice: give written and choice with n = 1")
         if not 0 <= self.choice < MAX_CHOICES:
             raise BadRequest(f"choice must be between 0 and {MAX_CHOICES - 1}, not {self.choice}")
+
+    @property
+    def salt(self) -> Salt:
+        return Salt(self.cache_salt, self.shared_tokens)
 
     def seeded(self) -> "GenerationParams":
         """With a seed to report and to continue with, if the answer is sampled and the request has none."""
@@ -153,6 +170,8 @@ class GenerateOptions(TypedDict, total=False):
     response_format: the same in OpenAI's form
     timeout: seconds for the whole request
     priority: higher first, while requests wait
+    caller: a name; callers take turns while requests wait
+    cache_salt: requests share cached prefixes only with requests of the same salt; default: with all without one
     progress: a stream also reports how much of the prompt was read
     request_id: the request's name in logs and history
     model_type: an older name for model
@@ -183,6 +202,8 @@ class GenerateOptions(TypedDict, total=False):
     response_format: dict[str, Any] | None
     timeout: float | None
     priority: int | None
+    caller: str | None
+    cache_salt: str | None
     progress: bool | None
     request_id: str | None
 
@@ -204,6 +225,8 @@ class GenerateRequest(SamplingParams, frozen=True, kw_only=True, forbid_unknown_
     temperature: Temperature = DEFAULT_TEMPERATURE
     timeout: Seconds | None = None
     priority: int = 0
+    caller: CallerName = ""
+    cache_salt: ClientSalt | None = None
     progress: bool = False
     request_id: str = "-"
 

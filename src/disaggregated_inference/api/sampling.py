@@ -29,6 +29,9 @@ MaxTokens = Annotated[int, Meta(ge=1, le=1 << 31)]  # what public APIs accept
 EchoMaxTokens = Annotated[int, Meta(ge=0, le=1 << 31)]  # the same where 0 means: the prompt alone
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
+CacheSalt = Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9_.:-]*\Z")]  # as nodes get it
+ClientSalt = Annotated[str, Meta(min_length=1, max_length=256)]  # as clients give it
+SharedTokens = Annotated[int, Meta(ge=0, le=1 << 31)]
 WaitSeconds = Annotated[float, Meta(ge=0, le=86400)]
 
 

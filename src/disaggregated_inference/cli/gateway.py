@@ -62,9 +62,24 @@ def make_key(
     model: Annotated[
         list[str] | None, typer.Option(help="Model that the key may use; repeatable. Default: all.")
     ] = None,
+    group: Annotated[
+        str | None, typer.Option(help='Group of the key, for `policies.prefix_sharing = "group"`. Default: none.')
+    ] = None,
     per_minute: Annotated[float | None, typer.Option(min=0.001, help="Requests per minute. Default: no limit.")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at once. Default: no limit.")] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of prompts and completions per minute. Default: no limit.")
+    ] = None,
+    tokens_per_day: Annotated[int | None, typer.Option(min=1, help="The same per day, in UTC. Default: none.")] = None,
 ) -> None:
     """Create an API key and print it. It cannot be printed again: the file stores only its hash."""
-    from disaggregated_inference.gateway.key_file import new_key
+    from disaggregated_inference.gateway.key_file import KeyLimits, new_key
 
-    typer.echo(new_key(name, file, tuple(model or ()), per_minute))
+    limits: KeyLimits = {
+        "group": group,
+        "per_minute": per_minute,
+        "concurrency": concurrency,
+        "tokens_per_minute": tokens_per_minute,
+        "tokens_per_day": tokens_per_day,
+    }
+    typer.echo(new_key(name, file, tuple(model or ()), **limits))

@@ -1,7 +1,14 @@
 """The cluster file: servers, models, links and policies."""
 
 from disaggregated_inference.cluster.bearer_token import read_token, without_token
-from disaggregated_inference.cluster.config import ClusterConfig, ModelOptions, Policies, Server, load_config
+from disaggregated_inference.cluster.config import (
+    ClusterConfig,
+    ModelOptions,
+    Policies,
+    PrefixSharing,
+    Server,
+    load_config,
+)
 from disaggregated_inference.cluster.model_match import ModelMatch, bare_name
 from disaggregated_inference.cluster.reader import read_file
 
@@ -10,6 +17,7 @@ __all__ = [
     "ModelMatch",
     "ModelOptions",
     "Policies",
+    "PrefixSharing",
     "Server",
     "bare_name",
     "load_config",

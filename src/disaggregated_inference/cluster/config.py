@@ -33,6 +33,8 @@ PORTS = {"prefill": 8000, "decode": 8001, "both": 8001}  # the defaults of `disa
 Role = Literal["prefill", "decode", "both"]
 _Role = Annotated[Role, Meta(description='"prefill", "decode" or "both"')]
 _Local = Annotated[Literal["auto", "never", "always"], Meta(description='"auto", "never" or "always"')]
+PrefixSharing = Literal["key", "group", "shared"]
+_PrefixSharing = Annotated[PrefixSharing, Meta(description='"key", "group" or "shared"')]
 _Flag = Annotated[bool, Meta(description="true or false")]
 _Text = Annotated[str, Meta(description="a string")]
 _Host = Annotated[str, Meta(min_length=1, description='a host name or address, such as "169.254.150.103"')]
@@ -41,6 +43,8 @@ _Address = Annotated[str, Meta(description='HOST or HOST:PORT, such as "192.168.
 _Addresses = Annotated[tuple[_Address, ...], Meta(description='a list such as ["10.0.0.1", "192.168.100.1:9000"]')]
 _Model = Annotated[str, Meta(min_length=1, description='the name of a model, such as "qwen"')]
 _Aliases = Annotated[tuple[_Model, ...], Meta(description='a list such as ["qwen"]')]
+_Prompt = Annotated[str, Meta(min_length=1, description="a text, such as a system prompt")]
+_Prompts = Annotated[tuple[_Prompt, ...], Meta(description='a list such as ["You are a helpful assistant."]')]
 _Defaults = Annotated[dict[str, Any], Meta(description='an object such as {"temperature": 0.2}')]
 _Secret = Annotated[str, Meta(description='a string, or "${NAME}" for an environment variable')]
 _Tokens = Annotated[int, Meta(ge=1, le=10**9, description="a number of tokens, such as 32768")]
@@ -100,6 +104,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     aliases: _Aliases = ()  # other names of the model, in requests and in servers' `model`
     context_window: _Tokens | None = None  # the most tokens of prompt and completion together; default: the model's
     defaults: _Defaults = {}  # options of requests that do not set them, such as temperature and max_tokens
+    shared_prompts: _Prompts = ()  # system prompts whose cached prefixes all API keys share; the rest stays apart
     prefill_timeout_s: _Seconds | None = None  # time limit for the prefill of a request; default: that of `policies`
     decode_timeout_s: _Seconds | None = None  # time limit for the decode of a request; default: that of `policies`
 
@@ -120,6 +125,7 @@ class Policies(msgspec.Struct, frozen=True, kw_only=True):
     history_file: _Text = ""  # SQLite file that keeps a hundred times as many finished requests
     electricity_price_per_kwh: _Price | None = None  # the price of electricity, for cost per request
     strict_models: _Flag = False  # whether a node that names its model otherwise gets no requests
+    prefix_sharing: _PrefixSharing = "key"  # which API keys share cached prefixes: none, those of a group, all
 
 
 class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):

@@ -39,7 +39,8 @@ def gateway_app(core: DisaggregatedInference, keys: Keys, cors_origins: tuple[st
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False  # a redirect would follow the Host header of the request
     app.state.core = core
-    cluster.attach(app)
+    core.on_end.append(keys.ended)
+    cluster.attach(app, keys)
     return app
 
 

@@ -3,18 +3,18 @@
 import hashlib
 import hmac
 import logging
-import math
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 
 import msgspec
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from disaggregated_inference.cluster import ClusterConfig, ModelOptions, bare_name
+from disaggregated_inference.api import RequestRecord
+from disaggregated_inference.cluster import ClusterConfig, ModelOptions, PrefixSharing, bare_name
 from disaggregated_inference.errors import BadRequest, NotForThisKey, RateLimited, Unauthorized
+from disaggregated_inference.gateway.budgets import Budget
 from disaggregated_inference.gateway.key_file import HOW, Key, read_keys
 from disaggregated_inference.http import is_loopback, request_id
 
@@ -31,7 +31,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str = "anyone"
     models: tuple[str, ...] = ()
-    per_minute: float | None = None
+    owner: str = ""  # hash of the key; empty where no keys are needed
+    group: str = ""
     known: bool = True  # False: a caller without a key at a gateway that has keys
 
     def may_use(self, model: str) -> bool:
@@ -44,6 +45,17 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
             raise NotForThisKey(
                 f"the key {self.name!r} is limited to {', '.join(self.models)}; this path shows all models"
             )
+
+    def cache_salt(self, sharing: PrefixSharing, wish: str | None = None) -> str | None:
+        """Callers with the same salt share cached prefixes. `wish`: the client's own salt. It separates further, and
+        never joins what is apart. A hash: nodes need not know who asks."""
+        whose = self._namespace(sharing)
+        return hashlib.sha256(msgspec.json.encode((whose, wish))).hexdigest() if whose or wish else None
+
+    def _namespace(self, sharing: PrefixSharing) -> tuple[str, str] | None:
+        if sharing == "shared" or not self.owner:
+            return None
+        return ("group", self.group) if sharing == "group" and self.group else ("key", self.owner)
 
     def among(self, config: ClusterConfig) -> "Caller":
         """The caller with the names that its models have in the config. Only names and aliases count, never a part of
@@ -62,30 +74,12 @@ def _config_name(model: str, config: ClusterConfig) -> str:
     return model
 
 
-class Bucket:
-    """A token bucket: `per_minute` requests a minute, in a burst if need be. One for each key in the file."""
-
-    def __init__(self, per_minute: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._size, self._per_s, self._clock = max(1.0, per_minute), per_minute / 60, clock
-        self._left, self._updated_at = self._size, clock()
-
-    def take(self) -> float:
-        """Take one. Returns the seconds to wait for it; 0: it was taken."""
-        now = self._clock()
-        self._left = min(self._size, self._left + (now - self._updated_at) * self._per_s)
-        self._updated_at = now
-        if self._left < 1:
-            return (1 - self._left) / self._per_s
-        self._left -= 1
-        return 0.0
-
-
 class Keys:
     """The keys of a gateway. Without any key, everyone may call."""
 
-    def __init__(self, keys: Iterable[Key] = (), clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._callers: dict[bytes, tuple[Caller, Bucket | None]] = {}
+    def __init__(self, keys: Iterable[Key] = ()) -> None:
+        self._callers: dict[bytes, Caller] = {}
+        self._budgets: dict[str, Budget] = {}
         self._replace(tuple(keys))
 
     @classmethod
@@ -93,20 +87,21 @@ class Keys:
         return cls(read_keys(path))
 
     def reload(self, path: str | Path | None) -> None:
-        """An error in the file is raised, and the old keys stay. A key that stays keeps its bucket."""
+        """An error in the file is raised, and the old keys stay. A name that stays keeps what it has used."""
         self._replace(read_keys(path))
 
     def _replace(self, keys: tuple[Key, ...]) -> None:
-        new: dict[bytes, tuple[Caller, Bucket | None]] = {}
+        self._callers = {key.digest: _caller(key) for key in keys}
+        self._budgets = {key.name: self._budgets.get(key.name) or Budget(key) for key in keys}
         for key in keys:
-            caller = Caller(name=key.name, models=key.models or (), per_minute=key.per_minute)
-            bucket = Bucket(key.per_minute, self._clock) if key.per_minute else None
-            before = self._callers.get(key.digest)
-            new[key.digest] = before if before and before[0] == caller else (caller, bucket)
-        self._callers = new
+            self._budgets[key.name].limit_by(key)
 
     def __len__(self) -> int:
         return len(self._callers)
+
+    @property
+    def names(self) -> Container[str]:
+        return self._budgets
 
     def caller(self, keys: Iterable[bytes]) -> Caller:
         """The caller that one of these keys belongs to."""
@@ -114,18 +109,24 @@ class Keys:
             return Caller()
         digests = [hashlib.sha256(key).digest() for key in keys]
         found: list[Caller] = []
-        for known, (caller, _) in self._callers.items():  # always all: the time it takes must not tell anything
+        for known, caller in self._callers.items():  # always all: the time it takes must not tell anything
             found += [caller for digest in digests if hmac.compare_digest(digest, known)]
         if not found:
             raise Unauthorized("missing or unknown API key: send Authorization: Bearer KEY, or x-api-key: KEY")
         return found[0]
 
-    def count(self, caller: Caller) -> None:
-        """Count a request against the limit of its key."""
-        bucket = next((bucket for known, bucket in self._callers.values() if known == caller), None)
-        if bucket and (wait_s := bucket.take()):
-            limit = f"the key {caller.name!r} is limited to {caller.per_minute:g} requests a minute"
-            raise RateLimited(limit, math.ceil(wait_s), caller.name)
+    def budget(self, name: str) -> Budget | None:
+        return self._budgets.get(name)
+
+    def ended(self, record: RequestRecord) -> None:
+        """Count the tokens of a request. A request that was refused or failed without output costs nothing."""
+        served = record.outcome in ("ok", "cancelled") and record.attempts > 0
+        if (budget := self.budget(record.caller)) and (served or record.completion_tokens):
+            budget.spend(record.total_tokens)
+
+
+def _caller(key: Key) -> Caller:
+    return Caller(name=key.name, models=key.models or (), owner=key.digest.hex(), group=key.group or "")
 
 
 class AuthMiddleware:
@@ -140,10 +141,23 @@ class AuthMiddleware:
             return await self._app(scope, receive, send)
         try:
             caller = self._admit(scope)
+            budget = self._begin(scope, caller)
         except (Unauthorized, RateLimited) as error:
             return await self._refuse(scope, error)(scope, receive, send)
         scope["state"] = dict(scope.get("state") or {}) | {"caller": caller}
-        await self._app(scope, receive, send)
+        if budget is None:
+            return await self._app(scope, receive, send)
+        try:
+            await self._app(scope, receive, _with_limits(send, budget))
+        finally:
+            budget.end()
+
+    def _begin(self, scope: Scope, caller: Caller) -> Budget | None:
+        """Only generation is limited, not lists and metrics."""
+        budget = self._keys.budget(caller.name) if scope["method"] == "POST" else None
+        if budget:
+            budget.begin()
+        return budget
 
     def _admit(self, scope: Scope) -> Caller:
         try:
@@ -152,8 +166,6 @@ class AuthMiddleware:
             if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
                 return Caller(name="unknown", known=False)
             raise
-        if scope["method"] == "POST":  # only generation is limited, not lists and metrics
-            self._keys.count(caller)
         return caller.among(scope["app"].state.core.config)
 
     def _refuse(self, scope: Scope, error: Unauthorized | RateLimited) -> Response:
@@ -163,8 +175,23 @@ class AuthMiddleware:
         caller = {"caller": error.caller} if isinstance(error, RateLimited) else {}
         extra = {"path": scope["path"], "code": error.code, "request_id": id}
         log.warning("refused: %s", error, extra=extra | caller)
-        scope["app"].state.metrics.refused(error)
-        return self._describe(connection, error)
+        scope["app"].state.metrics.refused(error, caller.get("caller", ""))
+        response = self._describe(connection, error)
+        if budget := self._keys.budget(caller.get("caller", "")):
+            response.headers.update(budget.headers())
+        return response
+
+
+def _with_limits(send: Send, budget: Budget) -> Send:
+    """With headers that say what is left."""
+
+    async def with_limits(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            limits = [(name.encode(), value.encode()) for name, value in budget.headers().items()]
+            message = {**message, "headers": [*message.get("headers", ()), *limits]}
+        await send(message)
+
+    return with_limits
 
 
 def _keys_in(scope: Scope) -> list[bytes]:

@@ -6,7 +6,7 @@ import os
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict, Unpack
 
 import msgspec
 
@@ -26,7 +26,11 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
     key_hash: Annotated[str, msgspec.Meta(pattern="^(sha256:)?[0-9a-fA-F]{64}$")]
     models: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)] | None = None
+    group: Annotated[str, msgspec.Meta(min_length=1, max_length=100)] | None = None
     per_minute: Annotated[float, msgspec.Meta(gt=0, le=1e9)] | None = None
+    concurrency: Annotated[int, msgspec.Meta(ge=1, le=10**6)] | None = None
+    tokens_per_minute: Annotated[int, msgspec.Meta(ge=1, le=10**15)] | None = None
+    tokens_per_day: Annotated[int, msgspec.Meta(ge=1, le=10**15)] | None = None
     comment: str = ""
 
     @property
@@ -67,7 +71,17 @@ def keys_of(entries: Any, place: str) -> tuple[Key, ...]:
     return found
 
 
-def new_key(name: str, file: str | Path, models: Iterable[str] = (), per_minute: float | None = None) -> str:
+class KeyLimits(TypedDict, total=False):
+    """Fields of an entry. None counts as not given."""
+
+    group: str | None
+    per_minute: float | None
+    concurrency: int | None
+    tokens_per_minute: int | None
+    tokens_per_day: int | None
+
+
+def new_key(name: str, file: str | Path, models: Iterable[str] = (), **limits: Unpack[KeyLimits]) -> str:
     """Returns a new key. The file gets its hash only: show the key once."""
     path = Path(file).expanduser()
     if path.suffix.lower() == ".toml":
@@ -75,7 +89,7 @@ def new_key(name: str, file: str | Path, models: Iterable[str] = (), per_minute:
     key = _PREFIX + secrets.token_urlsafe(32)
     entry: dict[str, Any] = {"name": name, "key_hash": "sha256:" + hashlib.sha256(key.encode()).hexdigest()}
     entry |= {"models": list(models)} if (models := tuple(models)) else {}
-    entry |= {"per_minute": per_minute} if per_minute is not None else {}
+    entry |= {field: value for field, value in limits.items() if value is not None}
     entries = [*(_entries(read_file(path), str(path)) if path.exists() else []), entry]
     keys_of(entries, str(path))
     _write(path, json.dumps({"keys": entries}, indent=2) + "\n")

@@ -1,7 +1,8 @@
 """Metrics for Prometheus: counters and histograms of finished requests, and gauges of the cluster's status.
 
 The names are those of OpenTelemetry's GenAI conventions and of vLLM, which dashboards know; `disagg_` where neither has
-one. Labels are bounded: models and nodes of the config, error codes of errors.py and the orchestrator; else "other".
+one. Labels are bounded: models and nodes of the config, names of the key file, error codes of errors.py and the
+orchestrator; else "other".
 """
 
 import logging
@@ -48,9 +49,11 @@ STATUS_OF = _status_of()  # of every error code
 class GatewayMetrics:
     """Registers with the orchestrator. `core` is called each time: a new config brings another orchestrator."""
 
-    def __init__(self, core: Callable[[], DisaggregatedInference]) -> None:
+    def __init__(
+        self, core: Callable[[], DisaggregatedInference], keys: Callable[[], Container[str]] = lambda: ()
+    ) -> None:
         self.registry = registry = CollectorRegistry()
-        self._core, self._gauges = core, _Gauges()
+        self._core, self._keys, self._gauges = core, keys, _Gauges()
         # Labels have few values, and functools finds their series faster.
         self._histograms = {
             name: cache(Histogram(name, text, labels, buckets=buckets, registry=registry).labels)
@@ -75,10 +78,13 @@ class GatewayMetrics:
         except Exception:
             log.exception("a request was not counted", extra={"request_id": record.request_id})
 
-    def refused(self, error: Exception) -> None:
-        """Counts refusals (4xx) of the gateway or a node; other errors are no refusals."""
+    def refused(self, error: Exception, key: str = "") -> None:
+        """Counts refusals (4xx) of the gateway or a node; other errors are no refusals. `key`: whose budget it was."""
         if isinstance(error, DisaggError) and 400 <= error.status < 499:
-            self._add("disagg_refused", 1, _one_of(error.code, STATUS_OF))
+            reason = _one_of(error.code, STATUS_OF)
+            self._add("disagg_refused", 1, reason)
+            if key:
+                self._add("disagg_key_refused", 1, _one_of(key, self._keys()), reason)
 
     def _add(self, name: str, value: float, *labels: str) -> None:
         self._counters[name](*labels).inc(value)
@@ -95,6 +101,7 @@ class GatewayMetrics:
         self._count_transfer(model, record)
         self._count_failovers(record)
         self._count_nodes(record)
+        self._count_key(record)
         for name, value in (("disagg_energy_wh", record.energy_wh), ("disagg_cost", record.cost)):
             if value is not None:  # unknown values make no series: 0 would be wrong
                 self._add(name, value, model)
@@ -146,6 +153,13 @@ class GatewayMetrics:
             self._add("disagg_failover", 1, code)
         if record.warning:
             self._add("disagg_fallback", 1, codes[-1] if codes else "no_prefill_node")
+
+    def _count_key(self, record: RequestRecord) -> None:
+        if record.caller:
+            key = _one_of(record.caller, self._keys())
+            self._add("disagg_key_requests", 1, key, record.outcome)
+            self._add("disagg_key_tokens", record.prompt_tokens, key, "prompt")
+            self._add("disagg_key_tokens", record.completion_tokens, key, "completion")
 
     def _count_nodes(self, record: RequestRecord) -> None:
         """Energy over tokens is joules per token of a node, for prefill and decode."""
@@ -248,6 +262,9 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "vllm:request_success": ("Successful requests, by finish reason", ("model_name", "finished_reason")),
     "disagg_requests": ("Finished requests: ok, failed, refused or cancelled", ("model", "outcome")),
     "disagg_refused": ("Refused requests (4xx), by error code", ("reason",)),
+    "disagg_key_requests": ("Finished requests of an API key", ("key", "outcome")),
+    "disagg_key_tokens": ("Tokens of an API key's requests: prompt and completion", ("key", "kind")),
+    "disagg_key_refused": ("Requests beyond a budget of their API key, by error code", ("key", "reason")),
     "disagg_kv_transfer_bytes": ("KV bytes that moved between nodes", _MODEL),
     "disagg_fallback": ("Requests whose decode node had to prefill, by the error before", ("reason",)),
     "disagg_failover": ("Failures that another node took over, by error code", ("code",)),

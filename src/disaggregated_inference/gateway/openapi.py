@@ -40,7 +40,7 @@ _STATUSES = {
     408: "The request's body did not arrive in time.",
     413: "The body, or the request's KV, is too large.",
     422: "The model does not support this: it has no chat template, or no tokenizer for structured output.",
-    429: "The API key's rate limit is exceeded.",
+    429: "A budget of the API key is exceeded: requests or tokens, in a time or at once.",
     500: "Internal error; the gateway's log has the reason.",
     501: "Part of an API that a cluster does not offer.",
     503: "No node can serve the request now, or the request queue is full.",

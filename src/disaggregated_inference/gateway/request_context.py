@@ -45,9 +45,11 @@ class RequestContext:
         config = self.core.config
         return {each: name for name in self.models() for each in (name, *config.options_of(name).aliases)}
 
-    def options(self) -> RequestOptions:
-        """Options of the orchestrator, besides those of the API."""
-        return {"request_id": self.id}
+    def options(self, cache_salt: str | None = None) -> RequestOptions:
+        """Options of the orchestrator, besides those of the API. `cache_salt`: the client's own."""
+        caller, sharing = self.caller, self.core.config.policies.prefix_sharing
+        options: RequestOptions = {"request_id": self.id, "cache_salt": caller.cache_salt(sharing, cache_salt)}
+        return options | ({"caller": caller.name} if caller.owner else {})
 
     def headers(self) -> dict[str, str]:
         return dict(self._headers)

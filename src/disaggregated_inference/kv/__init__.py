@@ -20,10 +20,12 @@ from disaggregated_inference.kv.fingerprint import (
 )
 from disaggregated_inference.kv.layout import KVLayout, KVSlice, LayerPlan
 from disaggregated_inference.kv.logprobs import LOWEST_LOGPROB, LogprobRows, reusable_tokens
+from disaggregated_inference.kv.salt import NO_SALT, Salt, salt_of
 from disaggregated_inference.kv.tickets import TicketBook
 
 __all__ = [
     "LOWEST_LOGPROB",
+    "NO_SALT",
     "UNKNOWN_ROUNDING",
     "Array",
     "Fingerprint",
@@ -33,6 +35,7 @@ __all__ = [
     "LayerPlan",
     "LogprobRows",
     "Pair",
+    "Salt",
     "TicketBook",
     "WeightSample",
     "Weights",
@@ -42,6 +45,7 @@ __all__ = [
     "require_dtype",
     "require_same_model",
     "reusable_tokens",
+    "salt_of",
     "storage_dtype",
     "without_layer_number",
 ]

@@ -145,7 +145,7 @@ class ChunkedPrefill:
     def _reuse_prefix(self, job: PrefillJob) -> Work[int]:
         """Place the longest cached prefix."""
         limit = reusable_tokens(len(job.tokens), job.scored_tokens)
-        match = self._kv_memory.prefixes.match(job.tokens, limit) if job.ticket else None
+        match = self._kv_memory.prefixes.match(job.tokens, limit, job.salt) if job.ticket else None
         if not match or not match.tokens:
             return 0
         assert job.sequence

@@ -112,7 +112,7 @@ class DecodeNode:
             self.engine.require_prompt_logprobs()
         task = self._new_task(tokens, len(tokens), params, info)
         task.waiting_tokens = len(tokens)
-        self.kv_memory.prefixes.recall(tokens)
+        self.kv_memory.prefixes.recall(tokens, params.salt)
         return self.requests.admit(task, lambda: self._runner.run_local(task))
 
     def _new_task(

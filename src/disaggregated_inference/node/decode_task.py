@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from disaggregated_inference.engines import Sequence
+from disaggregated_inference.kv import Salt
 from disaggregated_inference.node.admission import Claim
 from disaggregated_inference.node.choice import Choice
 from disaggregated_inference.node.generation import Generation
@@ -32,6 +33,10 @@ class DecodeTask:
     renew_at: float = 0.0
     first_token_at: float = 0.0
     kv_ready_at: float = 0.0  # when decoding could begin; the first token of a transfer may come before it
+
+    @property
+    def salt(self) -> Salt:
+        return self.generation.params.salt
 
     @property
     def waits_for_memory(self) -> bool:

@@ -99,7 +99,7 @@ class KVSource:
             task.prompt = fetch_prompt(hello, context.tokens, spec.vocabulary, paths, generation.on_cancel)
             self.create_choices(task)
             paths = self.paths.ordered(context.addresses)  # a path that has just failed goes last
-        self.kv_memory.prefixes.recall(task.prompt)
+        self.kv_memory.prefixes.recall(task.prompt, task.salt)
         started = time.perf_counter()
         metrics.cached_tokens = self.scheduler.submit(self._reuse_prefix(task, context.tokens), urgent=True).result()
         generation.report_progress(metrics.cached_tokens)
@@ -206,7 +206,7 @@ class KVSource:
 
     def _reuse_prefix(self, task: DecodeTask, limit: int) -> Work[int]:
         """Place the longest cached prefix of the prompt, up to `limit` tokens; returns its length."""
-        match = self.kv_memory.prefixes.match(task.prompt or [], limit)
+        match = self.kv_memory.prefixes.match(task.prompt or [], limit, task.salt)
         if not match.tokens:
             return 0
         sequence = task.sequences[0]
@@ -221,7 +221,8 @@ class KVSource:
     @contextmanager
     def _saving(self, task: DecodeTask) -> Iterator[Insertion | None]:
         """Save arriving KV in the prefix cache; after a failure, the chunks that are complete."""
-        insertion = self.kv_memory.prefixes.insert(task.prompt) if task.prompt and task.cacheable else None
+        wanted = task.prompt and task.cacheable
+        insertion = self.kv_memory.prefixes.insert(task.prompt or [], task.salt) if wanted else None
         try:
             yield insertion
         finally:

@@ -147,7 +147,8 @@ class OpenTasks:
         for choice in task.choices:
             assert choice.sequence
             tokens = [*(task.prompt or []), *choice.tokens][: choice.sequence.length]
-            insertion = self._kv_memory.prefixes.insert(tokens) if task.prompt and task.cacheable else None
+            wanted = task.prompt and task.cacheable
+            insertion = self._kv_memory.prefixes.insert(tokens, task.salt) if wanted else None
             if insertion:
                 try:
                     for piece in self._scheduler.engine.export(choice.sequence, insertion.start):

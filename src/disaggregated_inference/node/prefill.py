@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from disaggregated_inference.api import PrefillMetrics
 from disaggregated_inference.engines import Engine
 from disaggregated_inference.errors import BadRequest, ContextTooLong, DeadlineExceeded, DisaggError, TicketRefused
-from disaggregated_inference.kv import TicketBook
+from disaggregated_inference.kv import NO_SALT, Salt, TicketBook
 from disaggregated_inference.kv_transfer import Address, Outbox, encode_inline
 from disaggregated_inference.node.chunked_prefill import ChunkedPrefill
 from disaggregated_inference.node.context import PrefillContext, prompt_hash
@@ -68,6 +68,7 @@ class PrefillNode:
         timeout_s: float = 60.0,
         prompt_logprobs: int | None = None,
         scored_tokens: int = 0,
+        salt: Salt = NO_SALT,
     ) -> "tuple[PrefillContext, Future[PrefillMetrics]]":
         """Start a prefill. The KV can be fetched with the context at once; the future ends with the prefill. `host` is
         where the client reached this node; it replaces wildcard KV addresses. `wait_s` limits the wait for memory,
@@ -78,7 +79,7 @@ class PrefillNode:
             self.engine.require_prompt_logprobs()
             scored = scored_tokens
         outbox = Outbox(tokens, prompt_logprobs)
-        job = PrefillJob(list(tokens), ticket_id or secrets.token_urlsafe(16), outbox, deadline, scored)
+        job = PrefillJob(list(tokens), ticket_id or secrets.token_urlsafe(16), outbox, deadline, salt, scored)
         ticket = self.tickets.issue(self.engine.fingerprint, lambda: self._end(job), job.ticket)
         self.jobs[ticket.id] = job
         job.outbox.on_released = lambda: self.chunked_prefill.close_soon(job)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from disaggregated_inference.api import PrefillMetrics
 from disaggregated_inference.engines import Sequence
 from disaggregated_inference.errors import Cancelled
+from disaggregated_inference.kv import NO_SALT, Salt
 from disaggregated_inference.kv_transfer import Outbox
 from disaggregated_inference.node.admission import Claim
 
@@ -20,6 +21,7 @@ class PrefillJob:
     ticket: str = ""  # empty: the canary prompt of a peer check
     outbox: Outbox = field(default_factory=Outbox)
     deadline: float = math.inf
+    salt: Salt = NO_SALT  # of its prefixes
     scored_tokens: int | None = None  # with prompt logprobs: how many tokens have theirs already
     future: "Future[PrefillMetrics]" = field(default_factory=Future)
     admitted: "Future[None]" = field(default_factory=Future)

@@ -21,7 +21,7 @@ class PrefixWriter:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="prefix-writer")
 
     def save(self, job: PrefillJob) -> None:
-        insertion = self._kv_memory.prefixes.insert(job.tokens) if job.ticket and not job.ended else None
+        insertion = self._kv_memory.prefixes.insert(job.tokens, job.salt) if job.ticket and not job.ended else None
         if insertion is None:
             return
 

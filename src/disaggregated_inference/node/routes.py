@@ -68,6 +68,7 @@ def _prefill_routes(served: Node) -> list[Route]:
             params.timeout_s,
             params.prompt_logprobs,
             params.scored_tokens,
+            params.salt,
         )
         request.state.started = True
         context = msgspec.structs.replace(context, addresses=addresses or context.addresses)
@@ -93,7 +94,7 @@ def _prefill_routes(served: Node) -> list[Route]:
 
     def read_tokens(params: PrefillRequest) -> list[int]:
         tokens = prompt_tokens(params, model)
-        node.kv_memory.prefixes.recall(tokens)
+        node.kv_memory.prefixes.recall(tokens, params.salt)
         return tokens
 
     def add_cache(response: PrefillResponse, tokens: list[int]) -> Response:

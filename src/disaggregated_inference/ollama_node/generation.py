@@ -118,8 +118,12 @@ class OllamaGeneration:
         self._measure()
 
     def _count_prompt(self, count: int | None) -> int | None:
+        """An old version counts only tokens that are not cached. For a request with a salt that would tell what others
+        have sent, because all share Ollama's cache: so it gets no count."""
         if version_of(self._node.version) >= COUNTS_ALL:
             return count or None
+        if self._params.cache_salt:
+            return None
         return self._node.prompts.count(self._key, count)
 
     def _require_not_cut(self) -> None:
@@ -153,7 +157,8 @@ class OllamaGeneration:
         if decode_speed and not was_computed(metrics.prefill_time, 1 / decode_speed):
             return
         node.prompt_tokens += tokens
-        metrics.prefill_speed = tokens / metrics.prefill_time
+        if not self._params.cache_salt:  # no speed means that the prompt is not new: perhaps another caller sent it
+            metrics.prefill_speed = tokens / metrics.prefill_time
         if decode_speed:
             node.prefill_rates.record(tokens, tokens, metrics.prefill_time)
 

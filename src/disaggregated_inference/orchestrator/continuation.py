@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from disaggregated_inference.api import DecodeRequest, GenerateRequest, StreamEvent
+from disaggregated_inference.kv import Salt, salt_of
 from disaggregated_inference.orchestrator.attempt import Attempt
 from disaggregated_inference.orchestrator.cluster_view import Route, RouteRequest
 from disaggregated_inference.orchestrator.node_client import NodeRefused
@@ -25,6 +26,7 @@ class Continuation(Protocol):
     separate_choices: bool  # each choice is a request of its own from the start
     can_transfer_kv: bool  # KV can move between nodes
     prompt_logprobs: PromptLogprobsState
+    salt: Salt  # of the prefixes on all nodes, in every attempt
 
     def prompt(self, numbers: Numbers) -> list[int]: ...
     def route_request(self, numbers: Numbers, avoid: frozenset[str]) -> RouteRequest: ...
@@ -44,13 +46,21 @@ class TokenContinuation:
     separate_choices = False
     can_transfer_kv = True
 
-    def __init__(self, registry: NodeRegistry, model: str, request: GenerateRequest, tokens: list[int]) -> None:
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        model: str,
+        request: GenerateRequest,
+        tokens: list[int],
+        shared_tokens: int = 0,
+    ) -> None:
         self._registry, self._model, self._request, self._tokens = registry, model, request, tokens
         self.choice_states = [ChoiceState() for _ in range(request.n)]
         assert request.max_tokens is not None
         self._max_tokens: int = request.max_tokens
         self._params = request.sampling() | {"prompt_logprobs": None}
         self.prompt_logprobs = PromptLogprobsState(request.prompt_logprobs, tokens)
+        self.salt = Salt(salt_of(request.cache_salt or ""), shared_tokens)
 
     def prompt(self, numbers: Numbers) -> list[int]:
         return self._tokens + self._written(numbers)
@@ -66,7 +76,7 @@ class TokenContinuation:
             prompt_tokens=len(prompt),
             max_tokens=self._max_tokens - len(self._written(numbers)),
             choices=len(numbers),
-            cached=self._registry.prefix_index.lookup(prompt, epochs),
+            cached=self._registry.prefix_index.lookup(prompt, epochs, self.salt),
             avoid=avoid,
             scored_tokens=self.prompt_logprobs.scored_tokens,
         )
@@ -84,6 +94,8 @@ class TokenContinuation:
             stream=True,
             progress=self._request.progress and first,
             timeout_s=timeout_s,
+            cache_salt=self.salt.value,
+            shared_tokens=self.salt.shared_tokens,
             **params,
         )
 
@@ -102,9 +114,9 @@ class TokenContinuation:
     def finished(self, attempt: Attempt, numbers: Numbers, prompt: list[int]) -> None:
         nodes, index = self._registry.nodes, self._registry.prefix_index
         decode, written = nodes[attempt.route.decode], self.choice_states[numbers[0]].written
-        index.add(decode.name, decode.epoch, [*self._tokens, *written])
+        index.add(decode.name, decode.epoch, [*self._tokens, *written], self.salt)
         if attempt.route.prefill:
-            index.add(attempt.route.prefill, nodes[attempt.route.prefill].epoch, prompt)
+            index.add(attempt.route.prefill, nodes[attempt.route.prefill].epoch, prompt, self.salt)
 
     def can_continue(self) -> bool:
         return True

@@ -4,7 +4,7 @@ from disaggregated_inference.api import generate_request
 from disaggregated_inference.cluster import ClusterConfig
 from disaggregated_inference.errors import BadRequest, ConfigError, ModelNotFound
 
-_PER_REQUEST = ("prompt", "messages", "tokens", "request_id")
+_PER_REQUEST = ("prompt", "messages", "tokens", "request_id", "caller")
 
 
 def require_defaults(config: ClusterConfig, model: str) -> None:

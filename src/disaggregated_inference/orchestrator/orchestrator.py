@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from datetime import date
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -40,6 +41,7 @@ from disaggregated_inference.orchestrator.registry import NodeRegistry
 from disaggregated_inference.orchestrator.request_queue import RequestQueue
 from disaggregated_inference.orchestrator.results import Outcomes, answer_of, merge_results, outcome_of
 from disaggregated_inference.orchestrator.runner import Put, RequestRunner
+from disaggregated_inference.orchestrator.shared_prompts import SharedPrompts
 from disaggregated_inference.orchestrator.text_continuation import TextContinuation, estimated_tokens
 from disaggregated_inference.orchestrator.threads import in_thread
 from disaggregated_inference.orchestrator.tokenizer_cache import TokenizerCache
@@ -74,6 +76,8 @@ class DisaggregatedInference:
         self._was_replaced = False
         self.queue = RequestQueue(policies.queue, _PLACES)
         self._tokenizers = TokenizerCache(fetch_s=timeouts.tokenizer_s)
+        models = {name: self.config.options_of(name).shared_prompts for name in self.config.names}
+        self._shared_prompts = {name: SharedPrompts(texts) for name, texts in models.items() if texts}
         self._registry: NodeRegistry | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
@@ -254,7 +258,7 @@ class DisaggregatedInference:
         model = self.config.resolve_model(options.get("model") or options.get("model_type"))
         request = with_seed(generate_request(options, self.config.options_of(model).defaults), new_seed())
         operation = "text_completion" if request.messages is None else "chat"
-        recorder = RequestRecorder(request.request_id, model, operation)
+        recorder = RequestRecorder(request.request_id, model, operation, caller=request.caller)
         recorder.on_plan = on_plan or recorder.on_plan
         return request, recorder
 
@@ -287,7 +291,7 @@ class DisaggregatedInference:
         registry, began_at = await self.start(), time.perf_counter()
         await registry.wait_for_status(recorder.model)
         self.queue.allow(recorder.model, _places(registry.of(recorder.model)))
-        async with self.queue.turn(recorder.model, request.priority, deadline):
+        async with self.queue.turn(recorder.model, request.priority, deadline, request.caller):
             recorder.phase("queue", began_at)
             request, continuation = await self._continuation(request, recorder, registry)
             await RequestRunner(registry, request, continuation, recorder, deadline).run(put)
@@ -309,11 +313,19 @@ class DisaggregatedInference:
         if wanted > window:
             raise ContextTooLong(wanted, window, prompt_tokens=len(tokens))
         request = _limited(request, window - len(tokens))
-        return request, TokenContinuation(registry, model, request, tokens)
+        shared = await self._shared_tokens(request, model, tokens)
+        return request, TokenContinuation(registry, model, request, tokens, shared)
 
     async def _tokenize(self, request: GenerateRequest, nodes: list[NodeState], window: int) -> list[int]:
         tokenizer = await self._tokenizers.tokenizer(nodes)
         return await self._tokenizers.encode(tokenizer, request, window)
+
+    async def _shared_tokens(self, request: GenerateRequest, model: str, tokens: list[int]) -> int:
+        """Leading tokens that callers share although they have different salts."""
+        prompts = self._shared_prompts.get(model)
+        if prompts is None or not request.cache_salt:
+            return 0
+        return prompts.tokens_in(tokens, await self.tokenizer(model), date.today())
 
     def _timeout_s(self, model: str) -> float:
         policies, options = self.config.policies, self.config.options_of(model)

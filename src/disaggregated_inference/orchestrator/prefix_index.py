@@ -8,6 +8,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 
+from disaggregated_inference.kv import NO_SALT, Salt
+
 _HASH_BYTES = 16
 
 
@@ -21,21 +23,21 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def add(self, node: str, epoch: str, tokens: Sequence[int]) -> None:
+    def add(self, node: str, epoch: str, tokens: Sequence[int], salt: Salt = NO_SALT) -> None:
         """The node has prefilled these tokens. The end of a prompt is added first, so that it is also evicted first: a
         block is of no use without those before it."""
-        for address in reversed(list(self._chain(tokens))):
+        for address in reversed(list(self._chain(tokens, salt))):
             self._blocks.setdefault(address, {})[node] = epoch
             self._blocks.move_to_end(address)
         while len(self._blocks) > self.max_blocks:
             self._blocks.popitem(last=False)
 
-    def lookup(self, tokens: Sequence[int], epochs: Mapping[str, str]) -> dict[str, int]:
+    def lookup(self, tokens: Sequence[int], epochs: Mapping[str, str], salt: Salt = NO_SALT) -> dict[str, int]:
         """Of the nodes in `epochs`, how many tokens each has cached from the start; nodes without any are left out. The
         cache of an earlier epoch went with its process."""
         cached: dict[str, int] = {}
         left = list(epochs)
-        for number, address in enumerate(self._chain(tokens), 1):
+        for number, address in enumerate(self._chain(tokens, salt), 1):
             holders = self._blocks.get(address, {})
             left = [node for node in left if holders.get(node) == epochs[node]]
             if not left:
@@ -48,10 +50,11 @@ class PrefixIndex:
             if holders.pop(node, None) is not None and not holders:
                 del self._blocks[address]
 
-    def _chain(self, tokens: Sequence[int]) -> Iterator[bytes]:
+    def _chain(self, tokens: Sequence[int], salt: Salt) -> Iterator[bytes]:
         """Whole blocks only: a partial block grows with the next turn of a chat, and would never be found."""
         data, address = array("I", tokens).tobytes(), b""
         size = self.block_tokens * array("I").itemsize
-        for at in range(0, len(data) - size + 1, size):
+        for number, at in enumerate(range(0, len(data) - size + 1, size)):
+            address = salt.parent(address, number, self.block_tokens)
             address = hashlib.blake2b(address + data[at : at + size], digest_size=_HASH_BYTES).digest()
             yield address

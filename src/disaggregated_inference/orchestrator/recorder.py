@@ -64,9 +64,14 @@ class RequestRecorder:
     """Records one request from its arrival on."""
 
     def __init__(
-        self, request_id: str, model: str, operation: str = "", clock: Callable[[], float] = time.perf_counter
+        self,
+        request_id: str,
+        model: str,
+        operation: str = "",
+        clock: Callable[[], float] = time.perf_counter,
+        caller: str = "",
     ) -> None:
-        self.request_id, self.model, self.operation = request_id, model, operation
+        self.request_id, self.model, self.operation, self.caller = request_id, model, operation, caller
         self._clock, self.came_at, self.time = clock, clock(), time.time()
         self.prompt_tokens = 0
         self.phases: list[Phase] = []
@@ -166,6 +171,7 @@ class RequestRecorder:
             finish_reason=states[0].finish_reason if states else None,
             operation=self.operation,
             n=len(states),
+            caller=self.caller,
             **_reported(last),
         )
         return _with_energy(record, last, servers, policies)

@@ -1,10 +1,11 @@
-"""The request queue: bounded, one per model, fair between models, by priority. Runs on one event loop."""
+"""The request queue: bounded, one per model, fair between models and callers, by priority. Runs on one event loop."""
 
 import asyncio
+import itertools
 import math
 import time
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ class QueueStatus(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(slots=True, eq=False)
 class _Waiter:
     priority: int
+    caller: str
     turn: "asyncio.Future[bool]"  # True: it has a place. False: its deadline passed first
 
     @property
@@ -42,11 +44,49 @@ class _ModelQueue:
     running: int = 0
     last_turn: int = 0
     waiters: list[_Waiter] = field(default_factory=list)  # by priority, then by arrival
+    running_of: Counter[str] = field(default_factory=Counter)  # by caller
+    last_turn_of: dict[str, int] = field(default_factory=dict)  # of callers that wait or run
     served_s: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST_SERVED))
 
     @property
     def is_due(self) -> bool:
         return bool(self.waiters) and self.running < self.places
+
+    def pop(self) -> _Waiter:
+        """Of the highest priority, the first request of the caller whose last turn is the longest ago."""
+        first = self.waiters[0].priority
+        rivals = itertools.takewhile(lambda each: each.priority == first, self.waiters)
+        chosen = min(rivals, key=lambda each: self.last_turn_of.get(each.caller, 0))
+        self.waiters.remove(chosen)
+        return chosen
+
+    def waiting_of(self, caller: str) -> int:
+        return sum(each.caller == caller for each in self.waiters)
+
+    def share_of(self, caller: str, places: int) -> int:
+        """The part of the waiting places that one caller may fill when there are no others left."""
+        return places // len({caller, *(each.caller for each in self.waiters)})
+
+    def start(self, waiter: _Waiter, turn: int) -> None:
+        self.running, self.last_turn = self.running + 1, turn
+        self.running_of[waiter.caller] += 1
+        self.last_turn_of[waiter.caller] = turn
+
+    def end(self, caller: str) -> None:
+        self.running -= 1
+        self.running_of[caller] -= 1
+        self._forget(caller)
+
+    def remove(self, waiter: _Waiter) -> None:
+        self.waiters.remove(waiter)
+        self._forget(waiter.caller)
+
+    def _forget(self, caller: str) -> None:
+        """A caller without requests, so that their number stays bounded."""
+        if not self.running_of[caller]:
+            del self.running_of[caller]
+            if not self.waiting_of(caller):
+                self.last_turn_of.pop(caller, None)
 
     def retry_after_s(self) -> int:
         """When a new request might run: after all before it, at the recent pace."""
@@ -61,8 +101,8 @@ class RequestQueue:
     """Places to run, by model, and the requests that wait for one: at most `max_waiting` in all.
 
     Models take turns, so that with `max_running` many requests for one model do not block another. Inside a model a
-    higher priority goes first, then the earlier request. `model` must be a name from the config, or the number of
-    queues would have no bound.
+    higher priority goes first; then callers take turns, so that many requests of one do not delay another's; then the
+    earlier request goes first. `model` must be a name from the config, or the number of queues would have no bound.
     """
 
     def __init__(
@@ -97,22 +137,24 @@ class RequestQueue:
         self._grant_places()
 
     @asynccontextmanager
-    async def turn(self, model: str, priority: int = 0, deadline: float = math.inf) -> AsyncIterator[None]:
+    async def turn(
+        self, model: str, priority: int = 0, deadline: float = math.inf, caller: str = ""
+    ) -> AsyncIterator[None]:
         """Wait for a place and hold it inside the `with`. `deadline` is on the queue's clock."""
         queue = self._queue(model)
-        await self._enter(queue, model, priority, deadline)
+        await self._enter(queue, model, priority, deadline, caller)
         started_at = self._clock()
         try:
             yield
         finally:
             queue.served_s.append(self._clock() - started_at)
-            self._leave(queue)
+            self._leave(queue, caller)
 
-    async def _enter(self, queue: _ModelQueue, model: str, priority: int, deadline: float) -> None:
+    async def _enter(self, queue: _ModelQueue, model: str, priority: int, deadline: float, caller: str) -> None:
         if (left_s := deadline - self._clock()) <= 0:
             raise DeadlineExceeded(f"the request for {model} arrived after its deadline")
         loop = asyncio.get_running_loop()
-        waiter = self._join(queue, model, _Waiter(priority, loop.create_future()))
+        waiter = self._join(queue, model, _Waiter(priority, caller, loop.create_future()))
         timer = None if math.isinf(left_s) else loop.call_later(left_s, self._expire, queue, waiter)
         try:
             if not await waiter.turn:
@@ -126,14 +168,18 @@ class RequestQueue:
 
     def _join(self, queue: _ModelQueue, model: str, waiter: _Waiter) -> _Waiter:
         is_free = queue.running < queue.places and self.running < self.max_running
-        share = self.max_waiting // len(self._queues)  # requests for one model do not crowd out another's
-        if not is_free and self.waiting >= self.max_waiting and len(queue.waiters) >= share:
+        if not is_free and self.waiting >= self.max_waiting and not self._has_share(queue, waiter.caller):
             raise QueueFull(
                 f"{self.waiting} requests for {model} and others are waiting already", queue.retry_after_s()
             )
         insort(queue.waiters, waiter, key=lambda each: -each.priority)
         self._grant_places()
         return waiter
+
+    def _has_share(self, queue: _ModelQueue, caller: str) -> bool:
+        """Requests for one model, or of one caller, do not crowd out another's."""
+        share = self.max_waiting // len(self._queues)
+        return len(queue.waiters) < share or queue.waiting_of(caller) < queue.share_of(caller, share)
 
     def _queue(self, model: str) -> _ModelQueue:
         return self._queues.setdefault(model, _ModelQueue(self.max_running_per_model))
@@ -144,28 +190,28 @@ class RequestQueue:
             due = (queue for queue in self._queues.values() if queue.is_due)
             if not (queue := min(due, key=lambda each: each.last_turn, default=None)):
                 return
-            self._grant(queue, queue.waiters.pop(0))
+            self._grant(queue, queue.pop())
 
     def _grant(self, queue: _ModelQueue, waiter: _Waiter) -> None:
         """A cancelled request stays in the queue until its task wakes up; it must not take a place."""
         if not waiter.turn.done():
             waiter.turn.set_result(True)
             self._turns += 1
-            queue.running, queue.last_turn = queue.running + 1, self._turns
+            queue.start(waiter, self._turns)
 
     def _expire(self, queue: _ModelQueue, waiter: _Waiter) -> None:
         """Grants and this run on one loop: the first one counts, the other finds it done."""
         if not waiter.turn.done():
             waiter.turn.set_result(False)
-            queue.waiters.remove(waiter)
+            queue.remove(waiter)
 
     def _withdraw(self, queue: _ModelQueue, waiter: _Waiter) -> None:
         """A task may be cancelled between its grant and its wake-up: then the place goes to the next."""
         if waiter.has_place:
-            self._leave(queue)
+            self._leave(queue, waiter.caller)
         elif waiter in queue.waiters:
-            queue.waiters.remove(waiter)
+            queue.remove(waiter)
 
-    def _leave(self, queue: _ModelQueue) -> None:
-        queue.running -= 1
+    def _leave(self, queue: _ModelQueue, caller: str) -> None:
+        queue.end(caller)
         self._grant_places()

@@ -170,6 +170,8 @@ class RequestRunner:
             wait=False,
             timeout_s=min(self._left_s(), limit_s),
             kv_addresses=tuple(prefill.server.kv_addresses),
+            cache_salt=self._continuation.salt.value,
+            shared_tokens=self._continuation.salt.shared_tokens,
             **self._continuation.prompt_logprobs.params(),
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from disaggregated_inference.api import GeneratedChoice, GenerateRequest, StreamEvent, TextGenerateRequest
 from disaggregated_inference.errors import BadRequest, ClusterError, PromptLogprobsUnsupported
+from disaggregated_inference.kv import Salt, salt_of
 from disaggregated_inference.orchestrator.attempt import Attempt
 from disaggregated_inference.orchestrator.cluster_view import Route, RouteRequest
 from disaggregated_inference.orchestrator.continuation import Numbers
@@ -78,6 +79,7 @@ class TextContinuation:
             )
         self._registry, self._model, self._request, self._recorder = registry, model, request, recorder
         self.prompt_logprobs = PromptLogprobsState(None, [])
+        self.salt = Salt(salt_of(request.cache_salt or ""))
         self.choice_states = [TextChoiceState() for _ in range(request.n)]
         assert request.max_tokens is not None
         self._max_tokens: int = request.max_tokens
@@ -102,6 +104,7 @@ class TextContinuation:
             template=request.template,
             stream=True,
             timeout_s=timeout_s,
+            cache_salt=self.salt.value,
             written_text="".join(self.choice_states[numbers[0]].text),
             **params | {"n": 1, "max_tokens": self._left(numbers), "seed": seed},
         )

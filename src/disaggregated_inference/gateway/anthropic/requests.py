@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from disaggregated_inference.api import OutputFormat, RequestOptions
-from disaggregated_inference.api.sampling import MaxTokens, Share, Stops, Temperature, TopK
+from disaggregated_inference.api.sampling import ClientSalt, MaxTokens, Share, Stops, Temperature, TopK
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.chat import ChatRequest
 from disaggregated_inference.gateway.reasoning_effort import nearest_effort
@@ -162,6 +162,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     top_p: Share | None = None
     top_k: TopK | None = None
     stream: bool | None = None
+    cache_salt: ClientSalt | None = None  # ours
 
     @property
     def requires_thinking(self) -> bool:

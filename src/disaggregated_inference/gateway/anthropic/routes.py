@@ -40,7 +40,8 @@ def routes() -> list[Route]:
 async def messages(request: Request) -> Response:
     context, wanted = RequestContext(request), read(await read_json(request), MessagesRequest)
     model = context.model(wanted.model)
-    chat, tokenizer = wanted.chat_request(model, context.options()), await context.core.tokenizer(model)
+    chat = wanted.chat_request(model, context.options(wanted.cache_salt))
+    tokenizer = await context.core.tokenizer(model)
     if wanted.requires_thinking and not can_think(tokenizer):
         context.note(f"thinking: {model} does not think")
     builder = AnthropicMessageBuilder(wanted, context.shown_model, tokenizer)

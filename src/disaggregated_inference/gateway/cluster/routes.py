@@ -10,7 +10,7 @@ from starlette.routing import Route
 from disaggregated_inference.api import ModelInfo
 from disaggregated_inference.errors import TokensRefused
 from disaggregated_inference.gateway import openapi
-from disaggregated_inference.gateway.auth import Caller
+from disaggregated_inference.gateway.auth import Caller, Keys
 from disaggregated_inference.gateway.cluster.requests import DetokenizeRequest, TokenizeRequest
 from disaggregated_inference.gateway.event_stream import EventStream
 from disaggregated_inference.gateway.metrics import GatewayMetrics
@@ -48,9 +48,9 @@ def routes() -> list[Route]:
     ]
 
 
-def attach(app: Starlette, timeouts: GatewayTimeouts = GatewayTimeouts()) -> None:
+def attach(app: Starlette, keys: Keys, timeouts: GatewayTimeouts = GatewayTimeouts()) -> None:
     """Metrics and events live as long as the app, and count from its first request on."""
-    app.state.metrics = GatewayMetrics(lambda: app.state.core)
+    app.state.metrics = GatewayMetrics(lambda: app.state.core, lambda: keys.names)
     app.state.feed = EventStream(lambda: app.state.core, timeouts)
 
 

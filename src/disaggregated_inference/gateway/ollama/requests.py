@@ -6,7 +6,15 @@ import msgspec
 from msgspec import Meta
 
 from disaggregated_inference.api import OutputFormat, RequestOptions
-from disaggregated_inference.api.sampling import Logprobs, Penalty, RepetitionPenalty, Share, Stops, Temperature
+from disaggregated_inference.api.sampling import (
+    ClientSalt,
+    Logprobs,
+    Penalty,
+    RepetitionPenalty,
+    Share,
+    Stops,
+    Temperature,
+)
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.closed_schema import close_objects
 from disaggregated_inference.gateway.reasoning_effort import can_think
@@ -81,6 +89,7 @@ class OllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
     think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
+    cache_salt: ClientSalt | None = None  # ours
 
     @property
     def is_streamed(self) -> bool:

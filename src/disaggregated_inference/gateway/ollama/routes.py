@@ -117,7 +117,7 @@ async def _chat(request: Request) -> Response:
 async def _respond(
     context: RequestContext, wanted: OllamaRequest, chat: ChatRequest, tokenizer: ModelTokenizer
 ) -> Response:
-    request, options = context.request, wanted.plain() | context.options()
+    request, options = context.request, wanted.plain() | context.options(wanted.cache_salt)
     chat = msgspec.structs.replace(chat, format=wanted.output_format(), options=options)
     if wanted.sampling().fills_window:
         limit = await _remaining_window(context.core, chat, tokenizer)

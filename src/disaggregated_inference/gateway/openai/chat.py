@@ -48,7 +48,7 @@ def chat_request(context: RequestContext, completion: ChatCompletionRequest) -> 
         tool_choice=completion.choice(),
         template=completion.template(),
         format=completion.format(),
-        options=completion.options() | context.options(),
+        options=completion.options() | context.options(completion.cache_salt),
     )
 
 

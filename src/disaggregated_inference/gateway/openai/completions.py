@@ -46,7 +46,7 @@ async def completions(request: Request) -> Response:
 def _generations(context: RequestContext, completion: CompletionRequest) -> Generations:
     """Options of the orchestrator, one set per prompt; each has an id of its own."""
     model = context.model(completion.model)
-    shared: RequestOptions = completion.options() | context.options() | {"model": model}
+    shared: RequestOptions = completion.options() | context.options(completion.cache_salt) | {"model": model}
     if "max_tokens" not in context.core.config.options_of(model).defaults:
         shared["max_tokens"] = shared["max_tokens"] or max(_USUAL_TOKENS, completion.min_tokens or 0)
     prompts = completion.prompts()

@@ -9,6 +9,7 @@ from disaggregated_inference.api import OutputFormat, RequestOptions, output_for
 from disaggregated_inference.api.sampling import (
     Bias,
     Choices,
+    ClientSalt,
     EchoMaxTokens,
     Logprobs,
     MaxTokens,
@@ -97,6 +98,7 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
     response_format: dict[str, Any] | None = None
     include_metrics: bool | None = None  # ours
     return_progress: bool | None = None  # llama.cpp's; for streams
+    cache_salt: ClientSalt | None = None  # vLLM's
 
     @property
     def token_limit(self) -> int | None:

@@ -60,7 +60,7 @@ class Responses:
     async def create(self, request: Request) -> HttpResponse:
         context, create = RequestContext(request), read(await read_json(request))
         model, prompt = context.model(create.model), self._prompt(context.caller.name, create)
-        chat = chat_request(create, model, prompt, context.options())
+        chat = chat_request(create, model, prompt, context.options(create.cache_salt))
         used = generate_request({"prompt": "", **chat.options}, context.core.config.options_of(model).defaults)
         builder = ResponseBuilder(new_response(create, context.shown_model, used))
         events = self._events(context, prompt, builder, chat)

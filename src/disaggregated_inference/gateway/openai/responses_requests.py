@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from disaggregated_inference.api import OutputFormat, RequestOptions
-from disaggregated_inference.api.sampling import MaxTokens, Seed, Share, Temperature
+from disaggregated_inference.api.sampling import ClientSalt, MaxTokens, Seed, Share, Temperature
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.chat import ChatRequest
 from disaggregated_inference.gateway.openai.messages import image_data
@@ -165,6 +165,7 @@ class CreateResponse(_ResponsesStruct, frozen=True, kw_only=True):
     top_k: TopK | None = None  # top_k, seed and stop are not OpenAI's; other servers have them
     seed: Seed | None = None
     stop: Stop | None = None
+    cache_salt: ClientSalt | None = None  # vLLM's
     n: int | None = None
     top_logprobs: int | None = None
     stream: bool | None = None

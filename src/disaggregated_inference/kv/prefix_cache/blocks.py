@@ -2,6 +2,7 @@
 
 A block's address is H(parent's address, its tokens), so an address identifies everything before it too, and two prompts
 share exactly their common beginning. Prompts are untrusted: the hash is cryptographic, and a hit still compares tokens.
+Each salt has addresses of its own, too.
 
 Sliding layers keep a window instead of a row per token, so their rows are stored as *snapshots*: the windows of all
 sliding layers at one position, in the block that holds the token before it.
@@ -19,6 +20,7 @@ import numpy as np
 from disaggregated_inference.kv.dtype import Array, KVDType, storage_dtype
 from disaggregated_inference.kv.fingerprint import Fingerprint
 from disaggregated_inference.kv.layout import KVLayout, KVSlice
+from disaggregated_inference.kv.salt import NO_SALT, Salt
 
 HASH_BYTES = 16
 MAX_SNAPSHOTS = 4  # of one insertion, and of one block: each may be larger than the block itself
@@ -60,12 +62,13 @@ def words(tokens: Sequence[int]) -> bytes:
     return np.asarray(tokens, _WORD).tobytes()
 
 
-def chain(root: bytes, tokens: Sequence[int], block_tokens: int) -> list[Address]:
+def chain(root: bytes, tokens: Sequence[int], block_tokens: int, salt: Salt = NO_SALT) -> list[Address]:
     """The addresses of a sequence's blocks; the last block may be shorter."""
     found: list[Address] = []
     data, size = words(tokens), block_tokens * _WORD.itemsize
     for number, at in enumerate(range(0, len(data), size)):
-        found.append(address(found[-1].hash if found else root, number * block_tokens, data[at : at + size]))
+        parent = salt.parent(found[-1].hash if found else root, number, block_tokens)
+        found.append(address(parent, number * block_tokens, data[at : at + size]))
     return found
 
 

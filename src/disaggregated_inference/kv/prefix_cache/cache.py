@@ -29,6 +29,7 @@ from disaggregated_inference.kv.prefix_cache.blocks import (
 from disaggregated_inference.kv.prefix_cache.disk import DiskTier
 from disaggregated_inference.kv.prefix_cache.insertion import Insertion, Tail
 from disaggregated_inference.kv.prefix_cache.tree import BlockTree, Hold, TreePath, rows_reached, snapshot_reached
+from disaggregated_inference.kv.salt import NO_SALT, Salt
 
 
 class PrefixCacheStats(msgspec.Struct, frozen=True):
@@ -76,9 +77,9 @@ class PrefixCache:
     def limit_bytes(self) -> int:
         return self._tree.limit_bytes
 
-    def match(self, tokens: Sequence[int], most: int | None = None) -> Match:
+    def match(self, tokens: Sequence[int], most: int | None = None, salt: Salt = NO_SALT) -> Match:
         """The longest cached prefix of `tokens`, at most `most` tokens, from which an engine can continue."""
-        addresses = self._addresses(tokens if most is None else tokens[: max(most, 0)])
+        addresses = self._addresses(tokens if most is None else tokens[: max(most, 0)], salt)
         if not addresses:
             return self._match(TreePath([], 0))
         if self._disk:
@@ -91,14 +92,14 @@ class PrefixCache:
             self._disk.used(block.address.hash for block in reversed(path.blocks))
         return found
 
-    def recall(self, tokens: Sequence[int]) -> None:
+    def recall(self, tokens: Sequence[int], salt: Salt = NO_SALT) -> None:
         """Load blocks from disk ahead of `match`, whose thread must not wait for files."""
-        if self._disk and (addresses := self._addresses(tokens)):
+        if self._disk and (addresses := self._addresses(tokens, salt)):
             self._bring_back(addresses, self._disk)
 
-    def insert(self, tokens: Sequence[int]) -> Insertion | None:
+    def insert(self, tokens: Sequence[int], salt: Salt = NO_SALT) -> Insertion | None:
         """An insertion for the rows of `tokens` that are missing; None if there are none, or no memory for them."""
-        addresses = self._addresses(tokens)
+        addresses = self._addresses(tokens, salt)
         if not addresses:
             return None
         with self._lock:
@@ -140,8 +141,8 @@ class PrefixCache:
         if self._disk:
             self._disk.close()
 
-    def _addresses(self, tokens: Sequence[int]) -> list[Address]:
-        return chain(self._root, tokens, self.block_tokens) if self.limit_bytes else []
+    def _addresses(self, tokens: Sequence[int], salt: Salt) -> list[Address]:
+        return chain(self._root, tokens, self.block_tokens, salt) if self.limit_bytes else []
 
     def _path(self, addresses: list[Address]) -> TreePath:
         now = self._clock()

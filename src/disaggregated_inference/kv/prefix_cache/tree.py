@@ -1,5 +1,6 @@
 """The cache's blocks in memory, as a tree: a child continues where its parent ends. Only the last block of a sequence
-is shorter than the others, and it has no children.
+is shorter than the others, and it has no children. Children of one block may have different salts: then their
+addresses have different parents, and only those with the wanted one are looked at.
 
 Using a block uses its parents too, and `touch` marks children first. So the least recently used block is always a leaf,
 and evicting it cuts no sequence in the middle. This class neither locks nor reads rows: the cache does.
@@ -73,7 +74,7 @@ class BlockTree:
         for level in range(min(len(items), len(addresses) - 1), -1, -1):
             wanted = addresses[level]
             tokens, best = 0, None
-            for child in self._children(wanted.parent, disk):
+            for child in self._children(items[level - 1] if level else self.root, wanted, disk):
                 if (reached := reach(wanted, child)) > tokens:
                     tokens, best = reached, child
             if best is not None:
@@ -152,18 +153,19 @@ class BlockTree:
         block = self.blocks.get(wanted.hash)
         return block if block and block.address == wanted else None
 
-    def _children(self, parent: bytes, disk: DiskTier | None) -> list[Item]:
-        """Those in memory first: of two that reach equally far, the first is taken."""
-        block = self.root if parent == self.root.address.hash else self.blocks.get(parent)
-        return [*(block.children.values() if block else ()), *(disk.children(parent) if disk else ())]
+    def _children(self, parent: Item, wanted: Address, disk: DiskTier | None) -> list[Item]:
+        """Those in memory first: of two that reach equally far, the first is taken. A block that is only on disk has
+        no children in memory."""
+        near = _rivals(parent, wanted) if isinstance(parent, Block) else []
+        return [*near, *(disk.children(wanted.parent) if disk else ())]
 
     def _covering(self, parent: Block, wanted: Address) -> Block | None:
-        longer = (child for child in parent.children.values() if child.address.tokens.startswith(wanted.tokens))
+        longer = (child for child in _rivals(parent, wanted) if child.address.tokens.startswith(wanted.tokens))
         return self._find(wanted) or next(longer, None)
 
     def _link(self, parent: Block, block: Block) -> Block:
         """Add a block in place of shorter blocks with the same beginning."""
-        for child in list(parent.children.values()):
+        for child in _rivals(parent, block.address):
             if block.address.tokens.startswith(child.address.tokens):
                 block.snapshots = {**child.snapshots, **block.snapshots}
                 self._unlink(child)
@@ -186,3 +188,8 @@ class BlockTree:
     def _evict(self, block: Block) -> None:
         self._unlink(block)
         self.evicted += 1
+
+
+def _rivals(parent: Block, wanted: Address) -> list[Block]:
+    """The children of a block in the place of `wanted`, with the same salt."""
+    return [child for child in parent.children.values() if child.address.parent == wanted.parent]
