@@ -154,7 +154,7 @@ class DisaggregatedInference:
         request, recorder = self._prepare({"prompt": prompt, **options})
         prompt_logprobs: list[PromptLogprob] = []
         recorder.on_prompt_logprobs = lambda piece: prompt_logprobs.extend(piece.tokens)
-        record = await _result(self._start(request, recorder, lambda events: None))
+        record = await _result(self._start(request, recorder, None))
         return Completion(choices=recorder.choices(), record=record, prompt_logprobs=tuple(prompt_logprobs))
 
     @named_options
@@ -258,14 +258,14 @@ class DisaggregatedInference:
         recorder.on_plan = on_plan or recorder.on_plan
         return request, recorder
 
-    def _start(self, request: GenerateRequest, recorder: RequestRecorder, put: Put) -> "asyncio.Task[RequestRecord]":
+    def _start(self, request: GenerateRequest, recorder: RequestRecorder, put: Put | None) -> "asyncio.Task[RequestRecord]":
         """In a task of its own: its timeout must not end the caller's work, nor a slow reader hold its place."""
         task = asyncio.create_task(self._run(request, recorder, put))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
 
-    async def _run(self, request: GenerateRequest, recorder: RequestRecorder, put: Put) -> RequestRecord:
+    async def _run(self, request: GenerateRequest, recorder: RequestRecorder, put: Put | None) -> RequestRecord:
         """From the queue to the last token. Every outcome is in the history."""
         error: BaseException | None = None
         timeout_s = request.timeout or self._timeout_s(recorder.model)
@@ -283,7 +283,7 @@ class DisaggregatedInference:
             record = self._finish(recorder, error)
         return record
 
-    async def _serve(self, request: GenerateRequest, recorder: RequestRecorder, put: Put, deadline: float) -> None:
+    async def _serve(self, request: GenerateRequest, recorder: RequestRecorder, put: Put | None, deadline: float) -> None:
         registry, began_at = await self.start(), time.perf_counter()
         await registry.wait_for_status(recorder.model)
         self.queue.allow(recorder.model, _places(registry.of(recorder.model)))
@@ -302,18 +302,26 @@ class DisaggregatedInference:
             request = _limited(request, window - estimated_tokens(request))
             return request, TextContinuation(registry, model, request, recorder)
         began_at = time.perf_counter()
-        tokens = request.tokens if request.tokens is not None else await self._tokenize(request, nodes, window)
+        tokenizer = await self._tokenizer_of(request, nodes)
+        if (tokens := request.tokens) is None:
+            assert tokenizer
+            tokens = await self._tokenizers.encode(tokenizer, request, window)
         recorder.prompt_tokens = len(tokens)
         recorder.phase("tokenize", began_at)
         wanted = len(tokens) + (request.max_tokens or 1)
         if wanted > window:
             raise ContextTooLong(wanted, window, prompt_tokens=len(tokens))
         request = _limited(request, window - len(tokens))
-        return request, TokenContinuation(registry, model, request, tokens)
+        return request, TokenContinuation(registry, model, request, tokens, tokenizer)
 
-    async def _tokenize(self, request: GenerateRequest, nodes: list[NodeState], window: int) -> list[int]:
-        tokenizer = await self._tokenizers.tokenizer(nodes)
-        return await self._tokenizers.encode(tokenizer, request, window)
+    async def _tokenizer_of(self, request: GenerateRequest, nodes: list[NodeState]) -> ModelTokenizer | None:
+        """A request by tokens needs it only to check the text of the answer."""
+        try:
+            return await self._tokenizers.tokenizer(nodes)
+        except DisaggError:
+            if request.tokens is None:
+                raise
+            return None
 
     def _timeout_s(self, model: str) -> float:
         policies, options = self.config.policies, self.config.options_of(model)

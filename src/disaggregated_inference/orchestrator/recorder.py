@@ -50,6 +50,12 @@ class ChoiceState:
             found = TokenLogprob(token=event.token, logprob=event.logprob, top_logprobs=event.top_logprobs)
             self.logprobs.append(found)
 
+    def take_back(self, tokens: int) -> None:
+        """All but the first `tokens`."""
+        for kept in (self.written, self.text, self.logprobs):
+            del kept[tokens:]
+        self.finish_reason = None
+
     def result(self, index: int) -> GeneratedChoice:
         return GeneratedChoice(
             index=index,

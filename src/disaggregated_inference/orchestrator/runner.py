@@ -53,10 +53,12 @@ class RequestRunner:
         self._waits_for_node = False
         self._cached_tokens: int | None = None  # of the prompt, at most: see `_report_progress`
         self._put: Put = lambda events: None
+        self._streams = False  # a reader has what came so far
 
-    async def run(self, put: Put) -> None:
-        """Until the answer is complete. `put` is a plain call, since every token passes through it."""
-        self._put = put
+    async def run(self, put: Put | None) -> None:
+        """Until the answer is complete. `put` is a plain call, since every token passes through it; None: nobody reads
+        the answer before it is complete."""
+        self._put, self._streams = put or self._put, put is not None
         numbers = tuple(range(self._request.n))
         run = self._run_separately if self._continuation.separate_choices else self._attempt_until_done
         await run(numbers)
@@ -99,6 +101,7 @@ class RequestRunner:
         reason = self._continuation.explain(route, reason)
         attempt = self._recorder.begin(route, reason, engine, node_model=decode.own_model, text_only=text_only)
         attempt.epochs = self._registry.epochs(self._model)
+        attempt.written = {number: self._choice_states[number].tokens for number in numbers}
         return attempt
 
     async def _attempt(self, attempt: Attempt, numbers: Numbers) -> None:
@@ -149,7 +152,8 @@ class RequestRunner:
                 context = await prefill.client.prefill(request, self._request.request_id)
             decode_request = self._continuation.decode_request(numbers, self._left_s(), context)
             path = "/decode" if prefill else "/generate"
-            events = decode.client.generate(path, decode_request, self._request.request_id)
+            check = self._continuation.stream_check(numbers, decode_request, decode.info)
+            events = decode.client.generate(path, decode_request, self._request.request_id, check)
             async with aclosing(events):
                 async for batch in events:
                     if output := self._collect(batch, attempt, numbers, len(prompt)):
@@ -223,8 +227,11 @@ class RequestRunner:
         self._recorder.failed(Failover(node=blamed.name, code=failure.code, message=str(failure)), attempt)
         extra = {"request_id": self._request.request_id, "code": failure.code}
         log.warning("a leg failed: %s", failure, extra=extra)
-        if not again or not self._continuation.can_continue():
+        if not again or not self._continuation.can_continue() or (failure.tainted and self._streams):
             raise ClusterError(str(failure)) from failure
+        if failure.tainted:
+            for number, tokens in attempt.written.items():
+                self._choice_states[number].take_back(tokens)
         if self._failover.wants_refresh(failure):
             await self._registry.refresh([failure.node])
 
