@@ -114,6 +114,9 @@ LIES: dict[str, Lie] = {
 }
 
 
+COMPLETE = ("no end", "a token after the end", "two ends")  # the answer may be complete before
+
+
 @pytest.fixture(scope="module")
 def liar() -> Iterator[LyingNode]:
     """In front of the faster of two nodes, so that requests go there first."""
@@ -160,7 +163,8 @@ def test_every_deviation_is_a_failed_leg(
         metrics = answer_of(client)
     assert liar.lies == before + 1, "the fault happened"
     assert (metrics["tokens"], metrics["response"]) == (right["tokens"], right["response"])
-    assert (metrics["finish_reason"], metrics["decode_node"]) == (right["finish_reason"], "honest")
+    assert metrics["finish_reason"] == right["finish_reason"]
+    assert metrics["decode_node"] == "honest" or name in COMPLETE
     assert [failover["node"] for failover in metrics["failovers"]] == ["liar"]
     assert sum("a leg failed: liar: " in record.getMessage() for record in caplog.records) == 1
 
@@ -239,6 +243,8 @@ def test_no_body_of_a_node_fails_a_request(
     before, liar.bodies = liar.lies, {path: alter}
     try:
         with DisaggregatedClient(liar.config) as client:  # type: ignore[attr-defined]
+            if path == "/model/tokenizer":
+                assert until(lambda: client.health()["verdict"] == "all up")
             answers = [answer_of(client) for _ in range(3)]
             assert [answer["tokens"] for answer in answers] == [right["tokens"]] * 3
             assert [answer["response"] for answer in answers] == [right["response"]] * 3

@@ -50,7 +50,7 @@ class FailoverState:
         if failure.code != _TOO_LARGE:  # a small node is no failing node
             blamed.breaker.failed(str(failure), hard=failure.node_gone)
         if failure.code in _AWAY_CODES:
-            blamed.lost(str(failure), failure.code, quiet=failure.timed_out or failure.connection_broke)
+            blamed.lost(str(failure), failure.code)
         death = (blamed.name, attempt.epochs[blamed.name])
         known = death in self.avoid  # several choices may see the same failure
         self.avoid.add(death)

@@ -175,6 +175,7 @@ class DisaggregatedInference:
         queue = OutputQueue()
         recorder.on_progress = lambda progress: queue.put([Delta(progress=progress)])
         recorder.on_prompt_logprobs = lambda piece: queue.put([Delta(prompt_logprobs=piece)])
+        recorder.on_waiting = lambda reason: queue.put([Delta(waiting=reason)])
         task = self._start(request, recorder, queue.put)
         task.add_done_callback(queue.close)
         try:
@@ -289,11 +290,11 @@ class DisaggregatedInference:
         self.queue.allow(recorder.model, _places(registry.of(recorder.model)))
         async with self.queue.turn(recorder.model, request.priority, deadline):
             recorder.phase("queue", began_at)
-            request, continuation = await self._continuation(request, recorder, registry)
+            request, continuation = await self._continuation(request, recorder, registry, deadline)
             await RequestRunner(registry, request, continuation, recorder, deadline).run(put)
 
     async def _continuation(
-        self, request: GenerateRequest, recorder: RequestRecorder, registry: NodeRegistry
+        self, request: GenerateRequest, recorder: RequestRecorder, registry: NodeRegistry, deadline: float
     ) -> tuple[GenerateRequest, Continuation]:
         """By text or by tokens, as the model's nodes take it; with a limit of tokens."""
         model, nodes = recorder.model, registry.of(recorder.model)
@@ -302,7 +303,7 @@ class DisaggregatedInference:
             request = _limited(request, window - estimated_tokens(request))
             return request, TextContinuation(registry, model, request, recorder)
         began_at = time.perf_counter()
-        tokenizer = await self._tokenizer_of(request, nodes)
+        tokenizer = await self._tokenizer_of(request, nodes, deadline)
         if (tokens := request.tokens) is None:
             assert tokenizer
             tokens = await self._tokenizers.encode(tokenizer, request, window)
@@ -314,14 +315,21 @@ class DisaggregatedInference:
         request = _limited(request, window - len(tokens))
         return request, TokenContinuation(registry, model, request, tokens, tokenizer)
 
-    async def _tokenizer_of(self, request: GenerateRequest, nodes: list[NodeState]) -> ModelTokenizer | None:
-        """A request by tokens needs it only to check the text of the answer."""
-        try:
-            return await self._tokenizers.tokenizer(nodes)
-        except DisaggError:
-            if request.tokens is None:
-                raise
-            return None
+    async def _tokenizer_of(
+        self, request: GenerateRequest, nodes: list[NodeState], deadline: float
+    ) -> ModelTokenizer | None:
+        """A request by tokens needs it only to check the text of the answer. Others wait for a node that has it."""
+        poll_s = self._timeouts.poll_s
+        while True:
+            try:
+                return await self._tokenizers.tokenizer(nodes)
+            except DisaggError:
+                if request.tokens is not None:
+                    return None
+                may_come = any(node.may_come_back and not node.reachable for node in nodes)
+                if not may_come or time.monotonic() > deadline - 2 * poll_s:
+                    raise
+            await asyncio.sleep(poll_s)
 
     def _timeout_s(self, model: str) -> float:
         policies, options = self.config.policies, self.config.options_of(model)

@@ -81,6 +81,7 @@ class RequestRecorder:
         self.choice_states: list[ChoiceState] = []
         self.on_plan: Callable[[Route, str], None] = lambda route, reason: None  # called for every attempt
         self.on_progress: Callable[[Progress], None] = lambda progress: None
+        self.on_waiting: Callable[[str], None] = lambda reason: None  # no node is there; called once per outage
         self.on_prompt_logprobs: Callable[[PromptLogprobs], None] = lambda piece: None
         self.fallback = self.prefill_down = False
         self.warning: str | None = None

@@ -43,8 +43,8 @@ class StreamCheck:
         for event in events:
             if self._ended:
                 raise BadEvents("an event follows the end")
-            if event.metrics is not None or (event.node_metrics is not None and not event.done):
-                raise BadEvents("an event has metrics before the end")
+            if event.metrics is not None or event.waiting or (event.node_metrics is not None and not event.done):
+                raise BadEvents("an event has what only the end or the orchestrator sends")
             if _is_side_event(event):
                 self._side_event(event)
             else:
@@ -215,7 +215,7 @@ class _ChoiceCheck:
         if finish_reason == "length" and self.count < self._limit:
             raise BadEvents(f"it ended by length after {self.count} of {self._limit} tokens", tainted=True)
         if finish_reason is None and (self.count == self._limit or token in self._eos):
-            raise BadEvents("a choice goes on after its last token")
+            raise BadEvents("a choice goes on after its last token", tainted=self.count == self._limit)
         if finish_reason == "stop" and self._free and not self._stops and token not in self._eos:
             raise BadEvents(f"it stopped at token {token}, which ends no answer")
 
