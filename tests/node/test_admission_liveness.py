@@ -71,7 +71,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_oldest_starts_when_its_memory_is_free(self) -> None:
-        """Within as many steps as the scheduler has to take: at rest, no oldest request waits for memory it can have."""
+        """Within the steps that the schedulers still have to take: at rest, the oldest waits only for what is taken."""
         if any(node.posted for node in getattr(self, "nodes", ())):
             return
         for node in getattr(self, "nodes", ()):

@@ -147,13 +147,17 @@ def test_altered_answers_are_failed_legs() -> None:
     async def run() -> None:
         replay, failed = Replay(), 0
         listening = await asyncio.start_server(replay.take, "127.0.0.1", 0)
-        server = Server(name="n", role="decode", host="127.0.0.1", port=listening.sockets[0].getsockname()[1], model="m")
+        server = Server(
+            name="n", role="decode", host="127.0.0.1", port=listening.sockets[0].getsockname()[1], model="m"
+        )
         async with listening, aiohttp.ClientSession() as session:
             replay.answer = whole
             expected = output_of(await read(replay, server, session))
             assert len(expected) == 12
             head = whole.index(b"\r\n\r\n") + 4
-            for replay.answer in altered(whole, 2500, seed=6, parts=[(0, head), (head, len(whole)), (head, len(whole))]):
+            for replay.answer in altered(
+                whole, 2500, seed=6, parts=[(0, head), (head, len(whole)), (head, len(whole))]
+            ):
                 try:
                     assert output_of(await read(replay, server, session)) == expected
                 except (LegFailed, LegBusy):  # any other error would end the request

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from disaggregated_inference.client import DisaggregatedClient
-from disaggregated_inference.errors import ClusterError, DeadlineExceeded, DisaggError, NoDecodeNode
+from disaggregated_inference.errors import ClusterError, DisaggError, NoDecodeNode
 from disaggregated_inference.kv_transfer import format_address
 from disaggregated_inference.orchestrator.recorder import FALLBACK_WARNING
 from disaggregated_inference.timeouts import OrchestratorTimeouts

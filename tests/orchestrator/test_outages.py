@@ -87,7 +87,7 @@ def test_a_whole_answer_waits_too(only: Process, client: DisaggregatedClient) ->
 
 def test_the_words_when_the_time_is_over(only: Process, client: DisaggregatedClient) -> None:
     gone(client, only)
-    with pytest.raises(NoDecodeNode, match="^Decode server unavailable - request failed: only: it cannot be reached"):
+    with pytest.raises(NoDecodeNode, match=r"^Decode server unavailable - request failed: only: it cannot be reached"):
         client.generate(**ASK, timeout=1.5)
     only.start()
     only.ready()

@@ -29,8 +29,8 @@ from disaggregated_inference.api import (
 from disaggregated_inference.cluster import Server
 from disaggregated_inference.errors import BadRequest, DisaggError
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats, MonitoredStream, PendingRequest, StreamSilent
-from disaggregated_inference.orchestrator.stream_check import BadEvents, StreamCheck
 from disaggregated_inference.orchestrator.strangers import why_unreachable
+from disaggregated_inference.orchestrator.stream_check import BadEvents, StreamCheck
 
 _PATIENCE = 8  # times its recent latency: a busy machine is slow for all clients, a frozen one is silent
 WRONG_TOKEN = "unauthorized"  # the code of the error

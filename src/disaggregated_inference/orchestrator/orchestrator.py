@@ -259,7 +259,9 @@ class DisaggregatedInference:
         recorder.on_plan = on_plan or recorder.on_plan
         return request, recorder
 
-    def _start(self, request: GenerateRequest, recorder: RequestRecorder, put: Put | None) -> "asyncio.Task[RequestRecord]":
+    def _start(
+        self, request: GenerateRequest, recorder: RequestRecorder, put: Put | None
+    ) -> "asyncio.Task[RequestRecord]":
         """In a task of its own: its timeout must not end the caller's work, nor a slow reader hold its place."""
         task = asyncio.create_task(self._run(request, recorder, put))
         self._running.add(task)
@@ -284,7 +286,9 @@ class DisaggregatedInference:
             record = self._finish(recorder, error)
         return record
 
-    async def _serve(self, request: GenerateRequest, recorder: RequestRecorder, put: Put | None, deadline: float) -> None:
+    async def _serve(
+        self, request: GenerateRequest, recorder: RequestRecorder, put: Put | None, deadline: float
+    ) -> None:
         registry, began_at = await self.start(), time.perf_counter()
         await registry.wait_for_status(recorder.model)
         self.queue.allow(recorder.model, _places(registry.of(recorder.model)))

@@ -252,7 +252,9 @@ def _is_side_event(event: StreamEvent) -> bool:
     kinds = (event.progress is not None, event.prompt_logprobs is not None, event.done, event.error is not None)
     if not any(kinds):
         return False
-    bare = msgspec.structs.replace(event, progress=None, prompt_logprobs=None, done=False, error=None, node_metrics=None)
+    bare = msgspec.structs.replace(
+        event, progress=None, prompt_logprobs=None, done=False, error=None, node_metrics=None
+    )
     if sum(kinds) > 1 or bare != _EMPTY:
         raise BadEvents("an event is two things at once")
     return True

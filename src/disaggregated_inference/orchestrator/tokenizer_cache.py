@@ -78,7 +78,8 @@ class TokenizerCache:
     def _take(self, identity: str, body: bytes, node: NodeState) -> ModelTokenizer:
         tokenizer = ModelTokenizer.from_dict(_fields(body))
         assert node.info
-        assert (model := node.info.fingerprint)
+        model = node.info.fingerprint
+        assert model
         if (tokenizer.identity, tokenizer.template_identity) != (model.tokenizer, model.chat_template):
             raise DisaggError(f"{node.name} handed out another tokenizer than it uses; restart it")
         try:
@@ -87,7 +88,8 @@ class TokenizerCache:
             partial.write_bytes(body)
             partial.replace(self._home / f"{identity}.json")
         except OSError as error:
-            log.warning("the tokenizer could not be written to disk: %s", error)
+            remedy = "set DISAGG_HOME to a folder that this user can write to"
+            log.warning("the tokenizer could not be written to disk: %s; %s", error, remedy)
         return tokenizer
 
     async def encode(self, tokenizer: ModelTokenizer, request: GenerateRequest, window: int) -> list[int]:
