@@ -50,7 +50,8 @@ bench: $(READY)
 
 # Frames, handshakes, tapes and contexts of any shape, for some minutes.
 fuzz: $(READY)
-	DISAGG_FUZZ_EXAMPLES=$${DISAGG_FUZZ_EXAMPLES:-5000} $(BIN)/python -m pytest tests/kv_transfer/test_fuzz.py
+	DISAGG_FUZZ_EXAMPLES=$${DISAGG_FUZZ_EXAMPLES:-5000} $(BIN)/python -m pytest tests/kv_transfer/test_fuzz.py \
+	tests/kv_transfer/test_altered_frames.py tests/http/test_altered_requests.py tests/orchestrator/test_altered_lines.py
 
 # Requests of every kind while nodes die and connections break, for longer than `make test` does.
 chaos: $(READY)

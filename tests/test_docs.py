@@ -18,6 +18,7 @@ _IMAGE = re.compile(r"(?:src|srcset)=\"([^\"]+)\"")
 _CODE_SPAN = re.compile(r"`([^`\n]+)`")
 # A path has a slash and ends in a folder's slash or in one of these. Anything else in backticks is not taken for one.
 _PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*/(?:[\w.-]+\.(?:py|md|json|toml|svg|txt|ipynb))?")
+_TEST = re.compile(r"(tests/[\w/]+\.py)::(?:\w+::)*(\w+)")
 _OF_OTHERS = ("benches/", "hosted_vllm/", "text-completion-openai/", "ollama_chat/")  # names of other projects
 
 
@@ -89,6 +90,21 @@ def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):
         assert page.name == "README.md" or f"({page.name})" in index, page.name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_named_tests_exist(page: Path) -> None:
+    for file, name in _TEST.findall(page.read_text()):
+        path = ROOT / file
+        assert path.is_file(), f"{_name(page)} names {file}"
+        found = re.search(rf"^ *(?:async def|def|class) {name}\b|^{name} = ", path.read_text(), re.MULTILINE)
+        assert found, f"{_name(page)} names {file}::{name}"
+
+
+def test_every_known_failure_has_a_row_and_a_test() -> None:
+    rows = [line for line in (ROOT / "docs" / "RELIABILITY.md").read_text().splitlines() if re.match(r"\| \d", line)]
+    assert [int(row.split("|")[1]) for row in rows] == list(range(1, 25))
+    assert all(_TEST.search(row) for row in rows)
 
 
 def test_every_package_is_in_the_architecture() -> None:

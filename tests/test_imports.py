@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "src" / "disaggregated_inference"
 
 # Rooms, and the rooms each may import. Engine libraries only inside their engine's folder.
-SHARED = {"errors", "timeouts"}
+SHARED = {"errors", "timeouts", "private_files"}
 MAP = {
     "kv": SHARED,
     "api": {"errors", "kv"},

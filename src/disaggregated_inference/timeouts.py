@@ -84,7 +84,6 @@ class OrchestratorTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     silence_s: float = 0.4  # of a stream; then its node is probed
     max_silence_s: float = 3.0  # of a stream whose node answers probes: the connection is broken
     late_poll_s: float = 0.3
-    quiet_node_s: float = 5.0  # a node that stopped answering may come back for this long
     missing_model_s: float = 60.0  # all nodes of a model may be away this long and still be that model
     poll_missing_s: float = 0.25  # how often a missing node is polled
     identify_s: float = 10.0  # how long it is known what answers at a port that is no node's

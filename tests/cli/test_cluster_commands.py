@@ -446,7 +446,9 @@ def test_status_of_a_cluster_that_is_down(nodes: list[Process], tmp_path: Path) 
 
 def test_status_says_what_is_wrong_with_a_node(nodes: list[Process], tmp_path: Path) -> None:
     """A token that is not its own, or none; another role than the config has; something that is no node."""
-    guarded = Process("g", "prefill", "simulated", "simulated:tiny", *SLOW, "--token", "SECRET").ready()
+    (tmp_path / "secret").write_text("SECRET\n")
+    secret = ("--token-file", str(tmp_path / "secret"))
+    guarded = Process("g", "prefill", "simulated", "simulated:tiny", *SLOW, *secret).ready()
 
     def status_of(**servers: list[dict[str, Any]]) -> tuple[list[str], str]:
         write_config(tmp_path, servers)
@@ -471,8 +473,9 @@ def test_status_says_what_is_wrong_with_a_node(nodes: list[Process], tmp_path: P
 
 def test_commands_read_the_token(nodes: list[Process], tmp_path: Path) -> None:
     """From the variable or a file; a wrong one is named where it hurts, and never shown."""
-    guarded = Process("g", "decode", "simulated", "simulated:tiny", *SLOW, "--token", "SECRET").ready()
     (tmp_path / "right").write_text("SECRET\n")
+    secret = ("--token-file", str(tmp_path / "right"))
+    guarded = Process("g", "decode", "simulated", "simulated:tiny", *SLOW, *secret).ready()
     (tmp_path / "wrong").write_text("HIDDEN\n")
     ask, place = ("generate", "Why?", "--max-tokens", "2"), f"127.0.0.1:{guarded.port}"
     try:

@@ -377,8 +377,9 @@ def test_the_prefill_process_is_killed(folder: Path, pair: tuple[Node, Node]) ->
     doomed.stop()
 
 
-def test_the_token_protects_everything_but_health(folder: Path) -> None:
-    node = Node("decode", "--model", str(folder), "--dtype", "float32", "--token", "geheim")
+def test_the_token_protects_everything_but_health(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("geheim\n")
+    node = Node("decode", "--model", str(folder), "--dtype", "float32", "--token-file", str(tmp_path / "token"))
     assert node.ask("/health")[1]["status"] == "healthy"
     for token in ("", "falsch"):
         assert node.ask("/generate", {"tokens": [5], "max_new_tokens": 2}, token=token)[0] == 401
@@ -387,6 +388,15 @@ def test_the_token_protects_everything_but_health(folder: Path) -> None:
     with urllib.request.urlopen(request, timeout=60) as response:
         assert response.status == 200
     assert node.stop() == 0
+
+
+def test_a_token_on_the_command_line_is_refused() -> None:
+    """Every user of the machine could read it in the process list."""
+    command = [sys.executable, "-m", "disaggregated_inference", "serve", "--role", "decode", "--token", "geheim"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "set DISAGG_TOKEN or give --token-file FILE" in run.stderr
+    assert "geheim" not in run.stderr
 
 
 def test_a_public_address_needs_a_token() -> None:

@@ -1,15 +1,32 @@
 """One bit of the HTTP line between orchestrator and node is flipped, at every kind of place: no answer is wrong."""
 
+import asyncio
 import random
 import socket
 from contextlib import suppress
 from typing import Any
 
+import aiohttp
+import msgspec
 import pytest
 
-from disaggregated_inference.api import ChecksumReader, StreamDamaged, checksum
+from disaggregated_inference.api import (
+    CHECKSUM_HEADER,
+    ChecksumReader,
+    DecodeRequest,
+    ModelInfo,
+    StreamDamaged,
+    StreamEvent,
+    checksum,
+    checksum_text,
+)
 from disaggregated_inference.client import DisaggregatedClient
+from disaggregated_inference.cluster import Server
 from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.orchestrator.heartbeat import Heartbeats
+from disaggregated_inference.orchestrator.node_client import LegBusy, LegFailed, NodeClient
+from disaggregated_inference.orchestrator.stream_check import TokenStreamCheck
+from tests.support.alterations import altered
 from tests.support.cluster import Process, config_of
 from tests.support.tcp_proxy import FaultyProxy
 from tests.support.waiting import until
@@ -78,3 +95,73 @@ def test_a_reader_passes_on_what_is_proven() -> None:
         reader, altered = ChecksumReader(), sent[:at] + bytes([sent[at] ^ 1]) + sent[at + 1 :]
         with suppress(StreamDamaged):
             assert b"".join(parts).startswith(reader.feed(altered))
+
+
+REQUEST = DecodeRequest(tokens=[5, 6, 7], max_tokens=12, ignore_eos=True, stream=True)
+MODEL = ModelInfo(context_window=1000, vocabulary=1 << 16)
+
+
+def recorded(port: int) -> bytes:
+    """A node's whole answer, as it is on the line."""
+    body = msgspec.json.encode(REQUEST)
+    head = f"POST /generate HTTP/1.1\r\nHost: n\r\n{CHECKSUM_HEADER}: {checksum_text(body)}\r\nConnection: close\r\n"
+    with socket.create_connection(("127.0.0.1", port), 60) as line:
+        line.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        return b"".join(iter(lambda: line.recv(1 << 16), b""))
+
+
+class Replay:
+    """A server that answers every request with `answer`, and hangs up."""
+
+    answer = b""
+
+    async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            await reader.read(1 << 16)
+            writer.write(self.answer)
+            await writer.drain()
+        writer.close()
+
+
+def output_of(events: list[StreamEvent]) -> list[tuple[int | None, str, str | None]]:
+    return [(event.token, event.text, event.finish_reason) for event in events if not event.done]
+
+
+async def read(replay: Replay, server: Server, session: aiohttp.ClientSession) -> list[StreamEvent]:
+    client, events = NodeClient(server, session, Heartbeats(), 30.0), list[StreamEvent]()
+    async for batch in client.generate("/generate", REQUEST, "r", TokenStreamCheck(REQUEST, MODEL)):
+        events += batch
+    return events
+
+
+@pytest.mark.slow
+def test_altered_answers_are_failed_legs() -> None:
+    """The client of the orchestrator reads recorded bytes of a node, altered in every class of position."""
+    node = Process("d1", "decode", "simulated", "simulated:tiny", "--profile", "instant")
+    try:
+        whole = recorded(node.ready().port)
+    finally:
+        node.end()
+
+    async def run() -> None:
+        replay, failed = Replay(), 0
+        listening = await asyncio.start_server(replay.take, "127.0.0.1", 0)
+        server = Server(
+            name="n", role="decode", host="127.0.0.1", port=listening.sockets[0].getsockname()[1], model="m"
+        )
+        async with listening, aiohttp.ClientSession() as session:
+            replay.answer = whole
+            expected = output_of(await read(replay, server, session))
+            assert len(expected) == 12
+            head = whole.index(b"\r\n\r\n") + 4
+            for replay.answer in altered(
+                whole, 2500, seed=6, parts=[(0, head), (head, len(whole)), (head, len(whole))]
+            ):
+                try:
+                    assert output_of(await read(replay, server, session)) == expected
+                except (LegFailed, LegBusy):  # any other error would end the request
+                    failed += 1
+        assert failed > 1500
+
+    asyncio.run(run())

@@ -130,14 +130,14 @@ def test_a_node_with_another_model_never_takes_over(
                     if len(got) == 40:
                         four.d1.kill()
 
-            with pytest.raises(DeadlineExceeded):  # it waits for the right one as long as it has time
+            with pytest.raises(NoDecodeNode):  # it waits for the right one as long as it has time
                 killed_at_40()
             assert 40 <= len(got) < 1500
             assert got == expected[: len(got)]
             time.sleep(1.0)  # the client polls the imposter several times
             assert client.health()["nodes"]["imposter"]["state"] == "mismatch"
             with pytest.raises(NoDecodeNode):
-                answered(client, prompt, 4)
+                answered(client, prompt, 4, timeout=2)
             assert imposter.status()["tokens_written"] == 0
             four.d1.start()
             four.d1.ready()

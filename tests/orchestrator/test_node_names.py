@@ -38,7 +38,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]
     file.write_text(TOKEN + "\n")
     started = [
         Process("p1", "prefill", *SIMULATED, "--token-file", str(file)),
-        Process("d1", "decode", *SIMULATED, "--token", TOKEN),
+        Process("d1", "decode", *SIMULATED, "--token-file", str(file)),
     ]
     yield [node.ready() for node in started]
     for node in started:

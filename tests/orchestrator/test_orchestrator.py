@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from disaggregated_inference.client import DisaggregatedClient
-from disaggregated_inference.errors import ClusterError, DeadlineExceeded, DisaggError, NoDecodeNode
+from disaggregated_inference.errors import ClusterError, DisaggError, NoDecodeNode
 from disaggregated_inference.kv_transfer import format_address
 from disaggregated_inference.orchestrator.recorder import FALLBACK_WARNING
 from disaggregated_inference.timeouts import OrchestratorTimeouts
@@ -324,7 +324,7 @@ def test_no_decode_node_left(four: Four, expect: Any) -> None:
         four.d1.kill()
         four.d2.kill()
         with pytest.raises(NoDecodeNode, match=r"^Decode server unavailable - request failed: d1: .*; d2: "):
-            in_thread(lambda: answered(client, prompt, 16)).result(60)
+            in_thread(lambda: answered(client, prompt, 16, timeout=5)).result(60)  # it waits as long as it has time
         assert client.health()["verdict"] == "decode down: cannot serve"
         for node in (four.d1, four.d2):
             node.start()
@@ -423,33 +423,6 @@ def test_a_dead_stream_of_a_healthy_node_fails_over(record_property: Any) -> Non
         finally:
             for node in (s1, s2):
                 node.end()
-
-
-def test_an_answer_outlives_an_outage() -> None:
-    """The only decode node is away for longer than any failover takes. A request without output fails as before."""
-    only = simulated("only", "custom:prefill=5000,decode=40")
-    ask: dict[str, Any] = {"model": "simulated:tiny", "prompt": "hello", "max_tokens": 60, "temperature": 0}
-    short = OrchestratorTimeouts(quiet_node_s=0.1, come_back_s=0.1)
-    try:
-        only.ready()
-        with DisaggregatedClient(config_of(only, local="always"), timeouts=short) as client:
-            _, expected = client.generate(**ask)
-            tokens, refused = list[int](), list[NoDecodeNode]()
-            for delta in client.stream(**ask):
-                tokens += [] if delta.token is None else [delta.token]
-                if len(tokens) == 20 and not refused:
-                    only.kill()
-                    with pytest.raises(NoDecodeNode) as error:
-                        client.generate(**ask)
-                    refused.append(error.value)
-                    only.start()
-                metrics = delta.metrics or {}
-        assert tokens == expected["tokens"]
-        assert metrics["failovers"]
-        assert metrics["failovers"][0]["node"] == "only"
-        assert str(refused[0]).startswith("Decode server unavailable - request failed")
-    finally:
-        only.end()
 
 
 def test_a_node_failure_counts_once_for_all_choices() -> None:
@@ -563,10 +536,9 @@ def test_the_only_decode_node_may_freeze_for_a_while(four: Four, expect: Any) ->
 
 def test_new_requests_while_the_only_decode_node_is_frozen(four: Four, expect: Any) -> None:
     """In a process that knows it, when it has been given up already; and in one that does not."""
-    patient = OrchestratorTimeouts(quiet_node_s=60.0)
     prompt = prompt_of(200, seed=35)
     config = config_of(four.p1, four.d1)
-    with DisaggregatedClient(config, patient) as client:
+    with DisaggregatedClient(config) as client:
         answered(client, prompt, 4)
         four.d1.freeze()
         assert until(lambda: not client.status()["nodes"][1]["usable"])
@@ -575,7 +547,7 @@ def test_new_requests_while_the_only_decode_node_is_frozen(four: Four, expect: A
         assert (tokens, metrics["failovers"]) == (expect(prompt, 16), [])
     four.d1.freeze()
     threading.Timer(1.1, four.d1.thaw).start()
-    with DisaggregatedClient(config, patient) as client:
+    with DisaggregatedClient(config) as client:
         assert answered(client, prompt, 16)[0] == expect(prompt, 16)
 
 
@@ -590,7 +562,7 @@ def test_requests_wait_while_the_breaker_is_half_open() -> None:
             dying = in_thread(lambda: answered(client, [2] * 50, 2000, model="simulated", timeout=3))
             assert until(lambda: node.status()["running"])
             node.kill()
-            with pytest.raises((NoDecodeNode, DeadlineExceeded)):  # with output, it waits as long as it has time
+            with pytest.raises(NoDecodeNode):  # it waits as long as it has time
                 dying.result(20)
             node.start()
             node.ready()

@@ -138,6 +138,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     tool_calls: tuple[dict[str, Any], ...] = ()
     progress: Progress | None = None  # before the first token, if the request asked for it; then nothing else is set
     prompt_logprobs: PromptLogprobs | None = None  # the same
+    waiting: str = ""  # at any time: no decode node is there, and the request waits for one; never sent by a node
     metrics: dict[str, Any] | None = msgspec.field(default=None, name="request_metrics")  # never sent by a node
 
 

@@ -1,22 +1,26 @@
 """What a node says of itself: `/health`, `/status` and `/model`."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
+from disaggregated_inference.api.sampling import TokenId
 from disaggregated_inference.kv import Fingerprint
 
 Role = Literal["prefill", "decode", "both"]
+Number = Annotated[int, Meta(ge=0, le=1 << 53)]  # of tokens, bytes or requests
+Size = Annotated[int, Meta(ge=1, le=1 << 53)]
+Amount = Annotated[float, Meta(ge=0, le=1e18)]  # seconds, or something per second
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
     """How fast work of `size` to just under twice `size` goes. Size is prompt tokens for prefill; for decode it is the
     batch size, and `tokens_per_s` is that of the whole batch."""
 
-    size: int
-    tokens_per_s: float
-    samples: int = 1
+    size: Number
+    tokens_per_s: Amount
+    samples: Number = 1
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,37 +30,37 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotStatus(msgspec.Struct, frozen=True):
-    used: int = 0
-    most: int = 1
+    used: Number = 0
+    most: Number = 1
 
 
 class QueueDepth(msgspec.Struct, frozen=True):
-    waiting: int = 0  # for memory or a slot
-    retry_after_s: int = 1
+    waiting: Number = 0  # for memory or a slot
+    retry_after_s: Number = 1
 
 
 class KVMemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """`limit_bytes` is what one answer may have, `reserved_bytes` what is promised of it. A node of both roles has two
     budgets, and a request takes from one of them: `total_*`, the peaks and `held_bytes` are of both."""
 
-    limit_bytes: int = 0
-    reserved_bytes: int = 0
-    total_limit_bytes: int = 0
-    total_reserved_bytes: int = 0
-    peak_reserved_bytes: int = 0
-    held_bytes: int = 0
-    peak_held_bytes: int = 0
+    limit_bytes: Number = 0
+    reserved_bytes: Number = 0
+    total_limit_bytes: Number = 0
+    total_reserved_bytes: Number = 0
+    peak_reserved_bytes: Number = 0
+    held_bytes: Number = 0
+    peak_held_bytes: Number = 0
 
 
 class PathStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A network path to a prefill node. Goodput is that of recent slices while they arrived, without waiting time."""
 
     host: str
-    port: int
-    goodput_bytes_s: float | None = None
-    payload_bytes: int = 0
-    connections: int = 0
-    failures: int = 0
+    port: Annotated[int, Meta(ge=0, le=65535)]
+    goodput_bytes_s: Amount | None = None
+    payload_bytes: Number = 0
+    connections: Number = 0
+    failures: Number = 0
     last_error: str | None = None
 
 
@@ -69,9 +73,9 @@ class PeerStatus(msgspec.Struct, frozen=True):
 
 
 class TicketEndings(msgspec.Struct, frozen=True):
-    fetched: int = 0
-    cancelled: int = 0
-    expired: int = 0
+    fetched: Number = 0
+    cancelled: Number = 0
+    expired: Number = 0
 
 
 class NodeHealth(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +87,7 @@ class NodeHealth(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = ""  # the engine
     role: Role = "both"
     epoch: str = ""  # of this run: a restarted node has another
-    stalled_s: float = 0.0  # how long the engine has been at one call
+    stalled_s: Amount = 0.0  # how long the engine has been at one call
     reason: str | UnsetType = UNSET  # why it is unhealthy
     ollama: dict[str, Any] | UnsetType = UNSET  # of a node in front of one
 
@@ -92,25 +96,25 @@ class NodeStatus(NodeHealth, frozen=True, kw_only=True):
     """`/status`: what a router needs to decide."""
 
     dtype: str = ""
-    threads: int = 0  # of the CPU, for computing; 0: the engine computes on another device
-    context_window: int = 0
-    kv_token_bytes: int = 0
-    waiting: int = 0  # open requests, running ones included
-    waiting_tokens: int = 0  # of their prompts, still to be prefilled
-    running: int = 0  # answers in the decode batch
+    threads: Number = 0  # of the CPU, for computing; 0: the engine computes on another device
+    context_window: Number = 0
+    kv_token_bytes: Number = 0
+    waiting: Number = 0  # open requests, running ones included
+    waiting_tokens: Number = 0  # of their prompts, still to be prefilled
+    running: Number = 0  # answers in the decode batch
     exports: bool = True  # KV
     imports: bool = True
     prompt_logprobs: bool = False  # the engine can compute them
     queue: QueueDepth = QueueDepth()
     slots: SlotStatus = SlotStatus()
     kv: KVMemoryStatus = KVMemoryStatus()
-    prefixes: dict[str, int] = {}  # the prefix cache's counters
-    integrity_faults: int = 0
-    prompt_tokens_computed: int = 0
-    tokens_written: int = 0
-    canary_tokens: int = 0
-    steps: int = 0
-    tickets: int = 0
+    prefixes: dict[str, Number] = {}  # the prefix cache's counters
+    integrity_faults: Number = 0
+    prompt_tokens_computed: Number = 0
+    tokens_written: Number = 0
+    canary_tokens: Number = 0
+    steps: Number = 0
+    tickets: Number = 0
     endings: TicketEndings = TicketEndings()
     kv_addresses: tuple[str, ...] = ()
     paths: tuple[PathStatus, ...] = ()
@@ -123,7 +127,7 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     """Identity of a model without a fingerprint: enough to tell two models apart."""
 
     architecture: str = ""
-    parameters: int = 0
+    parameters: Number = 0
 
 
 class StoredModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,17 +135,17 @@ class StoredModel(msgspec.Struct, frozen=True, kw_only=True):
 
     format: str = ""  # safetensors, gguf or simulated
     quantization: str = ""
-    parameters: int = 0
-    size_bytes: int = 0
+    parameters: Number = 0
+    size_bytes: Number = 0
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """`/model`. A node without a fingerprint hands out neither KV nor tokenizer, and takes text."""
 
     model: str = ""
-    context_window: int
-    vocabulary: int | None = None
-    eos_tokens: tuple[int, ...] = ()
+    context_window: Size
+    vocabulary: Size | None = None
+    eos_tokens: tuple[TokenId, ...] = ()
     fingerprint: Fingerprint | None = None
     identity: ModelIdentity = ModelIdentity()
     exports: bool | UnsetType = UNSET

@@ -9,11 +9,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 LocalModel = Annotated[str, typer.Option("--model", "-m", help="Model name, alias or folder on this machine.")]
 Token = Annotated[
     str,
-    typer.Option(
-        "--token",
-        help="Bearer token of the node. Not recommended: everyone on this machine can read it in the process list."
-        " Use DISAGG_TOKEN or --token-file.",
-    ),
+    typer.Option("--token", hidden=True, help="Refused: use DISAGG_TOKEN or --token-file."),
 ]
 TokenFile = Annotated[
     str,

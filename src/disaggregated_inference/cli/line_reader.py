@@ -7,6 +7,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from disaggregated_inference.private_files import make_private_file, make_private_folder
+
 _QUOTES = '"""'
 _HISTORY_LINES = 1000
 
@@ -68,8 +70,8 @@ def _load_history() -> None:
     path = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "disaggregated-inference/chat"
     readline.set_history_length(_HISTORY_LINES)
     with suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.touch(0o600)
+        make_private_folder(path.parent)
+        make_private_file(path)
         readline.read_history_file(path)
 
     def save() -> None:

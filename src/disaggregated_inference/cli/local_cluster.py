@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from disaggregated_inference.models import default_home
+from disaggregated_inference.private_files import make_private_folder
 
 PREFILL_PORT, DECODE_PORT, KV_PORT = 8000, 8001, 8100
 
@@ -41,7 +42,7 @@ def read_cluster_file() -> str:
 @contextmanager
 def cluster_file(prefill: LocalServer, decode: LocalServer) -> Iterator[Path]:
     """A file of this process, while its cluster runs: a second `disagg up` must not change it. A copy stays."""
-    _folder().mkdir(parents=True, exist_ok=True)
+    make_private_folder(_folder())
     path, last = _folder() / f"{os.getpid()}.json", _folder() / "cluster.json"
     path.write_text(_text(prefill, decode), encoding="utf-8")
     new = last.with_suffix(f".{os.getpid()}")

@@ -19,7 +19,9 @@ def run_server(description: str, role: str, engine: str) -> None:
     try:
         _run(arguments, role, engine)
     except (DisaggError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        from disaggregated_inference.cli.errors import message_of
+
+        sys.stderr.write(f"error: {message_of(error)}\n")
         raise SystemExit(1) from None
 
 
@@ -54,8 +56,7 @@ def _parser(description: str, role: str, engine: str) -> argparse.ArgumentParser
     parser.add_argument("--model", default=MODEL, help="default: %(default)s")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=_port, default=port, help="default: %(default)s; 0: any free port")
-    shown = "bearer token that clients must send; others can read it in the process list: use DISAGG_TOKEN"
-    parser.add_argument("--token", default="", help=shown)
+    parser.add_argument("--token", default="", help=argparse.SUPPRESS)  # refused, with the reason
     parser.add_argument("--token-file", default="", metavar="FILE", help="file that contains the token")
     if engine == "ollama":
         parser.add_argument("--ollama-host", default=OLLAMA, help="URL of Ollama (default: %(default)s)")

@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.private_files import make_private, private_opener
 
 
 class TranscriptMessage(msgspec.Struct, frozen=True):
@@ -20,7 +21,9 @@ class Transcript(msgspec.Struct, frozen=True):
 
 
 def write(path: Path, transcript: Transcript) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(transcript)) + b"\n")
+    make_private(path)
+    with open(path, "wb", opener=private_opener) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(transcript)) + b"\n")
 
 
 def read(path: Path) -> Transcript:

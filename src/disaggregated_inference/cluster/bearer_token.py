@@ -1,4 +1,4 @@
-"""The bearer token of the nodes: from the command line, the environment or a file. No message repeats it."""
+"""The bearer token of the nodes: from the environment or a file. No message repeats it."""
 
 import os
 from collections.abc import Mapping
@@ -11,12 +11,15 @@ _MAX_BYTES = 4096
 
 
 def read_token(given: str = "", file: str = "", environ: Mapping[str, str] = os.environ) -> str:
-    """The first of: `given` or `file` (the command line), DISAGG_TOKEN, the file that DISAGG_TOKEN_FILE names. Empty if
-    there is none."""
-    if given and file:
-        raise ConfigError("--token and --token-file are both given: leave one of them out")
-    if given or file:
-        return _checked(given, "--token") if given else _from_file(file, "--token-file")
+    """The first of: `file` (the command line), DISAGG_TOKEN, the file that DISAGG_TOKEN_FILE names. Empty if there is
+    none. `given`, a token on the command line itself, is refused: every user of the machine can read it there."""
+    if given:
+        raise ConfigError(
+            "--token is refused: everyone on this machine can read it in the process list; set DISAGG_TOKEN or give"
+            " --token-file FILE, and change this token if others use the machine"
+        )
+    if file:
+        return _from_file(file, "--token-file")
     if token := environ.get("DISAGG_TOKEN"):
         return _checked(token, "DISAGG_TOKEN")
     named = environ.get("DISAGG_TOKEN_FILE")

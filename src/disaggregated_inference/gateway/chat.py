@@ -44,6 +44,7 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: str | None = None  # stop, length or tool_calls
     metrics: dict[str, Any] | None = None  # only on the last delta of a request, which has no choice
     progress: Progress | None = None  # only before the first token; then nothing else is set
+    waiting: str = ""  # no decode node is there, and the request waits for one; then nothing else is set
 
 
 ChatDeltas = AsyncGenerator[list[ChatDelta], None]
@@ -56,8 +57,8 @@ async def stream_chat(core: DisaggregatedInference, chat: ChatRequest, on_plan: 
     parsers: dict[int, ToolParser] = {}
 
     def parse(delta: Delta) -> ChatDelta:
-        if delta.metrics is not None or delta.progress is not None:
-            return ChatDelta(metrics=delta.metrics, progress=delta.progress)
+        if delta.metrics is not None or delta.progress is not None or delta.waiting:
+            return ChatDelta(metrics=delta.metrics, progress=delta.progress, waiting=delta.waiting)
         if (parser := parsers.get(delta.choice)) is None:
             parser = parsers[delta.choice] = _new_parser(tokenizer, chat)
         content, finish = parser.take(delta), delta.finish_reason

@@ -12,6 +12,7 @@ from disaggregated_inference.http.sse import (
     UNBUFFERED_HEADERS,
     DescribeError,
     EventStreamResponse,
+    sse_comment,
     sse_event,
     unless_disconnected,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "read_json",
     "request_id",
     "require_free_port",
+    "sse_comment",
     "sse_event",
     "unless_disconnected",
 ]

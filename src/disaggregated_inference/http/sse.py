@@ -29,6 +29,11 @@ def sse_event(content: Any) -> bytes:
     return b"data: %b\n\n" % msgspec.json.encode(content)
 
 
+def sse_comment(text: str) -> bytes:
+    """Readers of server-sent events skip it; people see it."""
+    return b": %b\n\n" % " ".join(text.split()).encode()
+
+
 async def unless_disconnected(
     request: Request, work: Awaitable[Result], cancel: Callable[[], object] | None = None
 ) -> Result:

@@ -17,6 +17,7 @@ class Attempt:
     node_model: str = ""  # the decode node's own name of its model
     text_only: bool = False  # on a node that takes text, which reports nothing about KV
     epochs: dict[str, str] = field(default_factory=dict)  # of the nodes, when the attempt began
+    written: dict[int, int] = field(default_factory=dict)  # tokens of each choice, when the attempt began
     sent_at: float = 0.0  # on the monotonic clock
     first_token_at: float = 0.0
     last_at: float = 0.0

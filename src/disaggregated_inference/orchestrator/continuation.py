@@ -7,14 +7,16 @@ from typing import Any, Protocol
 
 import msgspec
 
-from disaggregated_inference.api import DecodeRequest, GenerateRequest, StreamEvent
+from disaggregated_inference.api import DecodeRequest, GenerateRequest, ModelInfo, StreamEvent
 from disaggregated_inference.kv import Salt, salt_of
+from disaggregated_inference.models import ModelTokenizer
 from disaggregated_inference.orchestrator.attempt import Attempt
 from disaggregated_inference.orchestrator.cluster_view import Route, RouteRequest
 from disaggregated_inference.orchestrator.node_client import NodeRefused
 from disaggregated_inference.orchestrator.prompt_logprobs import PromptLogprobsState
 from disaggregated_inference.orchestrator.recorder import ChoiceState
 from disaggregated_inference.orchestrator.registry import NodeRegistry
+from disaggregated_inference.orchestrator.stream_check import StreamCheck, TokenStreamCheck
 
 Numbers = tuple[int, ...]  # of the choices that one attempt generates
 
@@ -31,6 +33,7 @@ class Continuation(Protocol):
     def prompt(self, numbers: Numbers) -> list[int]: ...
     def route_request(self, numbers: Numbers, avoid: frozenset[str]) -> RouteRequest: ...
     def decode_request(self, numbers: Numbers, timeout_s: float, context: str | None) -> DecodeRequest: ...
+    def stream_check(self, numbers: Numbers, request: DecodeRequest, model: ModelInfo | None) -> StreamCheck: ...
     def explain(self, route: Route, reason: str) -> str: ...
     def is_output(self, event: StreamEvent) -> bool: ...
     def warning(self, numbers: Numbers) -> str | None: ...
@@ -52,9 +55,11 @@ class TokenContinuation:
         model: str,
         request: GenerateRequest,
         tokens: list[int],
+        tokenizer: ModelTokenizer | None = None,
         shared_tokens: int = 0,
     ) -> None:
         self._registry, self._model, self._request, self._tokens = registry, model, request, tokens
+        self._tokenizer = tokenizer  # checks that the text of nodes is that of their tokens
         self.choice_states = [ChoiceState() for _ in range(request.n)]
         assert request.max_tokens is not None
         self._max_tokens: int = request.max_tokens
@@ -98,6 +103,10 @@ class TokenContinuation:
             shared_tokens=self.salt.shared_tokens,
             **params,
         )
+
+    def stream_check(self, numbers: Numbers, request: DecodeRequest, model: ModelInfo | None) -> StreamCheck:
+        text = "".join(self.choice_states[numbers[0]].text) if len(numbers) == 1 else ""
+        return TokenStreamCheck(request, model, self._tokenizer, text)
 
     def explain(self, route: Route, reason: str) -> str:
         return reason

@@ -7,7 +7,7 @@ from disaggregated_inference.orchestrator.node_client import LegFailed
 from disaggregated_inference.orchestrator.node_state import NodeState
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 
-_PEER_REFUSED, _TOO_LARGE = "peer_refused", "request_too_large"
+_PEER_REFUSED, _TOO_LARGE, _BAD_ANSWER = "peer_refused", "request_too_large", "bad_answer"
 _REFRESH_CODES = frozenset({"node_restarted", "not_found", _PEER_REFUSED})  # the node's status is out of date
 _AWAY_CODES = frozenset({"unreachable", "node_loading"})
 _MAX_DECODE_FAILURES = 3  # a request that kills every node must not go through all of them
@@ -50,7 +50,7 @@ class FailoverState:
         if failure.code != _TOO_LARGE:  # a small node is no failing node
             blamed.breaker.failed(str(failure), hard=failure.node_gone)
         if failure.code in _AWAY_CODES:
-            blamed.lost(str(failure), failure.code, quiet=failure.timed_out or failure.connection_broke)
+            blamed.lost(str(failure), failure.code)
         death = (blamed.name, attempt.epochs[blamed.name])
         known = death in self.avoid  # several choices may see the same failure
         self.avoid.add(death)
@@ -60,7 +60,7 @@ class FailoverState:
         if failure.code == _TOO_LARGE:
             self.too_large = failure
             return True
-        self._decode_failures += not known
+        self._decode_failures += not known and failure.code != _BAD_ANSWER  # no request makes a node break the protocol
         return self._decode_failures <= max(_MAX_DECODE_FAILURES, self._policies.retries)
 
     def blamed(self, failure: LegFailed, route: Route) -> NodeState:

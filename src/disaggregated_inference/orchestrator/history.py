@@ -17,6 +17,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from disaggregated_inference.private_files import make_private, make_private_file
+
 log = logging.getLogger(__name__)
 
 Record = dict[str, Any]  # a `RequestRecord` as plain values; a file may hold rows of other versions
@@ -97,7 +99,9 @@ class History:
 
     def _open(self, path: Path) -> None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_file(path)  # SQLite gives its -wal and -shm files the same mode
+            make_private(*(path.with_name(path.name + end) for end in ("-wal", "-shm")))
             database = sqlite3.connect(path, timeout=self._lock_s, check_same_thread=False)
         except (OSError, sqlite3.Error) as error:
             return _warn(path, error)
@@ -156,7 +160,8 @@ def _time(record: Record) -> float:
 
 
 def _warn(path: Path, error: Exception) -> None:
-    log.warning("the history file %s cannot be used, memory only: %s", path, error)
+    remedy = "name another file in policies.history_file"
+    log.warning("the history file %s cannot be used, memory only: %s; %s", path, error, remedy)
 
 
 def _read(database: sqlite3.Connection, size: int) -> list[Record]:

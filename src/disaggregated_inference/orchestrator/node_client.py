@@ -6,6 +6,7 @@ request whose response does not begin.
 
 import asyncio
 import math
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -29,12 +30,18 @@ from disaggregated_inference.cluster import Server
 from disaggregated_inference.errors import BadRequest, DisaggError
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats, MonitoredStream, PendingRequest, StreamSilent
 from disaggregated_inference.orchestrator.strangers import why_unreachable
+from disaggregated_inference.orchestrator.stream_check import BadEvents, StreamCheck
 
 _PATIENCE = 8  # times its recent latency: a busy machine is slow for all clients, a frozen one is silent
 WRONG_TOKEN = "unauthorized"  # the code of the error
 _REFUSED_TOKEN = "it refused the token (401): `token` in the cluster file, else DISAGG_TOKEN, is not the node's"
 _NEEDS_TOKEN = "it needs a token (401): set DISAGG_TOKEN"
 _DECAY = 0.9  # what is left of a slow answer after the next one
+_MAX_BODY_BYTES = 256 << 20  # of a small request's answer; a tokenizer has some tens of MB
+_MAX_ERROR_BYTES = 1 << 20
+_MAX_EVENT_BYTES = 16 << 20
+_SECONDS = re.compile("[0-9]{1,9}")
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 # Errors of a decode node that mean: the prefill leg failed.
 _PREFILL_CODES = frozenset(
@@ -59,7 +66,7 @@ class LegFailed(Exception):
     """One leg of a request failed, and another node may do better.
 
     `node_gone`: the node itself, not only this request. `timed_out`: it may only be slow. `connection_broke`: it may be
-    the connection alone."""
+    the connection alone. `tainted`: what this attempt brought before may be wrong."""
 
     def __init__(
         self,
@@ -70,9 +77,10 @@ class LegFailed(Exception):
         node_gone: bool = False,
         timed_out: bool = False,
         connection_broke: bool = False,
+        tainted: bool = False,
     ) -> None:
         super().__init__(f"{node}: {message}")
-        self.node, self.code, self.message = node, code, message
+        self.node, self.code, self.message, self.tainted = node, code, message, tainted
         self.node_gone, self.timed_out, self.connection_broke = node_gone, timed_out, connection_broke
 
     @property
@@ -134,12 +142,15 @@ class NodeClient:
         loop = asyncio.get_running_loop()
         sent_at = loop.time()
         try:
-            async with self._session.get(self.server.url + path, headers=self._headers, timeout=timeout) as response:
-                body = await response.read()
+            url = self.server.url + path
+            async with self._session.get(
+                url, headers=self._headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                body = await self._bounded(response, _MAX_BODY_BYTES)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unreachable(error) from error
         self._latency_s = max(loop.time() - sent_at, self._latency_s * _DECAY)
-        if response.status >= 400 and path != "/health":
+        if response.status != 200 and path != "/health":
             raise self._error(response.status, body)
         return body
 
@@ -159,7 +170,7 @@ class NodeClient:
             body = await self.get("/health", self._probe_timeout_s())  # this process itself was paused meanwhile
         try:
             return msgspec.json.decode(body, type=NodeHealth)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except _UNREADABLE as error:
             raise self._bad_answer(f"its health cannot be read: {error}") from error
 
     def _probe_timeout_s(self) -> float:
@@ -177,7 +188,7 @@ class NodeClient:
             raise LegFailed(self.server.name, error.code, str(error)) from error  # another node may have memory
         try:
             return msgspec.json.decode(body, type=PrefillResponse).context
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except _UNREADABLE as error:
             raise self._bad_answer(f"its answer cannot be read: {error}") from error
 
     def cancel_prefill(self, ticket: str) -> None:
@@ -200,9 +211,9 @@ class NodeClient:
             return  # the ticket's lease ends it
 
     async def generate(
-        self, path: str, request: DecodeRequest, request_id: str
+        self, path: str, request: DecodeRequest, request_id: str, check: StreamCheck
     ) -> AsyncGenerator[list[StreamEvent], None]:
-        """The events of an answer, as many at a time as have arrived."""
+        """The events of an answer, as many at a time as have arrived, once `check` has passed them."""
         async with self._post(path, request, request_id) as response:
             loop = asyncio.get_running_loop()
             stream = MonitoredStream(response, self._require_alive, loop.time(), self._timeouts)
@@ -213,22 +224,24 @@ class NodeClient:
                     data = await self._receive(response)
                     stream.last_data_at = self.last_data_at = loop.time()
                     *lines, rest = (rest + proven(data)).split(b"\n\n")
-                    if events := self._parse(lines):
+                    if len(rest) > _MAX_EVENT_BYTES:
+                        raise self._bad_answer(f"an event of its stream has no end within {_MAX_EVENT_BYTES} bytes")
+                    if events := self._parse(lines, check):
                         yield events
                         if events[-1].done:
-                            await self._drain(response)
+                            self._require_nothing(rest + proven(await self._drain(response)))
                             return
                         if events[-1].error:
-                            raise self._stream_error(events[-1].error)
+                            raise self._stream_error(events[-1].error, check.began)
                     elif not data:
                         raise LegFailed(self.server.name, "stream_ended", "its stream ended too early", node_gone=True)
             finally:
                 self._heartbeats.open.discard(stream)
 
     def _proven(self, response: aiohttp.ClientResponse) -> Callable[[bytes], bytes]:
-        """What of the stream is proven by its checksums; all of it where the server sends none."""
+        """What of the stream is proven by its checksums."""
         if CHECKSUM_HEADER not in response.headers:
-            return lambda data: data
+            raise self._bad_answer("its stream has no checksums")
         reader = ChecksumReader()
 
         def feed(data: bytes) -> bytes:
@@ -239,30 +252,41 @@ class NodeClient:
 
         return feed
 
-    def _parse(self, lines: list[bytes]) -> list[StreamEvent]:
+    def _parse(self, lines: list[bytes], check: StreamCheck) -> list[StreamEvent]:
         """Tokens, and perhaps the end or an error. One decode call for all of them costs half."""
         data = [line[6:] for line in lines if line.startswith(b"data: ")]
-        if not data:
-            self._require_progress(lines)
+        if len(data) < len(lines):
+            self._read_comments([line for line in lines if not line.startswith(b"data: ")])
         try:
-            return _events.decode(b"[%b]" % b",".join(data))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            events = _events.decode(b"[%b]" % b",".join(data))
+            check.check(events)
+        except _UNREADABLE as error:
             raise self._bad_answer(f"its stream cannot be read: {error}") from error
+        except BadEvents as error:
+            raise self._bad_answer(f"its stream breaks the protocol: {error}", tainted=error.tainted) from error
+        return events
 
-    async def _drain(self, response: aiohttp.ClientResponse) -> None:
+    async def _drain(self, response: aiohttp.ClientResponse) -> bytes:
         """To the very end, so that the connection can be reused. A node that fails now has done its work."""
-        if response.content.at_eof():
-            return
+        rest = b""
         with suppress(aiohttp.ClientError, TimeoutError, OSError):
             async with asyncio.timeout(self._timeouts.small_body_s):
-                await response.content.read()
+                while len(rest) < _MAX_ERROR_BYTES and (part := await response.content.readany()):
+                    rest += part
+        return rest
+
+    def _require_nothing(self, rest: bytes) -> None:
+        if any(line and not line.startswith(b":") for line in rest.split(b"\n\n")):
+            raise self._bad_answer("its stream goes on after its end")
 
     async def _require_alive(self) -> None:
         self._require_unstuck((await self.health()).stalled_s)
 
-    def _require_progress(self, comments: list[bytes]) -> None:
+    def _read_comments(self, comments: list[bytes]) -> None:
         """`: alive 31.2`: the engine has been at one call for 31.2 s."""
         for line in comments:
+            if not line.startswith(b":"):
+                raise self._bad_answer("its stream is not made of events")
             seconds = line[7:].strip()
             if line.startswith(b": alive") and seconds.replace(b".", b"", 1).isdigit():
                 self._require_unstuck(float(seconds))
@@ -281,7 +305,9 @@ class NodeClient:
         headers[CHECKSUM_HEADER] = checksum_text(body)
         try:
             with PendingRequest(self._heartbeats, self._require_alive):
-                response = await self._session.post(url, data=body, headers=headers, timeout=self._dial_timeout)
+                response = await self._session.post(
+                    url, data=body, headers=headers, timeout=self._dial_timeout, allow_redirects=False
+                )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unreachable(error) from error
         try:
@@ -301,12 +327,20 @@ class NodeClient:
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         try:
             async with asyncio.timeout(self._timeouts.small_body_s):
-                return await response.read()
+                return await self._bounded(response, _MAX_BODY_BYTES if response.status == 200 else _MAX_ERROR_BYTES)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unreachable(error) from error
 
-    def _bad_answer(self, message: str) -> LegFailed:
-        return LegFailed(self.server.name, "bad_answer", message)
+    async def _bounded(self, response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
+        body = bytearray()
+        while part := await response.content.readany():
+            body += part
+            if len(body) > limit_bytes:
+                raise self._bad_answer(f"its answer has more than {limit_bytes} bytes")
+        return bytes(body)
+
+    def _bad_answer(self, message: str, *, tainted: bool = False) -> LegFailed:
+        return LegFailed(self.server.name, "bad_answer", message, tainted=tainted)
 
     def _unreachable(self, error: Exception) -> LegFailed:
         if isinstance(error, StreamSilent):
@@ -330,21 +364,21 @@ class NodeClient:
     def _error(self, status: int, body: bytes, retry_after: str | None = None) -> Exception:
         try:
             detail = msgspec.json.decode(body, type=ErrorBody).error
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except _UNREADABLE:
             detail = ErrorDetail("bad_answer", f"it does not answer as a node: HTTP {status}")
         if status == 401:
             return LegFailed(self.server.name, WRONG_TOKEN, _REFUSED_TOKEN if self.server.token else _NEEDS_TOKEN)
         if detail.code in _BUSY_CODES:
-            wait_s = float(retry_after) if retry_after and retry_after.isdigit() else 1.0
+            wait_s = float(retry_after) if retry_after and _SECONDS.fullmatch(retry_after) else 1.0
             return LegBusy(self.server.name, detail.message, wait_s)
         if status in (400, 404, 413, 422, 504) and detail.code not in _NODE_CODES:
             return refusal(status, detail.code, detail.message, detail.param or None)
         return LegFailed(self.server.name, detail.code, detail.message)
 
-    def _stream_error(self, detail: ErrorDetail) -> Exception:
-        """An error in the middle of a stream."""
+    def _stream_error(self, detail: ErrorDetail, began: bool = False) -> Exception:
+        """An error in the middle of a stream. What it has begun to write, a node cannot refuse."""
         if detail.code in _BUSY_CODES:
             return LegBusy(self.server.name, detail.message, 1.0)
-        if status := _REFUSAL_STATUS.get(detail.code):
+        if (status := _REFUSAL_STATUS.get(detail.code)) and not (began and status == 400):
             return refusal(status, detail.code, detail.message, detail.param or None)
         return LegFailed(self.server.name, detail.code, detail.message)

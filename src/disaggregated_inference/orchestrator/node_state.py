@@ -20,6 +20,7 @@ from disaggregated_inference.orchestrator.strangers import what_answers
 
 _UNREACHABLE = "unreachable"
 _CONDITIONS = {WRONG_TOKEN: "wrong token", "node_loading": "loading"}  # by the code of a failed poll
+_NEEDS_CORRECTION = ("wrong token", "wrong role")
 _NOT_POLLED = "not polled yet"
 _MAX_NAME = 200  # characters
 _MISNAMED = (
@@ -54,7 +55,6 @@ class NodeState:
         self.trouble = _NOT_POLLED  # why it is not usable; empty when it is
         self.mismatch = ""  # why it must not be paired, or answer for its model
         self.misnamed = ""  # its own name of its model is none of the cluster file
-        self._quiet = False  # it is unreachable by timeout alone
         self._missed_polls = 0  # in a row
         self.open = 0  # our requests there
         self.unread_tokens = 0  # of our prompts, sent since the last status and not known to be prefilled
@@ -133,7 +133,7 @@ class NodeState:
             silent = self._missed_polls > 1 and self.client.last_data_at < began_at and not late
             if silent or not error.timed_out:
                 reason = await self._identified(str(error), error.code)
-                self.lost(reason, error.code, quiet=error.timed_out)
+                self.lost(reason, error.code)
             return False
         except Exception as error:  # the server at that port is not a node
             reason = f"{self.name}: it does not answer as a node: {error}"
@@ -161,18 +161,19 @@ class NodeState:
         else:
             self.unread_tokens = max(0, self.unread_tokens - tokens)
 
-    def lost(self, reason: str, code: str = _UNREACHABLE, *, quiet: bool = False) -> None:
-        """`quiet`: the node only does not answer; nothing says that it is gone."""
-        self.reachable, self.trouble, self._quiet = False, reason, quiet
+    def lost(self, reason: str, code: str = _UNREACHABLE) -> None:
+        self.reachable, self.trouble = False, reason
         self._condition = _CONDITIONS.get(code, _UNREACHABLE)
 
     @property
     def may_come_back(self) -> bool:
-        """At any moment: it has not answered its first poll yet, or went quiet a moment ago, as a swapping machine
-        does."""
+        """At any moment: it has not answered its first poll yet, or is starting, or was there before. A node that
+        never answered, or needs a person to correct it, may not."""
         if not self.was_polled:
             return True
-        return self._quiet and not self.mismatch and time.monotonic() - self.polled_at < self._timeouts.quiet_node_s
+        if self.mismatch or self._condition in _NEEDS_CORRECTION:
+            return False
+        return self.status is not None or self._condition == "loading"
 
     def _update(self, status: NodeStatus) -> None:
         if self.status and self.epoch != status.epoch:  # it came back; at first sight every node is new

@@ -158,7 +158,7 @@ class DisaggregatedInference:
         request, recorder = self._prepare({"prompt": prompt, **options})
         prompt_logprobs: list[PromptLogprob] = []
         recorder.on_prompt_logprobs = lambda piece: prompt_logprobs.extend(piece.tokens)
-        record = await _result(self._start(request, recorder, lambda events: None))
+        record = await _result(self._start(request, recorder, None))
         return Completion(choices=recorder.choices(), record=record, prompt_logprobs=tuple(prompt_logprobs))
 
     @named_options
@@ -179,6 +179,7 @@ class DisaggregatedInference:
         queue = OutputQueue()
         recorder.on_progress = lambda progress: queue.put([Delta(progress=progress)])
         recorder.on_prompt_logprobs = lambda piece: queue.put([Delta(prompt_logprobs=piece)])
+        recorder.on_waiting = lambda reason: queue.put([Delta(waiting=reason)])
         task = self._start(request, recorder, queue.put)
         task.add_done_callback(queue.close)
         try:
@@ -262,14 +263,16 @@ class DisaggregatedInference:
         recorder.on_plan = on_plan or recorder.on_plan
         return request, recorder
 
-    def _start(self, request: GenerateRequest, recorder: RequestRecorder, put: Put) -> "asyncio.Task[RequestRecord]":
+    def _start(
+        self, request: GenerateRequest, recorder: RequestRecorder, put: Put | None
+    ) -> "asyncio.Task[RequestRecord]":
         """In a task of its own: its timeout must not end the caller's work, nor a slow reader hold its place."""
         task = asyncio.create_task(self._run(request, recorder, put))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
 
-    async def _run(self, request: GenerateRequest, recorder: RequestRecorder, put: Put) -> RequestRecord:
+    async def _run(self, request: GenerateRequest, recorder: RequestRecorder, put: Put | None) -> RequestRecord:
         """From the queue to the last token. Every outcome is in the history."""
         error: BaseException | None = None
         timeout_s = request.timeout or self._timeout_s(recorder.model)
@@ -287,17 +290,19 @@ class DisaggregatedInference:
             record = self._finish(recorder, error)
         return record
 
-    async def _serve(self, request: GenerateRequest, recorder: RequestRecorder, put: Put, deadline: float) -> None:
+    async def _serve(
+        self, request: GenerateRequest, recorder: RequestRecorder, put: Put | None, deadline: float
+    ) -> None:
         registry, began_at = await self.start(), time.perf_counter()
         await registry.wait_for_status(recorder.model)
         self.queue.allow(recorder.model, _places(registry.of(recorder.model)))
         async with self.queue.turn(recorder.model, request.priority, deadline, request.caller):
             recorder.phase("queue", began_at)
-            request, continuation = await self._continuation(request, recorder, registry)
+            request, continuation = await self._continuation(request, recorder, registry, deadline)
             await RequestRunner(registry, request, continuation, recorder, deadline).run(put)
 
     async def _continuation(
-        self, request: GenerateRequest, recorder: RequestRecorder, registry: NodeRegistry
+        self, request: GenerateRequest, recorder: RequestRecorder, registry: NodeRegistry, deadline: float
     ) -> tuple[GenerateRequest, Continuation]:
         """By text or by tokens, as the model's nodes take it; with a limit of tokens."""
         model, nodes = recorder.model, registry.of(recorder.model)
@@ -306,7 +311,10 @@ class DisaggregatedInference:
             request = _limited(request, window - estimated_tokens(request))
             return request, TextContinuation(registry, model, request, recorder)
         began_at = time.perf_counter()
-        tokens = request.tokens if request.tokens is not None else await self._tokenize(request, nodes, window)
+        tokenizer = await self._tokenizer_of(request, nodes, deadline)
+        if (tokens := request.tokens) is None:
+            assert tokenizer
+            tokens = await self._tokenizers.encode(tokenizer, request, window)
         recorder.prompt_tokens = len(tokens)
         recorder.phase("tokenize", began_at)
         wanted = len(tokens) + (request.max_tokens or 1)
@@ -314,11 +322,23 @@ class DisaggregatedInference:
             raise ContextTooLong(wanted, window, prompt_tokens=len(tokens))
         request = _limited(request, window - len(tokens))
         shared = await self._shared_tokens(request, model, tokens)
-        return request, TokenContinuation(registry, model, request, tokens, shared)
+        return request, TokenContinuation(registry, model, request, tokens, tokenizer, shared)
 
-    async def _tokenize(self, request: GenerateRequest, nodes: list[NodeState], window: int) -> list[int]:
-        tokenizer = await self._tokenizers.tokenizer(nodes)
-        return await self._tokenizers.encode(tokenizer, request, window)
+    async def _tokenizer_of(
+        self, request: GenerateRequest, nodes: list[NodeState], deadline: float
+    ) -> ModelTokenizer | None:
+        """A request by tokens needs it only to check the text of the answer. Others wait for a node that has it."""
+        poll_s = self._timeouts.poll_s
+        while True:
+            try:
+                return await self._tokenizers.tokenizer(nodes)
+            except DisaggError:
+                if request.tokens is not None:
+                    return None
+                may_come = any(node.may_come_back and not node.reachable for node in nodes)
+                if not may_come or time.monotonic() > deadline - 2 * poll_s:
+                    raise
+            await asyncio.sleep(poll_s)
 
     async def _shared_tokens(self, request: GenerateRequest, model: str, tokens: list[int]) -> int:
         """Leading tokens that callers share although they have different salts."""

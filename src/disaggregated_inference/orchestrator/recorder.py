@@ -50,6 +50,12 @@ class ChoiceState:
             found = TokenLogprob(token=event.token, logprob=event.logprob, top_logprobs=event.top_logprobs)
             self.logprobs.append(found)
 
+    def take_back(self, tokens: int) -> None:
+        """All but the first `tokens`."""
+        for kept in (self.written, self.text, self.logprobs):
+            del kept[tokens:]
+        self.finish_reason = None
+
     def result(self, index: int) -> GeneratedChoice:
         return GeneratedChoice(
             index=index,
@@ -80,6 +86,7 @@ class RequestRecorder:
         self.choice_states: list[ChoiceState] = []
         self.on_plan: Callable[[Route, str], None] = lambda route, reason: None  # called for every attempt
         self.on_progress: Callable[[Progress], None] = lambda progress: None
+        self.on_waiting: Callable[[str], None] = lambda reason: None  # no node is there; called once per outage
         self.on_prompt_logprobs: Callable[[PromptLogprobs], None] = lambda piece: None
         self.fallback = self.prefill_down = False
         self.warning: str | None = None

@@ -53,10 +53,12 @@ class RequestRunner:
         self._waits_for_node = False
         self._cached_tokens: int | None = None  # of the prompt, at most: see `_report_progress`
         self._put: Put = lambda events: None
+        self._streams = False  # a reader has what came so far
 
-    async def run(self, put: Put) -> None:
-        """Until the answer is complete. `put` is a plain call, since every token passes through it."""
-        self._put = put
+    async def run(self, put: Put | None) -> None:
+        """Until the answer is complete. `put` is a plain call, since every token passes through it; None: nobody reads
+        the answer before it is complete."""
+        self._put, self._streams = put or self._put, put is not None
         numbers = tuple(range(self._request.n))
         run = self._run_separately if self._continuation.separate_choices else self._attempt_until_done
         await run(numbers)
@@ -86,6 +88,7 @@ class RequestRunner:
     def _begin(self, numbers: Numbers) -> Attempt:
         route_request = self._continuation.route_request(numbers, self._picker.excluded())
         route, reason = self._picker.pick(route_request, explore=not self._recorder.failovers)
+        self._waits_for_node = False
         self._recorder.fallback = self._picker.is_fallback(route)
         self._recorder.prefill_down = self._picker.prefill_is_down(route)
         if self._recorder.fallback or self._recorder.prefill_down:
@@ -99,6 +102,7 @@ class RequestRunner:
         reason = self._continuation.explain(route, reason)
         attempt = self._recorder.begin(route, reason, engine, node_model=decode.own_model, text_only=text_only)
         attempt.epochs = self._registry.epochs(self._model)
+        attempt.written = {number: self._choice_states[number].tokens for number in numbers}
         return attempt
 
     async def _attempt(self, attempt: Attempt, numbers: Numbers) -> None:
@@ -149,7 +153,8 @@ class RequestRunner:
                 context = await prefill.client.prefill(request, self._request.request_id)
             decode_request = self._continuation.decode_request(numbers, self._left_s(), context)
             path = "/decode" if prefill else "/generate"
-            events = decode.client.generate(path, decode_request, self._request.request_id)
+            check = self._continuation.stream_check(numbers, decode_request, decode.info)
+            events = decode.client.generate(path, decode_request, self._request.request_id, check)
             async with aclosing(events):
                 async for batch in events:
                     if output := self._collect(batch, attempt, numbers, len(prompt)):
@@ -225,16 +230,18 @@ class RequestRunner:
         self._recorder.failed(Failover(node=blamed.name, code=failure.code, message=str(failure)), attempt)
         extra = {"request_id": self._request.request_id, "code": failure.code}
         log.warning("a leg failed: %s", failure, extra=extra)
-        if not again or not self._continuation.can_continue():
+        if not again or not self._continuation.can_continue() or (failure.tainted and self._streams):
             raise ClusterError(str(failure)) from failure
+        if failure.tainted:
+            for number, tokens in attempt.written.items():
+                self._choice_states[number].take_back(tokens)
         if self._failover.wants_refresh(failure):
             await self._registry.refresh([failure.node])
 
     async def _wait_for_node(self, error: NoDecodeNode) -> None:
         """No decode node takes this request now. Nodes that are there and did not fail it are waited for, as long as
-        another request tries them out and a while longer; nodes that failed it get one second chance. So does a node
-        that has not answered yet, or went quiet a moment ago. A request with output waits for a node as long as it has
-        time: its client has begun to read."""
+        another request tries them out and a while longer; nodes that failed it get one second chance. Nodes that may
+        come back are waited for as long as the request has time."""
         others = self._picker.other_models()
         nodes = [node for node in self._registry.of(self._model) if node.role != "prefill" and node.name not in others]
         present = [node for node in nodes if node.reachable and not node.mismatch and not node.trouble]
@@ -245,22 +252,24 @@ class RequestRunner:
             return await self._wait_a_while(error, tried_out=any(node.open for node in untried))
         if too_large := self._failover.too_large:  # all other nodes are too small
             raise refusal(413, too_large.code, too_large.message) from too_large
-        if not present and (any(node.may_come_back for node in nodes) or (nodes and self._has_output())):
-            return await self._wait_for_any_node()
+        away = [node for node in nodes if node not in present and node.may_come_back]
+        if away and (not present or self._gave_second_chance):
+            return await self._wait_for_any_node(error)
         if not present or self._gave_second_chance:
             raise error
         self._gave_second_chance = True
         self._failover.avoid.clear()
         await asyncio.sleep(min(self._timeouts.come_back_s, self._left_s()))
 
-    def _has_output(self) -> bool:
-        return any(state.text for state in self._choice_states)
-
-    async def _wait_for_any_node(self) -> None:
+    async def _wait_for_any_node(self, error: NoDecodeNode) -> None:
+        """The client is told once per outage."""
+        if self._left_s() < 2 * self._timeouts.poll_s:  # its time is over: this is the better reason
+            raise error
         if not self._waits_for_node:
             self._waits_for_node = True
             extra = {"request_id": self._request.request_id, "model": self._model}
             log.warning("no decode node is there: the request waits for one", extra=extra)
+            self._recorder.on_waiting(f"waiting for a decode node of {self._model}")
         await asyncio.sleep(min(self._timeouts.poll_s, self._left_s()))
 
     async def _wait_a_while(self, error: NoDecodeNode, tried_out: bool) -> None:

@@ -9,7 +9,14 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from disaggregated_inference.api import GeneratedChoice, GenerateRequest, StreamEvent, TextGenerateRequest
+from disaggregated_inference.api import (
+    DecodeRequest,
+    GeneratedChoice,
+    GenerateRequest,
+    ModelInfo,
+    StreamEvent,
+    TextGenerateRequest,
+)
 from disaggregated_inference.errors import BadRequest, ClusterError, PromptLogprobsUnsupported
 from disaggregated_inference.kv import Salt, salt_of
 from disaggregated_inference.orchestrator.attempt import Attempt
@@ -19,6 +26,7 @@ from disaggregated_inference.orchestrator.node_client import NodeRefused
 from disaggregated_inference.orchestrator.prompt_logprobs import PromptLogprobsState
 from disaggregated_inference.orchestrator.recorder import ChoiceState, RequestRecorder
 from disaggregated_inference.orchestrator.registry import NodeRegistry
+from disaggregated_inference.orchestrator.stream_check import StreamCheck, TextStreamCheck
 
 CONTINUED_WARNING = "Another node continued from the text - tokens may differ"
 
@@ -108,6 +116,9 @@ class TextContinuation:
             written_text="".join(self.choice_states[numbers[0]].text),
             **params | {"n": 1, "max_tokens": self._left(numbers), "seed": seed},
         )
+
+    def stream_check(self, numbers: Numbers, request: DecodeRequest, model: ModelInfo | None) -> StreamCheck:
+        return TextStreamCheck()
 
     def explain(self, route: Route, reason: str) -> str:
         status = self._registry.nodes[route.decode].status

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -68,17 +69,18 @@ class TokenizerCache:
         for node in sorted(nodes, key=lambda node: not node.usable):
             try:
                 body = await node.client.get("/model/tokenizer", self._fetch_s)
+                return await in_thread(partial(self._take, identity, body, node))
             except (LegFailed, LegBusy, DisaggError) as error:
                 failures.append(f"{node.name}: {str(error).removeprefix(f'{node.name}: ')}")
-                continue
-            return await in_thread(partial(self._take, identity, body, node))
+                log.warning("no tokenizer from %s", failures[-1], extra={"node": node.name})
         raise NoDecodeNode(failures)
 
     def _take(self, identity: str, body: bytes, node: NodeState) -> ModelTokenizer:
-        tokenizer = ModelTokenizer.from_dict(msgspec.json.decode(body))
+        tokenizer = ModelTokenizer.from_dict(_fields(body))
         assert node.info
-        assert node.info.fingerprint
-        if tokenizer.identity != node.info.fingerprint.tokenizer:
+        model = node.info.fingerprint
+        assert model
+        if (tokenizer.identity, tokenizer.template_identity) != (model.tokenizer, model.chat_template):
             raise DisaggError(f"{node.name} handed out another tokenizer than it uses; restart it")
         try:
             self._home.mkdir(parents=True, exist_ok=True)
@@ -86,7 +88,8 @@ class TokenizerCache:
             partial.write_bytes(body)
             partial.replace(self._home / f"{identity}.json")
         except OSError as error:
-            log.warning("the tokenizer could not be written to disk: %s", error)
+            remedy = "set DISAGG_HOME to a folder that this user can write to"
+            log.warning("the tokenizer could not be written to disk: %s; %s", error, remedy)
         return tokenizer
 
     async def encode(self, tokenizer: ModelTokenizer, request: GenerateRequest, window: int) -> list[int]:
@@ -96,6 +99,13 @@ class TokenizerCache:
             return _encoded(tokenizer, request, window)
         async with self._workers:
             return await in_thread(lambda: _encoded(tokenizer, request, window))
+
+
+def _fields(body: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DisaggError(f"its tokenizer cannot be read: {error}") from error
 
 
 def _encoded(tokenizer: ModelTokenizer, request: GenerateRequest, window: int) -> list[int]:

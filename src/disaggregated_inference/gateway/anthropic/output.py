@@ -54,6 +54,8 @@ class AnthropicMessageBuilder:
             total = delta.progress.total  # the prefill computes the last token at least
             self._usage = _usage({"prompt_tokens": total, "cached_tokens": min(delta.progress.cache, total - 1)})
             return []
+        if delta.waiting:
+            return []
         return [*self._opening(), *self._events(delta)]
 
     def _opening(self) -> Iterator[Event]:

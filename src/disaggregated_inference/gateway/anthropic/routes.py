@@ -15,7 +15,13 @@ from disaggregated_inference.gateway.chat import ChatDeltas, consume, encode_pro
 from disaggregated_inference.gateway.open_content import encode_event
 from disaggregated_inference.gateway.reasoning_effort import can_think
 from disaggregated_inference.gateway.request_context import RequestContext
-from disaggregated_inference.http import EventStreamResponse, json_response, read_json, unless_disconnected
+from disaggregated_inference.http import (
+    EventStreamResponse,
+    json_response,
+    read_json,
+    sse_comment,
+    unless_disconnected,
+)
 from disaggregated_inference.orchestrator import in_thread
 
 __all__ = ["ID_HEADER", "NAME", "error_body", "owns", "routes"]
@@ -73,6 +79,8 @@ def _headers(context: RequestContext) -> dict[str, str]:
 async def _events(builder: AnthropicMessageBuilder, batches: ChatDeltas) -> AsyncGenerator[bytes, None]:
     async with aclosing(batches):
         async for deltas in batches:
+            if comments := b"".join([sse_comment(delta.waiting) for delta in deltas if delta.waiting]):
+                yield comments
             if events := b"".join([encode_event(event) for delta in deltas for event in builder.take(delta)]):
                 yield events
                 builder.start_sent = True  # the stream continues here once these events were sent

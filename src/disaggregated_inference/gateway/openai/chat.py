@@ -24,7 +24,7 @@ from disaggregated_inference.gateway.tool_parsers.base import (
     ToolCallArguments,
     ToolCallStart,
 )
-from disaggregated_inference.http import json_response, read_json, unless_disconnected
+from disaggregated_inference.http import json_response, read_json, sse_comment, unless_disconnected
 from disaggregated_inference.models import ModelTokenizer
 
 
@@ -162,7 +162,7 @@ class _ChatChoices:
     def take(self, delta: ChatDelta) -> None:
         if delta.metrics is not None:
             self._records.append(delta.metrics)
-        elif delta.progress is None:
+        elif delta.progress is None and not delta.waiting:
             self._choices[delta.choice].take(delta)
 
     def event(self, delta: ChatDelta) -> bytes:
@@ -171,6 +171,8 @@ class _ChatChoices:
         if delta.metrics is not None:
             self._records.append(delta.metrics)
             return b""
+        if delta.waiting:
+            return sse_comment(delta.waiting)
         return self._choices[delta.choice].event(delta, self._writer)
 
     def body(self) -> dict[str, Any]:

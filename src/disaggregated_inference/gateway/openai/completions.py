@@ -18,7 +18,7 @@ from disaggregated_inference.gateway.openai.output import (
 )
 from disaggregated_inference.gateway.openai.requests import CompletionRequest, read
 from disaggregated_inference.gateway.request_context import RequestContext
-from disaggregated_inference.http import json_response, read_json, unless_disconnected
+from disaggregated_inference.http import json_response, read_json, sse_comment, unless_disconnected
 from disaggregated_inference.models import ModelTokenizer
 from disaggregated_inference.orchestrator import Delta
 
@@ -128,7 +128,7 @@ class _CompletionChoices:
         prompt, delta = item
         if delta.metrics is not None:
             self._records[prompt] = self._reported(delta.metrics)
-        if delta.metrics is not None or delta.progress:
+        if delta.metrics is not None or delta.progress or delta.waiting:
             return []
         first = prompt * self._per_prompt
         numbers = range(self._per_prompt) if delta.prompt_logprobs else (delta.choice,)
@@ -148,7 +148,7 @@ class _CompletionChoices:
         if events := [self._writer.event(choice.chunk()) for choice in self.take(item) if choice.has_news]:
             return b"".join(events)
         if not delta.progress:
-            return b""
+            return sse_comment(delta.waiting) if delta.waiting else b""
         empty = {"index": prompt * self._per_prompt, "text": "", "logprobs": None, "finish_reason": None}
         return self._writer.progress(empty, delta.progress)
 

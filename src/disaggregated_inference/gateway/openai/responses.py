@@ -25,7 +25,13 @@ from disaggregated_inference.gateway.openai.responses_requests import (
 )
 from disaggregated_inference.gateway.request_context import RequestContext
 from disaggregated_inference.gateway.response_store import ResponseNotFound, ResponseStore, StoredResponse
-from disaggregated_inference.http import EventStreamResponse, json_response, read_json, unless_disconnected
+from disaggregated_inference.http import (
+    EventStreamResponse,
+    json_response,
+    read_json,
+    sse_comment,
+    unless_disconnected,
+)
 
 __all__ = ["ID_HEADER", "NAME", "error_body", "owns", "routes"]
 
@@ -77,7 +83,7 @@ class Responses:
         def opening() -> bytes:
             return b"".join(map(encode_event, builder.opening()))
 
-        encoded = encode_all(events, encode_event)
+        encoded = encode_all(events, _encode)
         return EventStreamResponse(request, encoded, failed, context.headers, opening=opening)
 
     async def retrieve(self, request: Request) -> HttpResponse:
@@ -127,11 +133,13 @@ class Responses:
 
     async def _events(
         self, context: RequestContext, prompt: tuple[Item, ...], builder: ResponseBuilder, chat: ChatRequest
-    ) -> AsyncGenerator[list[Event], None]:
-        """The response is stored before its last event is sent: a client may retrieve it from then on."""
+    ) -> AsyncGenerator[list[Event | str], None]:
+        """The response is stored before its last event is sent: a client may retrieve it from then on. A string is a
+        comment."""
         async with aclosing(stream_chat(context.core, chat, context.on_plan)) as batches:
             async for deltas in batches:
-                events = [event for delta in deltas for event in builder.take(delta)]
+                events: list[Event | str] = [delta.waiting for delta in deltas if delta.waiting]
+                events += [event for delta in deltas if not delta.waiting for event in builder.take(delta)]
                 if deltas[-1].metrics is not None:
                     self._put(context, prompt, builder)
                 yield events
@@ -139,6 +147,10 @@ class Responses:
     def _put(self, context: RequestContext, prompt: tuple[Item, ...], builder: ResponseBuilder) -> None:
         if builder.response.store:
             self._store.put(context.caller.name, builder.response.id, prompt, builder.response)
+
+
+def _encode(event: Event | str) -> bytes:
+    return sse_comment(event) if isinstance(event, str) else encode_event(event)
 
 
 def _page(items: tuple[Item, ...], request: Request) -> dict[str, Any]:

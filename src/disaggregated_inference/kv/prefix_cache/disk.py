@@ -26,6 +26,7 @@ from disaggregated_inference.kv.prefix_cache.block_file import (
     write_block,
 )
 from disaggregated_inference.kv.prefix_cache.blocks import HASH_BYTES, Address, Block, BlockShape
+from disaggregated_inference.private_files import make_private, make_private_folder, private_opener
 
 log = logging.getLogger(__name__)
 
@@ -157,10 +158,10 @@ class DiskTier:
             self.dropped += 1
             return
         path = self._path(label)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(path.parent)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         try:
-            with temporary.open("wb") as file:
+            with open(temporary, "wb", opener=private_opener) as file:
                 write_block(file, head, block)
             temporary.replace(path)
         except BaseException:
@@ -223,7 +224,7 @@ class DiskTier:
         """Read all files' headers. Folders with other names are ignored."""
         found: list[tuple[int, Label]] = []
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds users' prompts
+            make_private_folder(self.folder)  # it holds users' prompts
             for folder in self.folder.iterdir():
                 if _NAME.fullmatch(folder.name) and folder.is_dir():
                     found += self._scan_root(folder)
@@ -235,8 +236,10 @@ class DiskTier:
 
     def _scan_root(self, folder: Path) -> list[tuple[int, Label]]:
         found = []
+        make_private(folder)
         for path in folder.iterdir():
             try:
+                make_private(path)
                 status = path.stat()
                 if path.suffix == ".kv":
                     found.append((status.st_mtime_ns, read_label(path, bytes.fromhex(folder.name), status.st_size)))

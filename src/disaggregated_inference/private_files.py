@@ -1,0 +1,43 @@
+"""Files with prompts, completions or secrets: only their owner may read them, whatever the umask is.
+
+Files from earlier versions that others can read are corrected when they are used next.
+"""
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def make_private_folder(folder: Path) -> None:
+    """Made if it is missing."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(folder)
+
+
+def make_private_file(path: Path) -> None:
+    """Made if it is missing."""
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    make_private(path)
+
+
+def private_opener(path: str, flags: int) -> int:
+    """For `open(..., opener=private_opener)`."""
+    return os.open(path, flags, 0o600)
+
+
+def make_private(*paths: Path) -> None:
+    """Takes other users' rights away. A file that is not ours to correct costs a warning."""
+    for path in paths:
+        try:
+            mode = stat.S_IMODE(path.stat().st_mode)
+            if mode & _OTHERS:
+                path.chmod(mode & ~_OTHERS)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            log.warning("other users can read %s: %s; `chmod go= %s` as its owner", path, error.strerror, path)

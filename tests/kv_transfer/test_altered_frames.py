@@ -1,0 +1,148 @@
+"""Frames of the KV transfer, altered at random on the way: an error, or the right rows. Never other rows."""
+
+import socket
+import threading
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from disaggregated_inference.errors import DisaggError, TicketRefused, WireError
+from disaggregated_inference.kv import Fingerprint, KVLayout, KVSlice, LayerPlan, Weights
+from disaggregated_inference.kv_transfer import (
+    Connection,
+    End,
+    Hello,
+    InlineReader,
+    Outbox,
+    Sink,
+    Welcome,
+    encode_inline,
+    fetch_stream,
+    serve,
+)
+from disaggregated_inference.kv_transfer.frames import CHECKSUM, HEADER, Kind
+from tests.support.alterations import altered
+from tests.support.kv_frames import message, split_frames, tcp_pair
+
+TOKENS, VOCABULARY = 20, 32
+LAYOUT = KVLayout(layers=(LayerPlan(), LayerPlan("sliding", 8)), kv_heads=2, head_dim=4)
+MODEL = Fingerprint(
+    architecture="altered",
+    layout=LAYOUT,
+    rope_frequencies=(1.0, 0.5),
+    rope_scale=1.0,
+    vocabulary=VOCABULARY,
+    tokenizer="t",
+    chat_template="c",
+    weights=Weights(norms="n", format="f", sample="s"),
+)
+LOGITS = np.arange(VOCABULARY, dtype=np.float32)
+
+
+def slices() -> list[KVSlice]:
+    rows = np.arange(2 * TOKENS * 8, dtype=np.float32).reshape(2, TOKENS, 2, 4)
+    return [
+        KVSlice(layer, first, "float32", rows[0, first:stop], rows[1, first:stop])
+        for start, stop in [(0, 16), (16, TOKENS)]
+        for layer, plan in enumerate(LAYOUT.layers)
+        for first in [plan.first_row(start, stop)]
+    ]
+
+
+def recording() -> bytes:
+    outbox = Outbox(range(TOKENS))
+    for piece in slices():
+        outbox.put(piece)
+    outbox.put_logits(LOGITS)
+    outbox.finish(End(prompt_tokens=TOKENS))
+    welcome = Welcome(epoch="e", prompt_tokens=TOKENS, dtype="float32", codec="raw", chunk_tokens=16)
+    return encode_inline(MODEL, welcome, outbox, 1 << 20)
+
+
+TAPE = recording()
+EXPECTED = {(piece.layer, piece.start): piece.keys.tobytes() + piece.values.tobytes() for piece in slices()}
+
+
+def position_classes(tape: bytes) -> list[tuple[int, int]]:
+    """Header, payload and checksum of every frame."""
+    found, at = [], 0
+    for frame in split_frames(tape):
+        payload, end = at + HEADER.size, at + len(frame)
+        found += [(at, payload), (payload, end - CHECKSUM.size), (end - CHECKSUM.size, end)]
+        at = end
+    return [(start, stop) for start, stop in found if stop > start]
+
+
+class Taken:
+    """Fails the test if a row or a logit is not what was sent."""
+
+    def __init__(self) -> None:
+        self.rows: set[tuple[int, int]] = set()
+        self.sink = Sink(self._place, lambda length: None, self._logits)
+
+    def _place(self, piece: KVSlice) -> None:
+        place = piece.layer, piece.start
+        assert piece.keys.tobytes() + piece.values.tobytes() == EXPECTED.get(place)
+        self.rows.add(place)
+
+    def _logits(self, row: np.ndarray) -> None:
+        assert np.array_equal(np.asarray(row).reshape(-1), LOGITS)
+
+
+def test_inline_frames() -> None:
+    refused = 0
+    for tape in altered(TAPE, 3000, seed=1, parts=position_classes(TAPE)):
+        taken = Taken()
+        try:
+            InlineReader(tape, MODEL, LAYOUT, VOCABULARY, TOKENS).read_into(taken.sink)
+            assert taken.rows == set(EXPECTED)
+        except DisaggError:
+            refused += 1
+    assert refused > 2000
+
+
+def test_frames_over_a_connection() -> None:
+    """As a decode node receives them. What follows the end of the stream is not read."""
+    stream, refused = TAPE[len(split_frames(TAPE)[0]) :], 0
+    hello = Hello(ticket="t", secret="s", fetch="f", fingerprint=MODEL)
+    for sent in altered(stream, 1500, seed=2, parts=position_classes(stream)):
+        taken = Taken()
+        with tcp_pair() as (near, far):
+            feeder = threading.Thread(target=_feed, args=(far, sent))
+            feeder.start()
+            try:
+                fetch_stream(Connection(near), hello, LAYOUT, VOCABULARY, TOKENS, taken.sink.place, taken.sink.logits)
+                assert taken.rows == set(EXPECTED)
+            except DisaggError:
+                refused += 1
+            near.close()
+            feeder.join()
+    assert refused > 1200
+
+
+def _feed(sock: socket.socket, content: bytes) -> None:
+    with suppress(OSError):
+        sock.sendall(content)
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(4096):
+            pass
+
+
+def test_the_hello_on_its_way_to_the_prefill_node() -> None:
+    """The prefill node sees the HELLO that was sent, or none."""
+    hello = Hello(ticket="t", secret="s", fetch="f", fingerprint=MODEL, held_tokens=4)
+    sent, seen = message(Kind.HELLO, hello), list[Hello]()
+
+    def refuse(found: Hello) -> tuple[Welcome, Outbox]:
+        seen.append(found)
+        raise TicketRefused("it is only a test")
+
+    for content in altered(sent, 500, seed=3, parts=position_classes(sent)):
+        with tcp_pair() as (near, far):
+            near.sendall(content)
+            near.shutdown(socket.SHUT_WR)
+            with pytest.raises(WireError):
+                serve(Connection(far), refuse)
+    assert all(found == hello for found in seen)
+    assert len(seen) < 100, "only what follows the whole frame may be altered"

@@ -1,0 +1,62 @@
+"""Recorded bytes, altered at random, the same in every run. `make fuzz` asks for more cases (DISAGG_FUZZ_EXAMPLES)."""
+
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+_TIMES = max(1, int(os.environ.get("DISAGG_FUZZ_EXAMPLES", "150")) // 150)
+
+Alteration = Callable[[bytes, int, random.Random], bytes]
+
+
+def _flipped(data: bytes, at: int, chance: random.Random) -> bytes:
+    return data[:at] + bytes([data[at] ^ (1 << chance.randrange(8))]) + data[at + 1 :]
+
+
+def _replaced(data: bytes, at: int, chance: random.Random) -> bytes:
+    return data[:at] + bytes([(data[at] + 1 + chance.randrange(255)) % 256]) + data[at + 1 :]
+
+
+def _removed(data: bytes, at: int, chance: random.Random) -> bytes:
+    return data[:at] + data[at + 1 + chance.randrange(8) :]
+
+
+def _inserted(data: bytes, at: int, chance: random.Random) -> bytes:
+    return data[:at] + chance.randbytes(1 + chance.randrange(8)) + data[at:]
+
+
+def _doubled(data: bytes, at: int, chance: random.Random) -> bytes:
+    return data[: at + 1 + chance.randrange(64)] + data[at:]
+
+
+def _swapped(data: bytes, at: int, chance: random.Random) -> bytes:
+    first, second = data[at : at + 16], data[at + 16 : at + 32]
+    return data[:at] + second + first + data[at + 32 :]
+
+
+def _cut(data: bytes, at: int, chance: random.Random) -> bytes:
+    return data[:at]
+
+
+ALTERATIONS: tuple[Alteration, ...] = (
+    _flipped,
+    _flipped,
+    _flipped,
+    _replaced,
+    _removed,
+    _inserted,
+    _doubled,
+    _swapped,
+    _cut,
+)
+
+
+def altered(data: bytes, cases: int, seed: int, parts: Sequence[tuple[int, int]] = ()) -> Iterator[bytes]:
+    """`cases` altered copies. `parts`: the classes of positions, each of which gets as many cases as any other."""
+    chance, places = random.Random(seed), parts or [(0, len(data))]
+    for number in range(cases * _TIMES):
+        start, stop = places[number % len(places)]
+        at = chance.randrange(start, stop)
+        changed = chance.choice(ALTERATIONS)(data, at, chance)
+        if changed != data:
+            yield changed
