@@ -164,7 +164,7 @@ def _growth_table(samples: list[GrowthSample]) -> Table:
 
 
 def _figures(found: Footprint) -> str:
-    return f"{(found.resident_bytes or 0) / 1e6:.1f} {found.threads or 0:>3} {found.descriptors or 0:>3}"
+    return f"{(found.resident_bytes or 0) / 1e6:.0f}, {found.threads or 0}, {found.descriptors or 0}"
 
 
 def _megabytes(found: Footprint) -> str:

@@ -1,11 +1,13 @@
 """A chaos run: clients ask, faults happen, every answer is compared; then everything must be free again."""
 
 import asyncio
+import math
 import random
 import secrets
 import signal
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from disaggregated_inference.chaos.answers import ChaosAnswer, difference, partial_difference
@@ -26,6 +28,7 @@ _LEAVE_S = 0.5  # a client of a whole answer goes within this time
 _FREE_S = 120.0  # until all memory is free again: leases end before
 _READY_S = 120.0
 _SAMPLES = 10
+_SAMPLE_POLL_S = 0.2
 _SHOW_S = 0.5
 
 
@@ -99,16 +102,18 @@ class ChaosRun:
 
     async def _disturb(self) -> None:
         tasks = [asyncio.create_task(self._client(number)) for number in range(self._settings.at_once)]
-        clock = asyncio.create_task(self._watch_clock())
+        watching = [asyncio.create_task(work) for work in (self._watch_clock(), self._watch_growth())]
         try:
             if self._settings.faults:
                 await self._faults.run(self._over)
             await asyncio.gather(*tasks)
+            if not self._over.is_set():
+                await watching[1]  # the last sample
         finally:
             self._over.set()
-            for task in (*tasks, clock):
+            for task in (*tasks, *watching):
                 task.cancel()
-            await asyncio.gather(*tasks, clock, return_exceptions=True)
+            await asyncio.gather(*tasks, *watching, return_exceptions=True)
 
     async def _watch_clock(self) -> None:
         while not self._over.is_set():
@@ -135,7 +140,6 @@ class ChaosRun:
             async with self._gate.passed():
                 self._begun += 1
                 await self._one(f"{self._name}-{self._begun}", draw)
-            self._sample()
 
     def _is_enough(self) -> bool:
         return self._over.is_set() or (0 < self._settings.requests <= self._begun)
@@ -186,11 +190,18 @@ class ChaosRun:
             failovers=answer.failovers,
         )
 
-    def _sample(self) -> None:
-        """Ten times in a run with a number of requests."""
+    async def _watch_growth(self) -> None:
+        """Ten times in a run with a number of requests, while none runs: open requests are no growth."""
         every = self._settings.requests // _SAMPLES
-        if every and self._outcomes.total >= every * (len(self._samples) + 1):
-            self._samples.append(GrowthSample(requests=self._outcomes.total, processes=self._footprints()))
+        while every and len(self._samples) < _SAMPLES:
+            due = every * (len(self._samples) + 1)
+            await wait_for(partial(self._has_ended, due), math.inf, _SAMPLE_POLL_S)
+            async with self._gate.closed():
+                await asyncio.sleep(_SAMPLE_POLL_S)
+                self._samples.append(GrowthSample(requests=self._outcomes.total, processes=self._footprints()))
+
+    async def _has_ended(self, requests: int) -> bool:
+        return self._outcomes.total >= requests
 
     def _footprints(self) -> dict[str, Footprint]:
         return {name: footprint_of(pid) for name, pid in self._cluster.processes().items()}

@@ -11,6 +11,8 @@ from disaggregated_inference.chaos.report import ChaosReport, Show
 from disaggregated_inference.chaos.run import run_chaos
 from disaggregated_inference.chaos.settings import ChaosSettings
 
+_WIDTH = 110  # of the table in a file or pipe
+
 
 def run(settings: ChaosSettings, as_json: bool) -> bool:
     """Whether the cluster passed."""
@@ -19,11 +21,12 @@ def run(settings: ChaosSettings, as_json: bool) -> bool:
     try:
         report = run_chaos(settings, show)
     finally:
-        end()
+        end("")
     if as_json:
         print(json.dumps(report.as_data(), indent=2))
     else:
-        report.show(Console(highlight=False, markup=False, emoji=False))
+        width = None if sys.stdout.isatty() else _WIDTH
+        report.show(Console(highlight=False, markup=False, emoji=False, width=width))
     _save(report, settings, as_json)
     return report.passed
 
@@ -38,10 +41,10 @@ def _save(report: ChaosReport, settings: ChaosSettings, as_json: bool) -> None:
 def _progress_line() -> tuple[Show, Show]:
     """Shows one line that changes, on a terminal only; and removes it."""
     if not sys.stderr.isatty():
-        return lambda text: None, lambda text="": None
+        return lambda text: None, lambda text: None
     width = Console(stderr=True).width
 
-    def show(text: str = "") -> None:
+    def show(text: str) -> None:
         sys.stderr.write(f"\r\x1b[K{text[: width - 1]}")
         sys.stderr.flush()
 
