@@ -65,6 +65,7 @@ class FaultMaker:
 
     async def run(self, over: asyncio.Event) -> None:
         """Until `over`; then waits until every fault has ended."""
+        self._began_at = time.monotonic()
         try:
             while not over.is_set():
                 await _sleep(over, self._draw.uniform(*_PAUSE_S))

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-_KEPT = 50  # failing cases with all details
+_KEPT = 10  # failing cases of a kind, with all details
 
 
 class FailingCase(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,13 +42,13 @@ class RequestOutcomes:
 
     def was_wrong(self, case: FailingCase) -> None:
         self.wrong += 1
-        self._keep(case)
+        self._keep(self.wrong, case)
 
     def has_failed(self, code: str, case: FailingCase) -> None:
         self.failed += 1
         self.codes[code] += 1
-        self._keep(case)
+        self._keep(self.codes[code], case)
 
-    def _keep(self, case: FailingCase) -> None:
-        if len(self.cases) < _KEPT:
+    def _keep(self, number: int, case: FailingCase) -> None:
+        if number <= _KEPT:
             self.cases.append(case)
