@@ -53,8 +53,9 @@ fuzz: $(READY)
 	DISAGG_FUZZ_EXAMPLES=$${DISAGG_FUZZ_EXAMPLES:-5000} $(BIN)/python -m pytest tests/kv_transfer/test_fuzz.py \
 	tests/kv_transfer/test_altered_frames.py tests/http/test_altered_requests.py tests/orchestrator/test_altered_lines.py
 
-# Requests of every kind while nodes die and connections break, for longer than `make test` does.
+# Ten minutes of random faults, every answer checked; then tests in which nodes die, for longer than in `make test`.
 chaos: $(READY)
+	$(BIN)/disagg chaos --minutes $${DISAGG_CHAOS_MINUTES:-10}
 	DISAGG_CHAOS_SECONDS=$${DISAGG_CHAOS_SECONDS:-120} DISAGG_CHAOS_REQUESTS=$${DISAGG_CHAOS_REQUESTS:-2000} \
 	$(BIN)/python -m pytest tests/node/test_chaos.py tests/orchestrator/test_clusters.py -k "hundreds or leave or die"
 

@@ -91,6 +91,7 @@ def smollm2_engine(smollm2: ModelFiles) -> Callable[[str], Engine]:
 _LONGEST = (
     "orchestrator/test_orchestrator.py",
     "gateway/test_guarantees.py",
+    "chaos/test_chaos.py",
     "gateway/test_openai.py",
     "examples/test_readme.py",
     "contract/test_contract.py",

@@ -26,6 +26,7 @@ MAP = {
     "ollama_node": {*SHARED, "api", "logs", "kv", "models", "http", "node"},
     "cluster": {"errors", "cores"},
     "orchestrator": {*SHARED, "api", "kv", "models", "cluster"},
+    "chaos": {"errors", "cluster", "orchestrator"},
     "gateway": {*SHARED, "__init__", "api", "logs", "cluster", "models", "orchestrator", "http"},
 }
 LIBRARIES = {"torch": "torch", "transformers": "torch", "triton": "torch", "mlx": "mlx", "mlx_lm": "mlx"}

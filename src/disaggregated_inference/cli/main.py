@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -130,6 +131,63 @@ def up(
     from disaggregated_inference.cli.up import UpSettings, run
 
     run(UpSettings(model, prefill_engine, decode_engine, simulated, port))
+
+
+@app.command()
+def chaos(
+    config: Annotated[
+        str,
+        typer.Option(
+            "--config",
+            "-c",
+            metavar="PATH",
+            help="Cluster file of running nodes: only the lines to them are disturbed, no process. Default: start two"
+            " prefill and two decode nodes on this machine, and disturb them too.",
+        ),
+    ] = "",
+    minutes: Annotated[float, typer.Option(min=0.01, help="How long faults happen.")] = 1.0,
+    requests: Annotated[int, typer.Option(min=0, help="End after this many requests instead.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of faults and requests.")] = 1,
+    requests_at_once: Annotated[int, typer.Option(min=1, help="Concurrent clients.")] = 8,
+    faults: Annotated[bool, typer.Option(help="--no-faults: only requests, to see whether a process grows.")] = True,
+    everything: Annotated[
+        bool, typer.Option("--everything", help="Also take away all nodes of a role; failed requests are allowed then.")
+    ] = False,
+    engine: Annotated[
+        str, typer.Option(help="Engine of the nodes, or PREFILL,DECODE such as torch,mlx. Default: simulated.")
+    ] = "simulated",
+    model: LocalModel = "",
+    any_host: Annotated[
+        bool, typer.Option("--any-host", help="Allow nodes of --config that are not on this machine.")
+    ] = False,
+    log: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save the run. Default: chaos-SEED.json, if it fails.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Disturb a cluster at random, and check every answer against the undisturbed one. Ctrl-C ends it early.
+
+    Nodes are killed and frozen; lines (HTTP and KV) are cut, slowed, garbled and black-holed; disks are full; the
+    gateway reloads; models are unloaded. One node of each role stays up. The exit code is 0 if no answer was wrong, no
+    request failed and all memory is free at the end."""
+    from disaggregated_inference.chaos.settings import ChaosSettings
+    from disaggregated_inference.cli.chaos import run
+
+    prefill, _, decode = engine.partition(",")
+    settings = ChaosSettings(
+        config=config,
+        minutes=minutes,
+        requests=requests,
+        seed=seed,
+        at_once=requests_at_once,
+        faults=faults,
+        everything=everything,
+        engines=(prefill, decode or prefill),
+        model=model,
+        any_host=any_host,
+        log=log,
+    )
+    raise typer.Exit(0 if run(settings, as_json) else 1)
 
 
 @app.command()

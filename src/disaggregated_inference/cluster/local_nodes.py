@@ -74,16 +74,16 @@ class Process:
         raise self._failed()
 
     def _failed(self) -> DisaggError:
-        return DisaggError(f"{self.name} did not start:\n{self._last_words()}")
+        return DisaggError(f"{self.name} did not start:\n{self.last_words()}")
 
     def require_alive(self) -> None:
         """Raises with the reason and the last lines of the log."""
         if (code := self._process.poll()) is not None:
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            words = self._last_words()
+            words = self.last_words()
             raise DisaggError(f"{self.name} has ended ({how})" + (f"; its last lines:\n{words}" if words else ""))
 
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
         self._log.seek(0)
         return self._log.read()[-2000:].strip()
 
@@ -101,6 +101,16 @@ class Process:
             self.kill()
             self._process.communicate()
         self._log.close()
+
+
+def ask_status(url: str, token: str = "", timeout_s: float = 10.0) -> dict[str, Any]:
+    """A node's /status."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    with urllib.request.urlopen(
+        urllib.request.Request(url + "/status", headers=headers), timeout=timeout_s
+    ) as response:
+        status: dict[str, Any] = json.load(response)
+        return status
 
 
 def _accepts(port: int) -> bool:

@@ -312,7 +312,7 @@ class NodeClient:
             raise self._unreachable(error) from error
         try:
             if response.status != 200:
-                raise self._error(response.status, await self._read(response), response.headers.get("Retry-After"))
+                raise await self._refused(response)
             yield response
         finally:
             response.close()  # the connection is kept only if the response was read to its end
@@ -360,6 +360,15 @@ class NodeClient:
         return LegFailed(
             name, "unreachable", message, node_gone=True, timed_out=timed_out, connection_broke=connection_broke
         )
+
+    async def _refused(self, response: aiohttp.ClientResponse) -> Exception:
+        """A refusal ends the request: its checksum must prove that the node sent it, and to this request. What else
+        fails is tried elsewhere."""
+        body = await self._read(response)
+        error = self._error(response.status, body, response.headers.get("Retry-After"))
+        if isinstance(error, NodeRefused) and response.headers.get(CHECKSUM_HEADER) != checksum_text(body):
+            return self._bad_answer(f"its refusal has no checksum that fits: {error}")
+        return error
 
     def _error(self, status: int, body: bytes, retry_after: str | None = None) -> Exception:
         try:

@@ -1,0 +1,21 @@
+"""What `disagg chaos` was asked to do."""
+
+from pathlib import Path
+
+import msgspec
+
+
+class ChaosSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of the command. `requests` 0: as many as fit into the minutes."""
+
+    config: str = ""  # empty: a cluster of its own
+    minutes: float = 1.0
+    seed: int = 1
+    at_once: int = 8
+    requests: int = 0
+    faults: bool = True
+    everything: bool = False
+    any_host: bool = False
+    engines: tuple[str, str] = ("simulated", "simulated")  # prefill, decode
+    model: str = ""
+    log: Path | None = None

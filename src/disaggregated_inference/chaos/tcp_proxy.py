@@ -1,0 +1,106 @@
+"""A TCP proxy on loopback. Subclasses delay, alter or stop what passes."""
+
+import socket
+import threading
+from contextlib import suppress
+
+_FORTH_BYTES, _BACK_BYTES = 1 << 16, 1 << 14
+_DIAL_S = 10.0
+
+
+class TcpProxy:
+    """Forwards connections to `target`, two threads for each. *Forth* is the way to the target, *back* the way to the
+    client. A subclass replaces `_pump`, `_pump_back` or `_accepts`. `target` may change: new connections go there."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self.target = target
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.address: tuple[str, int] = ("127.0.0.1", self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, name="proxy", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._refuse()
+        self.hang_up()
+
+    def _refuse(self) -> None:
+        """For good."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # closing alone lets a waiting accept take one more
+        self._listener.close()
+
+    def hang_up(self) -> None:
+        """End all connections; the proxy still accepts new ones."""
+        with self._lock:
+            open_now = list(self._sockets)
+        for sock in open_now:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                near, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(near,), name="proxy", daemon=True).start()
+
+    def _accepts(self, near: socket.socket) -> bool:
+        """Whether a new connection is forwarded; may wait, or reset it."""
+        return True
+
+    def _serve(self, near: socket.socket) -> None:
+        self._keep(near)
+        try:
+            if self._accepts(near):
+                with socket.create_connection(self.target, _DIAL_S) as far:
+                    far.settimeout(None)
+                    self._keep(far)
+                    self._forward(near, far)
+        except OSError:
+            pass  # the target is away: the client sees its connection end
+        finally:
+            self._drop(near)
+
+    def _forward(self, near: socket.socket, far: socket.socket) -> None:
+        for sock in (near, far):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        back = threading.Thread(target=self._pump_back, args=(far, near), name="proxy", daemon=True)
+        back.start()
+        self._pump(near, far)
+        back.join()
+        self._drop(far)
+
+    def _keep(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._sockets.add(sock)
+        if self._closed.is_set():
+            raise OSError("closed")
+
+    def _drop(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._sockets.discard(sock)
+        sock.close()
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        """Forth. The end of the client's sending is passed on; the answer may still come."""
+        with suppress(OSError):
+            while data := source.recv(_FORTH_BYTES):
+                target.sendall(self._forth(data))
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    def _pump_back(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(_BACK_BYTES):
+                target.sendall(self._back(data))
+        for sock in (source, target):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _forth(self, data: bytes) -> bytes:
+        return data
+
+    def _back(self, data: bytes) -> bytes:
+        return data
