@@ -209,8 +209,10 @@ class NodeState:
 
     def peer_status(self, prefill: "NodeState") -> PeerStatus | None:
         """The result of this node's peer check of a prefill node, in its present epoch; None: not checked yet."""
-        peers = self.status.peers if self.status else ()
-        return next((peer for peer in peers if prefill.epoch and peer.epoch == prefill.epoch), None)
+        peers = self.status.peers if self.status and prefill.epoch else ()
+        name = prefill.status.identity if prefill.status else ""
+        found = [peer for peer in peers if peer.epoch == prefill.epoch and peer.identity in ("", name)]
+        return min(found, key=lambda peer: bool(peer.refused), default=None)  # others may lie about their epoch
 
     def view(self, group: str) -> NodeView:
         status = self.status or NodeStatus()
