@@ -113,6 +113,7 @@ class Connection:
         self.sock, self.timeouts = sock, timeouts
         self.keys: FrameKeys | None = None  # in the authenticated mode
         self.keyed = False  # whether frames have the magic and the tag of that mode
+        self.place = ""  # where it was dialled
         if isinstance(sock, socket.socket) and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._raw = bytearray(HEADER.size)
@@ -131,6 +132,11 @@ class Connection:
         waiting = select.poll()
         waiting.register(self.sock, select.POLLIN)
         return bool(waiting.poll(0)) or (isinstance(self.sock, TlsSocket) and self.sock.has_bytes())
+
+    @property
+    def answered_plainly(self) -> bool:
+        """The last header was one of the plain mode."""
+        return self._raw[:4] == MAGIC
 
     def send(self, frame: Frame, *payload: Buffer) -> None:
         """The header goes out with the first block and the checksum with the last: no small packet travels alone."""
@@ -272,6 +278,10 @@ def _blocks(parts: Sequence[Buffer]) -> Iterator[memoryview]:
         view = memoryview(part).cast("B")
         for at in range(0, len(view), _BLOCK_BYTES):
             yield view[at : at + _BLOCK_BYTES]
+
+
+def no_answer(place: str) -> PeerGone:
+    return PeerGone(f"no prefill node answers at {place}")
 
 
 def _gone(doing: str, error: OSError) -> PeerGone:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from disaggregated_inference.errors import IdentityRefused, PeerGone
-from disaggregated_inference.kv_transfer.frames import Connection
+from disaggregated_inference.kv_transfer.frames import Connection, no_answer
 from disaggregated_inference.kv_transfer.tls_socket import TlsSocket, start_tls
 from disaggregated_inference.timeouts import TransferTimeouts
 
@@ -66,11 +66,13 @@ class NetworkPath:
             sock = socket.create_connection(self.address, timeout=timeout_s)
         except (OSError, UnicodeError) as error:
             log.info("cannot connect to %s: %s", format_address(self.address), error)
-            raise self._unreachable() from error  # without the reason: clients need not know which ports are open
+            raise no_answer(format_address(self.address)) from error  # clients need not know which ports are open
         sock.settimeout(timeout_s)
         with self._lock:
             self.connections += 1
-        return Connection(self._secured(sock, timeout_s), self.timeouts)
+        connection = Connection(self._secured(sock, timeout_s), self.timeouts)
+        connection.place = format_address(self.address)
+        return connection
 
     def _secured(self, sock: socket.socket, timeout_s: float) -> socket.socket | TlsSocket:
         if not self._tls:
@@ -79,7 +81,7 @@ class NetworkPath:
             secured = start_tls(sock, self._tls.context, timeout_s, server=False)
         except PeerGone as error:
             log.warning("%s: %s", format_address(self.address), error)
-            raise self._unreachable() from error
+            raise no_answer(format_address(self.address)) from error
         try:
             self._tls.require(secured.peer_certificate)
         except IdentityRefused as error:
@@ -87,9 +89,6 @@ class NetworkPath:
             log.warning("%s: %s", format_address(self.address), error)
             raise PeerGone(f"{format_address(self.address)} is not {self._tls.name}: {error}") from error
         return secured
-
-    def _unreachable(self) -> PeerGone:
-        return PeerGone(f"no prefill node answers at {format_address(self.address)}")
 
     def probe_timeout_s(self, handshake_s: float = 0.0) -> float:
         """How long a probe waits for a node whose last handshake took `handshake_s`."""

@@ -1,5 +1,6 @@
 """The receiving side of one connection: frames go into preallocated memory, slices to a callback."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -19,9 +20,11 @@ from disaggregated_inference.errors import (
 )
 from disaggregated_inference.kv import LOWEST_LOGPROB, Array, KVLayout, KVSlice, LogprobRows
 from disaggregated_inference.kv_transfer import codecs
-from disaggregated_inference.kv_transfer.frames import Connection, Frame, Kind, bytes_of
+from disaggregated_inference.kv_transfer.frames import Connection, Frame, Kind, bytes_of, no_answer
 from disaggregated_inference.kv_transfer.keyed import FrameKeys, is_nonce, new_nonce
 from disaggregated_inference.kv_transfer.messages import End, ErrorMessage, Hello, Welcome, decode_message
+
+log = logging.getLogger(__name__)
 
 Measure = Callable[[int], AbstractContextManager[object]]
 
@@ -134,14 +137,18 @@ def handshake(connection: Connection, hello: Hello) -> Welcome:
 
 
 def _first_header(connection: Connection) -> Frame:
-    """A sender that does not know the ticket has no key to refuse it with."""
+    """Until a node has answered, all failures look the same: an error that a client gets must not tell what listens at
+    an address. A sender that does not know the ticket has no key to refuse it with."""
     try:
         return connection.receive_header()
-    except ProtocolError as error:
-        if not connection.keyed:
-            raise
-        message = "the prefill node does not know the ticket, or it has another --kv-security"
-        raise PeerFailed(TicketRefused("").code, message) from error
+    except (PeerGone, ProtocolError, ChecksumMismatch) as error:
+        if connection.keyed and connection.answered_plainly:
+            message = "the prefill node does not know the ticket, or it has another --kv-security"
+            raise PeerFailed(TicketRefused("").code, message) from error
+        if connection.place and not connection.cancelled:
+            log.info("%s gave no answer: %s", connection.place, error)
+            raise no_answer(connection.place) from error
+        raise
 
 
 def send_hello(connection: Connection, hello: Hello) -> None:
