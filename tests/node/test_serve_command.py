@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -234,7 +235,8 @@ def test_a_port_in_use_is_reported_at_once(pair: tuple[Node, Node]) -> None:
 
 
 def test_wildcard_addresses_are_replaced_in_contexts(folder: Path, pair: tuple[Node, Node]) -> None:
-    everywhere = Node("prefill", "--model", str(folder), "--dtype", "float32", "--host", "0.0.0.0", "--insecure")
+    undeclared = "--insecure", "--trusted-link", "a test on one machine"
+    everywhere = Node("prefill", "--model", str(folder), "--dtype", "float32", "--host", "0.0.0.0", *undeclared)
     context = everywhere.ask("/prefill", {"tokens": [5, 6, 7]})[1]["context"]
     assert pair[1].ask("/decode", {"context": context, "max_new_tokens": 2})[0] == 200
     assert PrefillContext.decode(context).addresses == (("127.0.0.1", everywhere.ready["kv_port"]),)
@@ -394,6 +396,9 @@ def test_a_public_address_needs_a_token() -> None:
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 1
     assert "without a token" in run.stderr
+    run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"DISAGG_TOKEN": "geheim"})
+    assert run.returncode == 1
+    assert "refusing to listen on 0.0.0.0 without an identity: make one with `disagg cluster keys init`" in run.stderr
 
 
 def test_an_internal_error_keeps_its_request_id() -> None:

@@ -40,7 +40,7 @@ class Identity:
         self.server_context.num_tickets = 0  # no session is resumed: each connection shows its certificate
         self.client_context = self._context(ssl.PROTOCOL_TLS_CLIENT)
         self.kv_client_context = self._context(ssl.PROTOCOL_TLS_CLIENT, check_hostname=False)
-        self._known: OrderedDict[bytes, library.Certificate] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[library.Certificate, PeerIdentity]] = OrderedDict()
         self._lock = threading.Lock()
         self._seen: object = None
         self._closing = threading.Event()
@@ -72,19 +72,21 @@ class Identity:
 
     def require(self, der: bytes | None) -> PeerIdentity:
         """Whose certificate this is. Raises `IdentityRefused` for one that is not of this cluster, or is revoked."""
-        found = x509.require_member(self._parsed(der), self._authority, datetime.datetime.now(datetime.UTC))
-        if found.serial in self._revoked:
-            raise IdentityRefused(f"the certificate of {found.name} was revoked")
-        return found
+        _, peer = self._member(der or b"")
+        if peer.serial in self._revoked:
+            raise IdentityRefused(f"the certificate of {peer.name} was revoked")
+        if peer.expires_at < datetime.datetime.now(datetime.UTC):
+            raise IdentityRefused(f"the certificate of {peer.name} has expired: run `disagg cluster keys rotate`")
+        return peer
 
     def require_signature(self, der: bytes, signature: bytes, content: bytes) -> PeerIdentity:
         signer = self.require(der)
-        if not x509.is_signed(self._parsed(der), signature, content):
+        if not x509.is_signed(self._member(der)[0], signature, content):
             raise IdentityRefused(f"the signature is not that of {signer.name}")
         return signer
 
-    def _parsed(self, der: bytes | None) -> library.Certificate:
-        der = der or b""
+    def _member(self, der: bytes) -> tuple[library.Certificate, PeerIdentity]:
+        """The authority's signature is checked once for each certificate."""
         with self._lock:
             if der in self._known:
                 return self._known[der]
@@ -92,11 +94,12 @@ class Identity:
             certificate = library.load_der_x509_certificate(der)
         except ValueError:
             raise IdentityRefused("there is no certificate") from None
+        peer = x509.require_member(certificate, self._authority, datetime.datetime.now(datetime.UTC))
         with self._lock:
-            self._known[der] = certificate
+            self._known[der] = certificate, peer
             if len(self._known) > _MOST_KNOWN:
                 self._known.popitem(last=False)
-        return certificate
+        return certificate, peer
 
     def watch(self) -> "Identity":
         """Look for changed files until `close`."""

@@ -281,7 +281,7 @@ def _blocks(parts: Sequence[Buffer]) -> Iterator[memoryview]:
 
 
 def no_answer(place: str) -> PeerGone:
-    return PeerGone(f"no prefill node answers at {place}")
+    return PeerGone(f"{place} does not answer")
 
 
 def _gone(doing: str, error: OSError) -> PeerGone:

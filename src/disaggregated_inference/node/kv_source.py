@@ -36,6 +36,8 @@ from disaggregated_inference.timeouts import NodeTimeouts
 
 log = logging.getLogger(__name__)
 
+_SMALL_KV_BYTES = 4 << 20
+
 
 class KVSource:
     """`fetch`, `receive_inline` and `compute` fill a task's first sequence and sample its first tokens."""
@@ -116,7 +118,8 @@ class KVSource:
         task.cacheable = self.codecs[0] == "raw" and self.trust.may_keep(context)
         with self._saving(task) as insertion:
             sink = self._sink(task, insertion)
-            fetch = KVFetch(hello, spec.layout, spec.vocabulary, context.tokens, paths, sink, self.streams)
+            streams = self._streams_for(context, context.tokens - metrics.cached_tokens)
+            fetch = KVFetch(hello, spec.layout, spec.vocabulary, context.tokens, paths, sink, streams)
             generation.on_cancel(fetch.stop)
             with self.scheduler.receiving():
                 result = fetch.run()
@@ -131,6 +134,12 @@ class KVSource:
         metrics.queue_time, metrics.prefill_time = result.end.queue_s, result.end.prefill_s
         metrics.prefill_cached_tokens = result.end.cached_tokens
         self._warn_if_slow(generation)
+
+    def _streams_for(self, context: PrefillContext, tokens: int) -> int:
+        """A TLS handshake takes longer than a second connection saves for little KV."""
+        engine = self.kv_memory.engine
+        small = tokens * engine.spec.kv_token_bytes(engine.dtype) < _SMALL_KV_BYTES
+        return 1 if small and context.security == "tls" else self.streams
 
     def receive_inline(self, reader: InlineReader, task: DecodeTask) -> None:
         """From the request itself."""

@@ -16,6 +16,7 @@ from disaggregated_inference.cluster import Server
 
 _LIMIT_BYTES = 4096
 _PLAIN_HTTP = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")  # by versions of OpenSSL
+_CHECK = "check `tls` in its entry"
 _MAY_WANT_TLS = "if it has an identity, name ours: `identity` in the cluster file, or DISAGG_IDENTITY"
 
 
@@ -88,8 +89,8 @@ def _why_no_tls(cause: Exception) -> str:
     if not isinstance(cause, ssl.SSLError):
         return ""
     if cause.reason in _PLAIN_HTTP:
-        return "it speaks plain HTTP; if this cluster has an identity, start it with --identity; check `tls`"
-    return f"{cause.reason}; check `tls` in its entry"
+        return f"it speaks plain HTTP; if this cluster has an identity, start it with --identity; {_CHECK}"
+    return f"{cause.reason}; {_CHECK}"
 
 
 def _errno(cause: Exception) -> int:
