@@ -330,7 +330,8 @@ def test_bad_requests_to_prefill(path: str, body: Any, status: int, says: str, p
         ({"kv_cache": "é"}, 400, "not base64"),
         ({"context": _context(addresses=(("x" * 300, 1),))}, 403, "not a context"),
         ({"context": _context(addresses=(("127.0.0.1", 99999),))}, 403, "not a context"),
-        ({"context": _context(addresses=(("a..b", 9),))}, 503, "does not answer"),
+        ({"context": _context(addresses=(("a..b", 9),))}, 403, "leads beyond this machine"),
+        ({"context": _context(addresses=(("127.0.0.1", 9),))}, 503, "127.0.0.1:9 does not answer"),
     ],
 )
 def test_bad_requests_to_decode(body: Any, status: int, says: str, pair: tuple[Node, Node]) -> None:

@@ -23,6 +23,7 @@ def run_ollama_node(settings: NodeSettings, port: int, announce: Announce) -> No
     require_token([settings.host], settings.token, settings.insecure)
     trust = open_trust(settings)
     require_trusted_link([settings.host], [], trust)
+    node.identity, node.trusted_link = trust.identity.name if trust.identity else "", trust.trusted_link
     require_free_port(settings.host, port)
     asyncio.run(node.require_model())
     about = {"role": settings.role, "model": settings.model, "backend": "ollama", "host": settings.host}

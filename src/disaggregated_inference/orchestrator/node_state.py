@@ -267,6 +267,8 @@ class NodeState:
             "rates": msgspec.to_builtins(status.rates),
             "paths": msgspec.to_builtins(status.paths),
             "peers": msgspec.to_builtins(status.peers),
+            "identity": status.identity,
+            "trusted_link": status.trusted_link,
             "heard_s_ago": round(time.monotonic() - self.polled_at, 3) if self.polled_at else None,
         }
 
