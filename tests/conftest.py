@@ -18,6 +18,7 @@ from disaggregated_inference.node.decode import DecodeNode
 from disaggregated_inference.node.kv_memory import KVMemory
 from disaggregated_inference.node.prefill import PrefillNode
 from disaggregated_inference.node.scheduler import Scheduler
+from disaggregated_inference.node.trust import Trust
 from disaggregated_inference.timeouts import NodeTimeouts
 from tests.support.engines import ENGINE_OPTIONS, LLAMACPP_OPTIONS, LoadTiny, twin_of
 from tests.support.node_pair import ONE_PROCESS, Pair
@@ -159,16 +160,15 @@ def nodes(tiny_folder: Callable[[str], Path]) -> Iterator[Callable[..., Pair]]:
         codecs: tuple[str, ...] = ("raw",),
         prefix_bytes: int = 0,
         timeouts: NodeTimeouts = ONE_PROCESS,
+        trusts: tuple[Trust, Trust] = (Trust(), Trust()),
         **options: Any,
     ) -> Pair:
         model = ModelFiles(architecture, tiny_folder(architecture))
         both = (reader, ENGINE_OPTIONS[reader]), (writer, ENGINE_OPTIONS[writer] | (writer_options or {}))
         threads = [Scheduler(partial(load_engine, name, model, **settings)) for name, settings in both]
         rooms = [KVMemory(thread, prefix_bytes=prefix_bytes) for thread in threads]
-        prefill = PrefillNode(rooms[0], timeouts=timeouts, **({"chunk_tokens": 77} | options))
-        decode = DecodeNode(
-            rooms[1], model.tokenizer, chunk_tokens=50, streams=streams, codecs=codecs, timeouts=timeouts
-        )
+        prefill = PrefillNode(rooms[0], timeouts=timeouts, trust=trusts[0], **({"chunk_tokens": 77} | options))
+        decode = DecodeNode(rooms[1], model.tokenizer, 50, streams, codecs, timeouts, trusts[1])
         made.append((prefill, decode))
         return made[-1]
 

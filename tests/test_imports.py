@@ -20,12 +20,25 @@ MAP = {
     "api": {"errors", "kv"},
     "models": {*SHARED, "kv"},
     "kv_transfer": {*SHARED, "kv"},
+    "identity": SHARED,
     "http": {*SHARED, "api"},
     "engines": {*SHARED, "cores", "kv", "models"},
-    "node": {*SHARED, "api", "cores", "logs", "kv", "models", "engines", "kv_transfer", "http", "ollama_node"},
+    "node": {
+        *SHARED,
+        "api",
+        "cores",
+        "logs",
+        "kv",
+        "models",
+        "engines",
+        "kv_transfer",
+        "http",
+        "identity",
+        "ollama_node",
+    },
     "ollama_node": {*SHARED, "api", "logs", "kv", "models", "http", "node"},
     "cluster": {"errors", "cores"},
-    "orchestrator": {*SHARED, "api", "kv", "models", "cluster"},
+    "orchestrator": {*SHARED, "api", "kv", "models", "cluster", "identity"},
     "chaos": {"errors", "cluster", "orchestrator"},
     "gateway": {*SHARED, "__init__", "api", "logs", "cluster", "models", "orchestrator", "http"},
 }
@@ -66,7 +79,7 @@ def test_imports_point_one_way(path: Path) -> None:
 
 
 # Rooms that others import by their front door only, and the doors inside them.
-FRONT_DOORS = ("api", "kv", "kv_transfer", "models", "engines", "http", "node", "orchestrator")
+FRONT_DOORS = ("api", "identity", "kv", "kv_transfer", "models", "engines", "http", "node", "orchestrator")
 INNER_DOORS = {"api.sampling", "kv.prefix_cache", "engines.simulated"}
 
 

@@ -119,6 +119,10 @@ class PeerRefused(WireError, status=409):
     """The peer check failed: the peer computes other values."""
 
 
+class IdentityRefused(WireError, status=403):
+    """The certificate is not of this cluster, expired or revoked."""
+
+
 class TicketRefused(WireError, status=403):
     """The ticket is unknown, used or expired, or its secret is wrong."""
 

@@ -21,10 +21,17 @@ class TransferTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     renew_s: float = 5.0  # a receiver renews its lease this often, or every third of it, never below min_renew_s
     min_renew_s: float = 0.1
     hello_s: float = 3.0  # for the whole HELLO of a new connection
+    handshake_s: float = 3.0  # for the TLS handshake of a connection that another node opened
     heartbeat_s: float = 0.2  # a sender that waits for its engine sends ALIVE this often
     last_words_s: float = 0.2  # for the peer's error after a failed send
     poll_copy_s: float = 0.0002  # how often the sender checks whether a device copy has finished
     close_s: float = 1.0  # for the peer to read the last frame before a connection is closed
+
+
+class IdentityTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys and certificates of a node or client (package `identity`)."""
+
+    reload_s: float = 1.0  # how often changed files are looked for
 
 
 class HttpTimeouts(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,7 +45,7 @@ class Walk:
         self.port, self.ports = free_port(), {"prefill": free_port(), "decode": free_port()}
         self.env = os.environ | {"DISAGG_HOME": str(folder / "home"), "COLUMNS": "200"}
         self.env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        for name in ("DISAGG_CONFIG", "DISAGG_TOKEN", "DISAGG_TOKEN_FILE"):
+        for name in ("DISAGG_CONFIG", "DISAGG_TOKEN", "DISAGG_TOKEN_FILE", "DISAGG_IDENTITY", "DISAGG_KEYS"):
             self.env.pop(name, None)
         models = folder / "home" / "models"
         models.mkdir(parents=True)
@@ -83,7 +83,8 @@ class Walk:
         assert match[1] in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
     def export(self, match: "re.Match[str]") -> None:
-        self.env[match[1]] = match[2]
+        """Both machines are this one: it is spark."""
+        self.env[match[1]] = match[2].replace("~/identity", str(self.folder / "home" / "keys" / "spark"))
 
     def up(self, match: "re.Match[str]") -> None:
         output = self.start(f"{match[0]} --port {free_port()}", lambda text: "Ctrl-C stops all" in text)
@@ -113,6 +114,7 @@ class Walk:
     def shell(self, match: "re.Match[str]") -> None:
         line = match[0].replace("/path/to/Qwen3-Coder-30B-A3B-Instruct", str(self.embedded.path))
         line = line.replace("192.168.100.1:8000", f"127.0.0.1:{self.ports['prefill']}")
+        line = re.sub(r"192\.168\.100\.\d", "127.0.0.1", line)
         self.call(["bash", "-c", line], typed="Hello.\n")
 
     def chat(self, match: "re.Match[str]") -> None:

@@ -12,7 +12,7 @@ from disaggregated_inference.errors import PeerGone
 from disaggregated_inference.node.context import PrefillContext
 from disaggregated_inference.timeouts import NodeTimeouts
 from tests.support.handoff import prompt_of
-from tests.support.node_pair import ONE_PROCESS, Pair
+from tests.support.node_pair import ONE_PROCESS, PROVEN_ANYWHERE, Pair
 from tests.support.tcp_proxy import Fault, FaultyProxy
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ def through(proxy: FaultyProxy, context: PrefillContext) -> PrefillContext:
 @pytest.fixture
 def pair(nodes: Callable[..., Pair]) -> Pair:
     """Checked by a canary prompt beforehand."""
-    prefill, decode = nodes(timeouts=LIMITS)
+    prefill, decode = nodes(timeouts=LIMITS, trusts=PROVEN_ANYWHERE)
     list(decode.generate_from_kv(prefill.submit(PROMPT[:9])[0], PARAMS))
     return prefill, decode
 
@@ -88,7 +88,7 @@ def test_a_sender_that_reports_nonsense_leaves_the_figure_within_the_request(pai
 def test_a_line_that_falls_silent_on_every_connection_is_given_up(nodes: Callable[..., Pair]) -> None:
     """Every connection stays open and brings nothing after its first slices, and the node answers probes."""
     limits = msgspec.structs.replace(ONE_PROCESS.transfer, silence_s=0.1, max_silence_s=0.6)
-    prefill, decode = nodes(timeouts=NodeTimeouts(transfer=limits), streams=1)
+    prefill, decode = nodes(timeouts=NodeTimeouts(transfer=limits), streams=1, trusts=PROVEN_ANYWHERE)
     list(decode.generate_from_kv(prefill.submit(PROMPT[:9])[0], PARAMS))
     with FaultyProxy(prefill.kv_addresses[0], "mute each", 4000) as proxy:
         context, _ = prefill.submit(PROMPT)

@@ -35,7 +35,7 @@ from disaggregated_inference.node.prefill import PrefillNode
 from disaggregated_inference.timeouts import NodeTimeouts
 from tests.support.engines import LoadTiny
 from tests.support.handoff import alone, prompt_of
-from tests.support.node_pair import ONE_PROCESS, Pair
+from tests.support.node_pair import ONE_PROCESS, PROVEN_ANYWHERE, Pair
 from tests.support.tcp_proxy import FaultyProxy
 from tests.support.waiting import until
 
@@ -59,7 +59,7 @@ SHORT_HELLO = NodeTimeouts(transfer=msgspec.structs.replace(ONE_PROCESS.transfer
 def pair(request: pytest.FixtureRequest, nodes: Callable[..., Pair], right: list[int]) -> Iterator[Pair]:
     """Checked by a canary prompt beforehand, so that faults strike the transfer; checked for leaks afterwards. The
     parameter, if any, is the nodes' timeouts."""
-    prefill, decode = nodes(timeouts=getattr(request, "param", ONE_PROCESS))
+    prefill, decode = nodes(timeouts=getattr(request, "param", ONE_PROCESS), trusts=PROVEN_ANYWHERE)
     assert ask(prefill, decode) == right
     yield prefill, decode
     assert ask(prefill, decode) == right, "the next request"

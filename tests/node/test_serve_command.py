@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -234,7 +235,8 @@ def test_a_port_in_use_is_reported_at_once(pair: tuple[Node, Node]) -> None:
 
 
 def test_wildcard_addresses_are_replaced_in_contexts(folder: Path, pair: tuple[Node, Node]) -> None:
-    everywhere = Node("prefill", "--model", str(folder), "--dtype", "float32", "--host", "0.0.0.0", "--insecure")
+    undeclared = "--insecure", "--trusted-link", "a test on one machine"
+    everywhere = Node("prefill", "--model", str(folder), "--dtype", "float32", "--host", "0.0.0.0", *undeclared)
     context = everywhere.ask("/prefill", {"tokens": [5, 6, 7]})[1]["context"]
     assert pair[1].ask("/decode", {"context": context, "max_new_tokens": 2})[0] == 200
     assert PrefillContext.decode(context).addresses == (("127.0.0.1", everywhere.ready["kv_port"]),)
@@ -328,7 +330,8 @@ def test_bad_requests_to_prefill(path: str, body: Any, status: int, says: str, p
         ({"kv_cache": "é"}, 400, "not base64"),
         ({"context": _context(addresses=(("x" * 300, 1),))}, 403, "not a context"),
         ({"context": _context(addresses=(("127.0.0.1", 99999),))}, 403, "not a context"),
-        ({"context": _context(addresses=(("a..b", 9),))}, 503, "does not answer"),
+        ({"context": _context(addresses=(("a..b", 9),))}, 403, "leads beyond this machine"),
+        ({"context": _context(addresses=(("127.0.0.1", 9),))}, 503, "127.0.0.1:9 does not answer"),
     ],
 )
 def test_bad_requests_to_decode(body: Any, status: int, says: str, pair: tuple[Node, Node]) -> None:
@@ -404,6 +407,9 @@ def test_a_public_address_needs_a_token() -> None:
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 1
     assert "without a token" in run.stderr
+    run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"DISAGG_TOKEN": "geheim"})
+    assert run.returncode == 1
+    assert "refusing to listen on 0.0.0.0 without an identity: make one with `disagg cluster keys init`" in run.stderr
 
 
 def test_an_internal_error_keeps_its_request_id() -> None:

@@ -7,6 +7,7 @@ from disaggregated_inference.api.checksums import (
     checksum,
     checksum_text,
 )
+from disaggregated_inference.api.context_seal import context_mac, join_context, seal_for, split_context
 from disaggregated_inference.api.events import (
     ChoiceTokenEvent,
     DecodeMetrics,
@@ -127,13 +128,17 @@ __all__ = [
     "Usage",
     "checksum",
     "checksum_text",
+    "context_mac",
     "convert",
     "generate_request",
     "invalid",
+    "join_context",
     "named_options",
     "new_seed",
     "options_of",
     "output_format",
     "plain",
+    "seal_for",
+    "split_context",
     "with_reason",
 ]

@@ -70,6 +70,7 @@ class PeerStatus(msgspec.Struct, frozen=True):
     epoch: str
     refused: str | None = None
     distance: float | None = None
+    identity: str = ""  # the peer's name, where the connection proves it
 
 
 class TicketEndings(msgspec.Struct, frozen=True):
@@ -117,6 +118,9 @@ class NodeStatus(NodeHealth, frozen=True, kw_only=True):
     tickets: Number = 0
     endings: TicketEndings = TicketEndings()
     kv_addresses: tuple[str, ...] = ()
+    identity: str = ""  # the node's name in its certificate
+    kv_security: Literal["tls", "authenticated", "plain"] | UnsetType = UNSET  # of the KV connections to it
+    trusted_link: str = ""  # the words with which its user declares the network between the nodes trusted
     paths: tuple[PathStatus, ...] = ()
     peers: tuple[PeerStatus, ...] = ()
     rates: Rates = Rates()

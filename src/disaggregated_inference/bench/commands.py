@@ -56,7 +56,8 @@ def bench_wire(
     repeats: Annotated[int, typer.Option(min=1, help="Number of rounds.")] = 5,
     output: Output = _FOLDER,
 ) -> None:
-    """Throughput of KV transfers on loopback, compared with bare Python sockets."""
+    """Throughput of KV transfers on loopback, compared with bare Python sockets, also with TLS; and what TLS adds to a
+    hand-over."""
     from disaggregated_inference.bench.wire import run
 
     run(megabytes, repeats, output)

@@ -28,7 +28,7 @@ class Machine(LocalNode):
 
     @property
     def entry(self) -> dict[str, Any]:
-        entry = {"host": "127.0.0.1", "port": self.port, "name": self.name, "model": self.model}
+        entry = {"host": "127.0.0.1", "port": self.port, "name": self.name, "model": self.model, "tls": False}
         return entry | ({"role": "both"} if self.role == "both" else {})
 
 

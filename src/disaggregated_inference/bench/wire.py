@@ -1,27 +1,65 @@
-"""`disagg bench wire`: the KV sender and receiver, with checksums, compared with bare sockets in the same run."""
+"""`disagg bench wire`: the KV sender and receiver, with checksums, compared with bare sockets in the same run; the same
+with TLS, and the authenticated mode compared with the plain one."""
 
 import json
 import multiprocessing
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from disaggregated_inference.bench.processes import free_port
 from disaggregated_inference.bench.report import Report, Row, progress
+from disaggregated_inference.bench.secured_handover import add_handover
+from disaggregated_inference.identity import Authority, Identity
 from disaggregated_inference.kv import Fingerprint, KVLayout, KVSlice, LayerPlan, Weights
-from disaggregated_inference.kv_transfer import Connection, End, Hello, Outbox, Welcome, bytes_of, fetch_stream, serve
+from disaggregated_inference.kv_transfer import (
+    Connection,
+    End,
+    Hello,
+    Outbox,
+    Welcome,
+    bytes_of,
+    fetch_stream,
+    serve,
+    start_tls,
+)
 
 # Qwen3-30B-A3B's rows in chunks of 8,192 tokens: 16.8 MB a slice.
 LAYOUT = KVLayout(layers=(LayerPlan(),) * 48, kv_heads=4, head_dim=128)
 TOKENS = 8192
 _VOCABULARY = 16
 _BUFFERS = 12  # 201 MB: more than a processor's cache
+_HANDSHAKE_S = 10.0
+
+
+class WireLink(NamedTuple):
+    """How the two sides talk. `identity`: a folder, for TLS."""
+
+    identity: str = ""
+    secret: str = ""  # for the authenticated mode
+
+    def bare(self, sock: socket.socket, server: bool) -> socket.socket:
+        """As a program without our code would do it."""
+        if not self.identity:
+            return sock
+        identity = Identity(Path(self.identity))
+        context = identity.server_context if server else identity.kv_client_context
+        return context.wrap_socket(sock, server_side=server)
+
+    def connection(self, sock: socket.socket, server: bool) -> Connection:
+        if not self.identity:
+            return Connection(sock)
+        identity = Identity(Path(self.identity))
+        context = identity.server_context if server else identity.kv_client_context
+        return Connection(start_tls(sock, context, _HANDSHAKE_S, server))
 
 
 class Run(NamedTuple):
@@ -49,10 +87,10 @@ def _slices(count: int) -> list[KVSlice]:
     return [KVSlice(layer % 48, 0, "bfloat16", keys, values) for layer, (keys, values) in enumerate(rows)]
 
 
-def _send_raw(port: int, count: int, cpu: "multiprocessing.Queue[float]") -> None:
+def _send_raw(port: int, count: int, link: WireLink, cpu: "multiprocessing.Queue[float]") -> None:
     """Only bytes: both sides know the length."""
     pieces = _slices(count)
-    with socket.create_connection(("127.0.0.1", port)) as sock:
+    with link.bare(socket.create_connection(("127.0.0.1", port)), server=True) as sock:
         started = time.process_time()
         for piece in pieces:
             sock.sendall(bytes_of(piece.keys))
@@ -61,43 +99,62 @@ def _send_raw(port: int, count: int, cpu: "multiprocessing.Queue[float]") -> Non
         cpu.put(time.process_time() - started)
 
 
-def _send_ours(port: int, count: int, cpu: "multiprocessing.Queue[float]") -> None:
+def _send_ours(port: int, count: int, link: WireLink, cpu: "multiprocessing.Queue[float]") -> None:
     outbox = Outbox()
     for piece in _slices(count):
         outbox.put(piece)
     outbox.put_logits(np.zeros(_VOCABULARY, np.float32))
     outbox.finish(End(prompt_tokens=TOKENS))
     welcome = Welcome(epoch="", prompt_tokens=TOKENS, dtype="bfloat16", codec="raw", chunk_tokens=TOKENS)
-    with socket.create_connection(("127.0.0.1", port)) as sock:
-        started = time.process_time()
-        serve(Connection(sock), lambda hello: (welcome, outbox))
-        cpu.put(time.process_time() - started)
+    connection = link.connection(socket.create_connection(("127.0.0.1", port)), server=True)
+    started = time.process_time()
+    serve(
+        connection,
+        lambda hello: (welcome, outbox),
+        secret_of=(lambda ticket: link.secret) if link.secret else None,
+    )
+    cpu.put(time.process_time() - started)
 
 
-def _receive_raw(sock: socket.socket, count: int) -> None:
+def _receive_raw(sock: socket.socket, count: int, link: WireLink) -> Callable[[], None]:
     buffer = memoryview(bytearray(2 * TOKENS * 4 * 128 * 2))
-    for _ in range(count):
-        view = buffer
-        while view:
-            view = view[sock.recv_into(view) :]
-    sock.send(b"k")
-    sock.close()
+    sock = link.bare(sock, server=False)
+
+    def receive() -> None:
+        for _ in range(count):
+            view = buffer
+            while view:
+                view = view[sock.recv_into(view) :]
+        sock.send(b"k")
+        sock.close()
+
+    return receive
 
 
-def _receive_ours(sock: socket.socket, count: int) -> None:
-    hello = Hello(ticket="", secret="", fetch="", fingerprint=_fingerprint())
-    fetch_stream(Connection(sock), hello, LAYOUT, _VOCABULARY, TOKENS, lambda piece: None, lambda logits: None)
+def _receive_ours(sock: socket.socket, count: int, link: WireLink) -> Callable[[], None]:
+    keyed = True if link.secret else msgspec.UNSET
+    hello = Hello(ticket="", secret=link.secret, fetch="", fingerprint=_fingerprint(), keyed=keyed)
+    connection = link.connection(sock, server=False)
+
+    def receive() -> None:
+        fetch_stream(connection, hello, LAYOUT, _VOCABULARY, TOKENS, lambda piece: None, lambda logits: None)
+
+    return receive
 
 
-def _measure(send: Callable[..., None], receive: Callable[[socket.socket, int], None], count: int) -> Run:
+Receive = Callable[[socket.socket, int, WireLink], Callable[[], None]]
+
+
+def _measure(send: Callable[..., None], receive: Receive, count: int, link: WireLink) -> Run:
     context = multiprocessing.get_context("spawn")
     cpu: multiprocessing.Queue[float] = context.Queue()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        sender = context.Process(target=send, args=(listener.getsockname()[1], count, cpu))
+        sender = context.Process(target=send, args=(listener.getsockname()[1], count, link, cpu))
         sender.start()
         sock, _ = listener.accept()
+        work = receive(sock, count, link)
         started, used = time.perf_counter(), time.process_time()
-        receive(sock, count)
+        work()
         seconds, used = time.perf_counter() - started, time.process_time() - used
         used += cpu.get(timeout=30)
         sender.join()
@@ -122,19 +179,41 @@ def _iperf3_bytes_s() -> float:
 
 
 def run(megabytes: int, repeats: int, output: Path) -> Report:
+    with tempfile.TemporaryDirectory() as folder:
+        identity = str(Authority.create(Path(folder) / "keys").issue("bench", ("127.0.0.1",)))
+        report = _throughput(megabytes, repeats, identity)
+        progress("wire: hand-over with and without TLS")
+        add_handover(report, identity, 20 * repeats)
+    return report.publish(output / "wire.json")
+
+
+def _throughput(megabytes: int, repeats: int, identity: str) -> Report:
     count = max(1, round(megabytes * 1e6 / LAYOUT.row_bytes("bfloat16") / TOKENS))
     size = count * TOKENS * LAYOUT.row_bytes("bfloat16")
-    raw, ours = [], []
+    bare, ours = (_send_raw, _receive_raw), (_send_ours, _receive_ours)
+    plain, tls, keyed = WireLink(), WireLink(identity), WireLink(secret="secret")
+    contenders = {
+        "bare": (*bare, plain),
+        "ours": (*ours, plain),
+        "keyed": (*ours, keyed),
+        "bare TLS": (*bare, tls),
+        "our TLS": (*ours, tls),
+    }
+    runs: dict[str, list[Run]] = {name: [] for name in contenders}
     for number in range(repeats):
         progress(f"wire: round {number + 1} of {repeats}, {size / 1e6:.0f} MB each")
-        raw.append(_measure(_send_raw, _receive_raw, count))
-        ours.append(_measure(_send_ours, _receive_ours, count))
+        for name, (send, receive, link) in contenders.items():
+            runs[name].append(_measure(send, receive, count, link))
+    goodput = {name: size / min(run.seconds for run in each) / 1e9 for name, each in runs.items()}
+    cost = {name: min(run.cpu_seconds for run in each) / size * 1e9 for name, each in runs.items()}
     report = Report("wire, loopback, one connection, best of the rounds")
-    goodput, bare = (size / min(r.seconds for r in runs) / 1e9 for runs in (ours, raw))
-    report.add(Row("goodput, framed and checksummed", goodput, "GB/s", bare, "bare sockets", 0.8))
-    cost, bare_cost = (min(r.cpu_seconds for r in runs) / size * 1e9 for runs in (ours, raw))
-    report.add(Row("CPU, both sides", cost, "s/GB", bare_cost, "bare sockets"))
+    framed = "goodput, framed and checksummed"
+    report.add(Row(framed, goodput["ours"], "GB/s", goodput["bare"], "bare sockets", 0.8))
+    report.add(Row("CPU, both sides", cost["ours"], "s/GB", cost["bare"], "bare sockets"))
+    report.add(Row("goodput, authenticated", goodput["keyed"], "GB/s", goodput["ours"], "plain", 0.8))
+    report.add(Row("goodput, TLS", goodput["our TLS"], "GB/s", goodput["bare TLS"], "bare TLS sockets", 0.85))
+    report.add(Row("CPU, TLS, both sides", cost["our TLS"], "s/GB", cost["bare TLS"], "bare TLS sockets"))
     if shutil.which("iperf3"):
         progress("wire: iperf3, 5 s")
-        report.add(Row("goodput, framed and checksummed", goodput, "GB/s", _iperf3_bytes_s() / 1e9, "iperf3"))
-    return report.publish(output / "wire.json")
+        report.add(Row(framed, goodput["ours"], "GB/s", _iperf3_bytes_s() / 1e9, "iperf3"))
+    return report

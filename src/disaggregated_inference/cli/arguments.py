@@ -28,4 +28,13 @@ ClusterTokenFile = Annotated[
         " the cluster file, DISAGG_TOKEN, the file in DISAGG_TOKEN_FILE.",
     ),
 ]
+IdentityFolder = Annotated[
+    str,
+    typer.Option(
+        "--identity",
+        metavar="DIR",
+        help="Folder with this machine's key and certificate, from `disagg cluster keys issue`. Default:"
+        " DISAGG_IDENTITY; without it, plain HTTP.",
+    ),
+]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error. The log is JSON lines on standard error.")]

@@ -83,6 +83,9 @@ def _text(prefill: LocalServer, decode: LocalServer) -> str:
         "prefill_servers": [msgspec.to_builtins(prefill)],
         "decode_servers": [msgspec.to_builtins(decode)],
     }
+    if os.environ.get("DISAGG_IDENTITY"):  # these nodes have none
+        for server in content["prefill_servers"] + content["decode_servers"]:
+            server["tls"] = False
     if (short := short_name(prefill.model)) != prefill.model:
         content["models"] = {prefill.model: {"aliases": [short]}}
     return json.dumps(content, indent=2) + "\n"

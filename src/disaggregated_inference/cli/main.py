@@ -10,10 +10,11 @@ import typer
 
 from disaggregated_inference import __version__
 from disaggregated_inference.bench.commands import bench_app
-from disaggregated_inference.cli.arguments import AsJson, Drain, LocalModel, LogLevel, Token, TokenFile
+from disaggregated_inference.cli.arguments import AsJson, Drain, IdentityFolder, LocalModel, LogLevel, Token, TokenFile
 from disaggregated_inference.cli.commands import cluster_app
 from disaggregated_inference.cli.config import config_app
 from disaggregated_inference.cli.gateway import gateway_app
+from disaggregated_inference.cli.keys import machines_app
 from disaggregated_inference.cli.models import models_app
 from disaggregated_inference.errors import DisaggError
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.add_typer(cluster_app)  # no name: commands of the top level
 app.add_typer(config_app, name="config")
+app.add_typer(machines_app, name="cluster")
 app.add_typer(gateway_app, name="gateway")
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
@@ -207,6 +209,15 @@ def serve(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow an address other than loopback without a token.")
     ] = False,
+    identity: IdentityFolder = "",
+    trusted_link: Annotated[
+        str,
+        typer.Option(
+            metavar="WORDS",
+            help='Say in words why nobody else is on the network between the nodes, such as "the cable between spark-1'
+            ' and mac-1". Allows an address other than loopback without --identity.',
+        ),
+    ] = "",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: chosen for the machine.")] = "",
     chunk: Annotated[int, typer.Option(min=0, help="Prompt tokens per chunk; 0: chosen for the machine.")] = 0,
     threads: Annotated[
@@ -228,6 +239,13 @@ def serve(
         float, typer.Option("--lease", min=1, help="Lease of an unfetched KV cache, in seconds.")
     ] = 60.0,
     kv_streams: Annotated[int, typer.Option(min=1, max=64, help="Connections per KV transfer.")] = 2,
+    kv_security: Annotated[
+        str,
+        typer.Option(
+            help="Of KV transfers from this node: tls, authenticated (cannot be altered, can be read) or plain."
+            " Default: tls with --identity, else plain."
+        ),
+    ] = "",
     kv_codec: Annotated[str, typer.Option(help="raw, or int8 (lossy) for links slower than the prefill.")] = "raw",
     kv_memory: Annotated[str, typer.Option(help="Memory for KV caches, such as 8G. Default: from free memory.")] = "",
     prefix_memory: Annotated[

@@ -118,11 +118,13 @@ def verify_models(
     """
     from disaggregated_inference.cli.progress import steps
     from disaggregated_inference.cluster import read_token
+    from disaggregated_inference.identity import open_identity
     from disaggregated_inference.models import ModelStore, compare_models, describe_models
 
-    token = read_token(token, token_file)
+    token, identity = read_token(token, token_file), open_identity()
     with steps() as progress:
-        here, there = describe_models((first, second), ModelStore(), token, progress)
+        tls = identity.client_context if identity else None
+        here, there = describe_models((first, second), ModelStore(), token, progress, tls)
         text, differences = compare_models(here, there, full)
     if as_json:
         result = {"same": not differences, "verdict": text, "differences": differences}

@@ -86,7 +86,7 @@ def _title(role: str, model: str, engine: str, profile: str = "") -> str:
 
 def _ready(facts: dict[str, Any]) -> Iterator[str]:
     seconds = f" after {facts['seconds']} s" if "seconds" in facts else ""
-    yield f"ready{seconds}: {facts.get('url') or _url(facts['host'], facts['port'])}"
+    yield f"ready{seconds}: {facts.get('url') or _url(facts['host'], facts['port'], facts.get('scheme', 'http'))}"
     if addresses := facts.get("kv_addresses"):
         yield f"  KV transfers: {', '.join(addresses)}"
     if limit := facts.get("kv_limit_bytes"):
@@ -96,5 +96,5 @@ def _ready(facts: dict[str, Any]) -> Iterator[str]:
     yield _STOP
 
 
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _url(host: str, port: int, scheme: str) -> str:
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -1,6 +1,7 @@
 """The server scripts of the set-up guides: `disagg serve` with a fixed role and engine."""
 
 import argparse
+import os
 import sys
 
 from disaggregated_inference.errors import DisaggError
@@ -11,6 +12,11 @@ _NO_TOKEN = (
     "warning: listening on {} without a token: anyone who can reach this address can use this server;"
     " set DISAGG_TOKEN or --token-file\n"
 )
+_NO_IDENTITY = (
+    "warning: listening on {} without an identity: everyone on this network can read and alter what this server"
+    " sends; see `disagg cluster keys --help`\n"
+)
+_UNDECLARED = "not declared: a server script without an identity"
 
 
 def run_server(description: str, role: str, engine: str) -> None:
@@ -34,6 +40,10 @@ def _run(arguments: argparse.Namespace, role: str, engine: str) -> None:
     token = read_token(arguments.token, arguments.token_file)
     if not token and not is_loopback(arguments.host):
         sys.stderr.write(_NO_TOKEN.format(arguments.host))
+    identity = arguments.identity or os.environ.get("DISAGG_IDENTITY", "")
+    exposed = not identity and not is_loopback(arguments.host)
+    if exposed:
+        sys.stderr.write(_NO_IDENTITY.format(arguments.host))
     ollama = {"ollama_host": arguments.ollama_host} if engine == "ollama" else {}
     settings = NodeSettings(
         role=role,
@@ -43,6 +53,8 @@ def _run(arguments: argparse.Namespace, role: str, engine: str) -> None:
         port=arguments.port,
         token=token,
         insecure=True,  # the guides' commands have no token and must work; hence the warning above
+        identity=identity,
+        trusted_link=_UNDECLARED if exposed else "",
         **ollama,
     )
     with announcing() as announce:
@@ -58,6 +70,7 @@ def _parser(description: str, role: str, engine: str) -> argparse.ArgumentParser
     parser.add_argument("--port", type=_port, default=port, help="default: %(default)s; 0: any free port")
     parser.add_argument("--token", default="", help=argparse.SUPPRESS)  # refused, with the reason
     parser.add_argument("--token-file", default="", metavar="FILE", help="file that contains the token")
+    parser.add_argument("--identity", default="", metavar="DIR", help="folder with this machine's certificate")
     if engine == "ollama":
         parser.add_argument("--ollama-host", default=OLLAMA, help="URL of Ollama (default: %(default)s)")
     return parser

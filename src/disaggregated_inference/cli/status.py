@@ -75,6 +75,11 @@ def render(status: Status) -> RenderableType:
         Text(f"{pair['decode']} refuses KV caches from {pair['prefill']}: {pair['why']}", "red")
         for pair in status["refusals"]
     ]
+    reasons += [
+        Text(f"{node['name']}: plain, on a link declared trusted: {node['trusted_link']}", "yellow")
+        for node in nodes
+        if node["trusted_link"] and not node["identity"]
+    ]
     links = ", ".join(_link(link) for link in status["links"])
     models = [_model(model, nodes) for model in status["models"]] + ([f"links: {links}"] if links else [])
     warnings = [Text(f"warning: {warning}", "yellow") for warning in status["warnings"]]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from disaggregated_inference.errors import ConfigError
 
-VARIABLES = ("DISAGG_TOKEN", "DISAGG_TOKEN_FILE")
+VARIABLES = ("DISAGG_TOKEN", "DISAGG_TOKEN_FILE", "DISAGG_IDENTITY")  # of nodes beyond loopback
 _MAX_BYTES = 4096
 
 
@@ -27,7 +27,7 @@ def read_token(given: str = "", file: str = "", environ: Mapping[str, str] = os.
 
 
 def without_token(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment for a node on loopback that needs no token."""
+    """The environment for a node on loopback that needs neither token nor identity."""
     return {name: value for name, value in environ.items() if name not in VARIABLES}
 
 

@@ -70,7 +70,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     kv_addresses: _Addresses = ()  # addresses for KV transfers, fastest link first; default: those of the node
     power_w: _Watts | None = None  # the machine's power draw under load, for energy per request
     price_per_hour: _Price | None = None  # the price of the machine, for cost per request
-    tls: _Flag = False  # whether the node is reached by HTTPS
+    tls: _Flag | None = None  # whether the node is reached by HTTPS; default: true if the cluster has an identity
 
     @property
     def address(self) -> str:
@@ -137,6 +137,7 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     links: tuple[Link, ...] = ()  # expected bandwidths between servers
     policies: Policies = Policies()  # how requests and nodes are treated
     token: _Secret = ""  # the token of servers without one of their own; default: DISAGG_TOKEN, see [Tokens](#tokens)
+    identity: _Text = ""  # folder of the certificate that nodes know this program by; default: DISAGG_IDENTITY
 
 
 class ClusterConfig(ClusterFile, frozen=True, kw_only=True, dict=True):
@@ -226,11 +227,15 @@ class _ClusterReader(Reader):
             raise self.error("", f'expected an object with "prefill_servers" and "decode_servers", got {quote(raw)}')
         self.require_plain_data(raw)
         file = self.struct(ClusterFile, raw | _with_defaults(raw, "prefill") | _with_defaults(raw, "decode"), "")
-        token = self._token(file.token)
+        token, identity = self._token(file.token), file.identity or self.environ.get("DISAGG_IDENTITY", "")
         prefill = {
-            place: self._server(item, "prefill", place, token) for place, item in _items(file, "prefill_servers")
+            place: self._server(item, "prefill", place, token, identity)
+            for place, item in _items(file, "prefill_servers")
         }
-        decode = {place: self._server(item, "decode", place, token) for place, item in _items(file, "decode_servers")}
+        decode = {
+            place: self._server(item, "decode", place, token, identity)
+            for place, item in _items(file, "decode_servers")
+        }
         self._require_distinct(prefill | decode)
         self._require_links(file, [*prefill.values(), *decode.values()])
         config = ClusterConfig(
@@ -240,6 +245,7 @@ class _ClusterReader(Reader):
             links=file.links,
             policies=file.policies,
             token=token,
+            identity=identity,
             source=self.file,
         )
         self._warn_unserved(config)
@@ -250,7 +256,7 @@ class _ClusterReader(Reader):
         own = self.secret(text, "token")
         return own if own and not self._token_file else read_token(file=self._token_file, environ=self.environ)
 
-    def _server(self, server: Server, role: Role, place: str, cluster_token: str) -> Server:
+    def _server(self, server: Server, role: Role, place: str, cluster_token: str, identity: str) -> Server:
         if role not in server.roles:
             raise self.error(f"{place}.role", f'this is the list of {role} servers; move it, or set "role": "both"')
         if not bare_name(server.model):
@@ -261,7 +267,8 @@ class _ClusterReader(Reader):
         host = self._host(server.host, f"{place}.host")
         token = self.secret(server.token, f"{place}.token") or cluster_token
         name = server.name.strip() or join_address(host, server.port)
-        return msgspec.structs.replace(server, host=host, token=token, name=name)
+        tls = bool(identity) if server.tls is None else server.tls
+        return msgspec.structs.replace(server, host=host, token=token, name=name, tls=tls)
 
     def _host(self, text: str, place: str) -> str:
         host = text[1:-1] if text.startswith("[") and text.endswith("]") else text

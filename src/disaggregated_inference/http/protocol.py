@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from disaggregated_inference.errors import BadRequest, DisaggError, RequestTooSlow, ServerBusy
+from disaggregated_inference.errors import BadRequest, DisaggError, IdentityRefused, RequestTooSlow, ServerBusy
 from disaggregated_inference.http.limits import Connections
 
 DescribeHeadError = Callable[[DisaggError], Any]
+RequirePeer = Callable[[bytes | None], object]  # raises IdentityRefused for a client's certificate
 
 
 class HeadDeadlineProtocol(H11Protocol):
@@ -21,9 +22,16 @@ class HeadDeadlineProtocol(H11Protocol):
     accepts heads of any length, and drops the response to a request that garbage follows."""
 
     def __init__(
-        self, *args: Any, read_s: float, error_body: DescribeHeadError, connections: Connections, **options: Any
+        self,
+        *args: Any,
+        read_s: float,
+        error_body: DescribeHeadError,
+        connections: Connections,
+        require_peer: RequirePeer | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(*args, **options)
+        self._require_peer = require_peer
         self._read_s, self._error_body, self._connections = read_s, error_body, connections
         self._received = False
         self._timer: asyncio.TimerHandle | None = None
@@ -37,8 +45,25 @@ class HeadDeadlineProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received = True
+        if self._require_peer and not self._is_answering and not self._is_welcome(self._require_peer):
+            return
         super().data_received(data)
         self._update_timer()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _is_welcome(self, require_peer: RequirePeer) -> bool:
+        """Before each request: a certificate may have been revoked since the connection was opened."""
+        tls = self.transport.get_extra_info("ssl_object")
+        try:
+            require_peer(tls.getpeercert(binary_form=True) if tls else None)
+        except IdentityRefused as error:
+            self._send_error("Forbidden", error)
+            self.transport.close()
+            return False
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -54,7 +79,7 @@ class HeadDeadlineProtocol(H11Protocol):
     def _update_timer(self) -> None:
         """The timer also runs where a response came before the end of its request: the rest of that request is read
         and dropped, but not for ever."""
-        if self.transport.is_closing() or (self.cycle and not self.cycle.response_complete):
+        if self.transport.is_closing() or self._is_answering:
             self._stop_timer()
         elif not self._timer:
             self._timer = self.loop.call_later(self._read_s, self._expire)

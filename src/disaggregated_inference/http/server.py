@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Awaitable, Callable
@@ -20,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from disaggregated_inference.http.limits import Connections, HttpLimits, UnfinishedBodies, raise_file_limit
-from disaggregated_inference.http.protocol import DescribeHeadError, HeadDeadlineProtocol
+from disaggregated_inference.http.protocol import DescribeHeadError, HeadDeadlineProtocol, RequirePeer
 from disaggregated_inference.http.responses import error_body
 from disaggregated_inference.http.tls import Certificate
 from disaggregated_inference.timeouts import HttpTimeouts
@@ -54,10 +55,13 @@ class HttpServer(uvicorn.Server):
         on_drain_end: Callable[[], Awaitable[None]] | None = None,
         describe: DescribeHeadError = error_body,
         certificate: Certificate | None = None,
+        peers: ssl.SSLContext | None = None,
+        require_peer: RequirePeer | None = None,
         lifespan: Literal["auto", "off"] = "off",
         timeouts: HttpTimeouts = HttpTimeouts(),
         limits: HttpLimits = HttpLimits(),
     ) -> None:
+        """`peers`: mutual TLS instead of a public certificate; `require_peer` then sees each client's certificate."""
         limits = msgspec.structs.replace(limits, connections=min(limits.connections, raise_file_limit()))
         last_words_s = timeouts.last_words_s if on_drain_end else 0
         self._mounted = _Mounted(app)
@@ -70,6 +74,7 @@ class HttpServer(uvicorn.Server):
                 read_s=timeouts.read_s,
                 error_body=describe,
                 connections=Connections(limits),
+                require_peer=require_peer,
             ),
             ws="none",
             lifespan=lifespan,
@@ -80,6 +85,9 @@ class HttpServer(uvicorn.Server):
             ssl_certfile=certificate.cert or None if certificate else None,
             ssl_keyfile=certificate.key or None if certificate else None,
         )
+        if peers:
+            config.load()
+            config.ssl = peers
         super().__init__(config)
         self._timeouts, self._unfinished_bodies = timeouts, UnfinishedBodies(limits)
         self.mount(app)

@@ -22,6 +22,7 @@ Release = Callable[[], None]
 Ending = Literal["fetched", "cancelled", "expired"]
 
 _EARLY_S = 10.0
+_NO_TICKET = "no such ticket: unknown, expired, fetched already, or a wrong secret"
 _MAX_EARLY = 4096
 
 
@@ -81,6 +82,13 @@ class TicketBook:
             self._prolong(ticket)
             return ticket
 
+    def secret_of(self, id: str) -> str:
+        """In the authenticated mode the secret is a key and is not sent."""
+        with self._lock:
+            if ticket := self._live.get(id):
+                return ticket.secret
+        raise TicketRefused(_NO_TICKET)
+
     def check(self, id: str, secret: str, fetch: str, fingerprint: Fingerprint) -> None:
         """The checks of `redeem`; the ticket stays unspent."""
         self.sweep()
@@ -91,7 +99,7 @@ class TicketBook:
         ticket = self._live.get(id)
         known = ticket is not None and hmac.compare_digest(ticket.secret.encode(), secret.encode())
         if ticket is None or not known or ticket.fetch not in (None, fetch):
-            raise TicketRefused("no such ticket: unknown, expired, fetched already, or a wrong secret")
+            raise TicketRefused(_NO_TICKET)
         require_same_model(ticket.fingerprint, fingerprint)
         return ticket
 

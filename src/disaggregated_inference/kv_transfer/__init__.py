@@ -11,9 +11,10 @@ from disaggregated_inference.kv_transfer.fetch import (
 from disaggregated_inference.kv_transfer.frames import Connection, bytes_of
 from disaggregated_inference.kv_transfer.inline import InlineReader, encode_inline
 from disaggregated_inference.kv_transfer.messages import End, Hello, Welcome
-from disaggregated_inference.kv_transfer.paths import Address, NetworkPath, Paths, format_address
+from disaggregated_inference.kv_transfer.paths import Address, NetworkPath, Paths, TlsPeer, format_address
 from disaggregated_inference.kv_transfer.receiver import fetch_stream
 from disaggregated_inference.kv_transfer.sender import Outbox, serve
+from disaggregated_inference.kv_transfer.tls_socket import TlsSocket, start_tls
 
 __all__ = [
     "CODECS",
@@ -27,6 +28,8 @@ __all__ = [
     "Outbox",
     "Paths",
     "Sink",
+    "TlsPeer",
+    "TlsSocket",
     "Welcome",
     "bytes_of",
     "cancel_ticket",
@@ -36,4 +39,5 @@ __all__ = [
     "format_address",
     "renew_lease",
     "serve",
+    "start_tls",
 ]

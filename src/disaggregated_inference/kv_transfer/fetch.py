@@ -28,7 +28,14 @@ from disaggregated_inference.kv import Array, KVLayout, KVSlice, LogprobRows
 from disaggregated_inference.kv_transfer.frames import Connection, Kind
 from disaggregated_inference.kv_transfer.messages import End, Hello
 from disaggregated_inference.kv_transfer.paths import NetworkPath, format_address
-from disaggregated_inference.kv_transfer.receiver import ConnectionResult, fetch_stream, fetch_tokens, renew
+from disaggregated_inference.kv_transfer.receiver import (
+    ConnectionResult,
+    fetch_stream,
+    fetch_tokens,
+    handshake,
+    renew,
+    send_hello,
+)
 from disaggregated_inference.kv_transfer.silence import SilenceLimit
 
 
@@ -147,7 +154,10 @@ def cancel_ticket(hello: Hello, paths: Sequence[NetworkPath]) -> None:
             connection = path.dial()
             try:
                 tokens_only = msgspec.structs.replace(hello, tokens_only=True)
-                connection.send_message(Kind.HELLO, msgspec.json.encode(tokens_only))
+                if hello.keyed is True:  # the key of CANCEL comes with WELCOME
+                    handshake(connection, tokens_only)
+                else:
+                    send_hello(connection, tokens_only)
                 connection.send_message(Kind.CANCEL)
                 connection.receive_header()
             finally:

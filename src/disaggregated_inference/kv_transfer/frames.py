@@ -16,6 +16,8 @@
 All little endian. A reader decides from the header alone whether it takes the payload, and into which memory. So the
 header has its own check: otherwise a flipped bit would look like a peer that violates the protocol. The checksum comes
 last so that both sides compute it block by block, while a block is in the processor's cache.
+
+In the authenticated mode (keyed.py) the magic is b"DKVA", and a keyed tag of 16 bytes takes the checksum's place.
 """
 
 import select
@@ -33,10 +35,13 @@ import xxhash
 
 from disaggregated_inference.errors import Cancelled, ChecksumMismatch, PeerGone, ProtocolError, VersionUnsupported
 from disaggregated_inference.kv import Array
+from disaggregated_inference.kv_transfer.keyed import TAG_BYTES, FrameKeys, FrameMac
 from disaggregated_inference.kv_transfer.messages import encode_error
+from disaggregated_inference.kv_transfer.tls_socket import TlsSocket
 from disaggregated_inference.timeouts import TransferTimeouts
 
 MAGIC = b"DKVC"
+KEYED_MAGIC = b"DKVA"
 VERSION = 1
 HEADER = struct.Struct("<4sBBHIIQQI")
 _CHECKED = HEADER.size - 4
@@ -78,19 +83,21 @@ class Frame(NamedTuple):
     start: int = 0
 
 
-def encode_header(frame: Frame) -> bytes:
+def encode_header(frame: Frame, magic: bytes = MAGIC) -> bytes:
     fields = (frame.kind, frame.codec, frame.layer, frame.tokens, frame.start, frame.size)
-    head = HEADER.pack(MAGIC, VERSION, *fields, 0)[:_CHECKED]
+    head = HEADER.pack(magic, VERSION, *fields, 0)[:_CHECKED]
     return head + xxhash.xxh32_intdigest(head).to_bytes(4, "little")
 
 
-def decode_header(raw: Buffer, known: bool = False) -> Frame:
+def decode_header(raw: Buffer, known: bool = False, expected: bytes = MAGIC) -> Frame:
     """`known`: the peer has sent valid frames before, so an invalid one was damaged in transit."""
     magic, version, kind, codec, layer, tokens, start, size, check = HEADER.unpack(raw)
     damaged = check != xxhash.xxh32_intdigest(bytes(raw[:_CHECKED]))
-    if damaged and (known or (magic, version) == (MAGIC, VERSION)):
+    if damaged and (known or (magic, version) == (expected, VERSION)):
         raise ChecksumMismatch("a frame's header arrived damaged")
-    if magic != MAGIC:
+    if magic != expected and magic in (MAGIC, KEYED_MAGIC):
+        raise ProtocolError("one node has --kv-security authenticated for this connection, the other has not")
+    if magic != expected:
         raise ProtocolError("the peer does not speak this protocol: wrong magic")
     if version != VERSION:
         raise VersionUnsupported(f"the peer speaks version {version}, this node {VERSION}: update the older node")
@@ -102,9 +109,12 @@ def decode_header(raw: Buffer, known: bool = False) -> Frame:
 class Connection:
     """A socket that carries frames. Any thread may send, one receives."""
 
-    def __init__(self, sock: socket.socket, timeouts: TransferTimeouts = TransferTimeouts()) -> None:
+    def __init__(self, sock: socket.socket | TlsSocket, timeouts: TransferTimeouts = TransferTimeouts()) -> None:
         self.sock, self.timeouts = sock, timeouts
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
+        self.keys: FrameKeys | None = None  # in the authenticated mode
+        self.keyed = False  # whether frames have the magic and the tag of that mode
+        self.place = ""  # where it was dialled
+        if isinstance(sock, socket.socket) and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._raw = bytearray(HEADER.size)
         self._known = False
@@ -121,20 +131,25 @@ class Connection:
         """Whether bytes wait to be received, or the connection has ended."""
         waiting = select.poll()
         waiting.register(self.sock, select.POLLIN)
-        return bool(waiting.poll(0))
+        return bool(waiting.poll(0)) or (isinstance(self.sock, TlsSocket) and self.sock.has_bytes())
+
+    @property
+    def answered_plainly(self) -> bool:
+        """The last header was one of the plain mode."""
+        return self._raw[:4] == MAGIC
 
     def send(self, frame: Frame, *payload: Buffer) -> None:
         """The header goes out with the first block and the checksum with the last: no small packet travels alone."""
-        head = encode_header(frame)
-        digest = xxhash.xxh3_64(head)
+        head = encode_header(frame, KEYED_MAGIC if self.keys else MAGIC)
         waiting = [memoryview(head)]
         with self._sending:
+            seal = _Seal(self.keys.sending() if self.keys else None, head)
             for block in _blocks(payload):
-                digest.update(block)
+                seal.update(block)
                 waiting.append(block)
                 if sum(map(len, waiting)) >= _BLOCK_BYTES:
                     self._drain(waiting)
-            self._drain([*waiting, memoryview(CHECKSUM.pack(digest.intdigest()))])
+            self._drain([*waiting, memoryview(seal.trailer())])
 
     def _drain(self, parts: list[memoryview]) -> None:
         try:
@@ -152,7 +167,7 @@ class Connection:
 
     def receive_header(self) -> Frame:
         self._fill(memoryview(self._raw))
-        frame = decode_header(self._raw, self._known)
+        frame = decode_header(self._raw, self._known, KEYED_MAGIC if self.keyed else MAGIC)
         self._known = True
         return frame
 
@@ -160,13 +175,33 @@ class Connection:
         """Into the caller's memory. Sizes and checksum must match."""
         if sum(map(len, targets)) != frame.size:
             raise ProtocolError(f"a {frame.kind.name} frame of {frame.size} bytes, {sum(map(len, targets))} expected")
-        digest = xxhash.xxh3_64(bytes(self._raw))
+        seal = _Seal(self.keys.receiving() if self.keys else None, bytes(self._raw))
         for block in _blocks(targets):
             self._fill(block)
-            digest.update(block)
-        self._fill(memoryview(self._checksum))
-        if CHECKSUM.unpack(self._checksum)[0] != digest.intdigest():
+            seal.update(block)
+        self._require_trailer(seal, frame)
+
+    def _require_trailer(self, seal: "_Seal", frame: Frame) -> None:
+        received = self._checksum if not self.keys else bytearray(TAG_BYTES)
+        self._fill(memoryview(received))
+        if not seal.is_trailer(received):
             raise ChecksumMismatch(f"a {frame.kind.name} frame arrived damaged")
+
+    def receive_unproven(self, frame: Frame, keys_of: Callable[[bytes], FrameKeys]) -> bytes:
+        """A control payload that names its own key: `keys_of` finds it, from content that is not proven yet."""
+        content = self._read_content(frame, CONTROL_LIMIT_BYTES)
+        self.keys = keys_of(bytes(content))
+        seal = _Seal(self.keys.receiving(), bytes(self._raw))
+        seal.update(content)
+        self._require_trailer(seal, frame)
+        return bytes(content)
+
+    def _read_content(self, frame: Frame, limit: int) -> bytearray:
+        if frame.size > limit:
+            raise ProtocolError(f"a {frame.kind.name} frame of {frame.size} bytes; at most {limit} are allowed")
+        content = bytearray(frame.size)
+        self._fill(memoryview(content))
+        return content
 
     def receive_message(self, frame: Frame, limit: int = CONTROL_LIMIT_BYTES) -> bytes:
         if frame.size > limit:
@@ -223,11 +258,30 @@ class Connection:
             target = target[count:]
 
 
+class _Seal:
+    """What follows a payload: XXH3-64, or the tag of the authenticated mode."""
+
+    def __init__(self, mac: FrameMac | None, head: bytes) -> None:
+        self._mac, self._hash = mac, xxhash.xxh3_64()
+        self.update: Callable[[Buffer], None] = mac.update if mac else self._hash.update
+        self.update(head)
+
+    def trailer(self) -> bytes:
+        return self._mac.tag() if self._mac else CHECKSUM.pack(self._hash.intdigest())
+
+    def is_trailer(self, received: bytes | bytearray) -> bool:
+        return self._mac.is_tag(received) if self._mac else received == self.trailer()
+
+
 def _blocks(parts: Sequence[Buffer]) -> Iterator[memoryview]:
     for part in parts:
         view = memoryview(part).cast("B")
         for at in range(0, len(view), _BLOCK_BYTES):
             yield view[at : at + _BLOCK_BYTES]
+
+
+def no_answer(place: str) -> PeerGone:
+    return PeerGone(f"{place} does not answer")
 
 
 def _gone(doing: str, error: OSError) -> PeerGone:

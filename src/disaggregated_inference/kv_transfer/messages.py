@@ -29,6 +29,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     # Send prompt logprobs too, with this many alternatives, for the tokens after the first `scored_tokens`.
     prompt_logprobs: int | msgspec.UnsetType = msgspec.UNSET
     scored_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    # In the authenticated mode the secret stays empty on the wire, and the nonce is a part of the key.
+    keyed: bool | msgspec.UnsetType = msgspec.UNSET
+    nonce: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +44,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int  # no slice has more rows
     lease_s: float = 30.0  # a receiver that sends no RENEW for this long is gone
     rounding: float = 1.0  # of its weights; a canary prompt may differ accordingly
+    nonce: str | msgspec.UnsetType = msgspec.UNSET  # the sender's part of the key, in the authenticated mode
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):

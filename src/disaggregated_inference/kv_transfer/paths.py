@@ -1,14 +1,20 @@
 """Network paths to other nodes: one KV address each, with its failures and its measured goodput."""
 
+import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from disaggregated_inference.errors import PeerGone
-from disaggregated_inference.kv_transfer.frames import Connection
+from disaggregated_inference.errors import IdentityRefused, PeerGone
+from disaggregated_inference.kv_transfer.frames import Connection, no_answer
+from disaggregated_inference.kv_transfer.tls_socket import TlsSocket, start_tls
 from disaggregated_inference.timeouts import TransferTimeouts
+
+log = logging.getLogger(__name__)
 
 Address = tuple[str, int]
 
@@ -24,6 +30,15 @@ def format_address(address: Address) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+@dataclass(frozen=True, slots=True)
+class TlsPeer:
+    """The node that must answer: `require` raises `IdentityRefused` for the certificate of any other."""
+
+    name: str
+    context: ssl.SSLContext
+    require: Callable[[bytes | None], object]
+
+
 class NetworkPath:
     """Several connections may use a path at once. Time in which more than one of them receives is counted once."""
 
@@ -32,8 +47,9 @@ class NetworkPath:
         address: Address,
         timeouts: TransferTimeouts = TransferTimeouts(),
         clock: Callable[[], float] = time.perf_counter,
+        tls: TlsPeer | None = None,
     ) -> None:
-        self.address, self.timeouts, self._clock = address, timeouts, clock
+        self.address, self.timeouts, self._clock, self._tls = address, timeouts, clock, tls
         self.host, self.port = address
         self._lock = threading.Lock()
         self._receiving = 0
@@ -49,11 +65,30 @@ class NetworkPath:
         try:
             sock = socket.create_connection(self.address, timeout=timeout_s)
         except (OSError, UnicodeError) as error:
-            raise PeerGone(f"{format_address(self.address)} does not answer: {error}") from error
+            log.info("cannot connect to %s: %s", format_address(self.address), error)
+            raise no_answer(format_address(self.address)) from error  # clients need not know which ports are open
         sock.settimeout(timeout_s)
         with self._lock:
             self.connections += 1
-        return Connection(sock, self.timeouts)
+        connection = Connection(self._secured(sock, timeout_s), self.timeouts)
+        connection.place = format_address(self.address)
+        return connection
+
+    def _secured(self, sock: socket.socket, timeout_s: float) -> socket.socket | TlsSocket:
+        if not self._tls:
+            return sock
+        try:
+            secured = start_tls(sock, self._tls.context, timeout_s, server=False)
+        except PeerGone as error:
+            log.warning("%s: %s", format_address(self.address), error)
+            raise no_answer(format_address(self.address)) from error
+        try:
+            self._tls.require(secured.peer_certificate)
+        except IdentityRefused as error:
+            secured.close()
+            log.warning("%s: %s", format_address(self.address), error)
+            raise PeerGone(f"{format_address(self.address)} is not {self._tls.name}: {error}") from error
+        return secured
 
     def probe_timeout_s(self, handshake_s: float = 0.0) -> float:
         """How long a probe waits for a node whose last handshake took `handshake_s`."""
@@ -109,13 +144,13 @@ class Paths:
     def __init__(self, timeouts: TransferTimeouts = TransferTimeouts()) -> None:
         self._timeouts = timeouts
         self._lock = threading.Lock()
-        self._known: dict[Address, NetworkPath] = {}
+        self._known: dict[tuple[Address, str], NetworkPath] = {}  # by address and the name of a node with TLS
 
-    def ordered(self, addresses: Iterable[Address]) -> list[NetworkPath]:
+    def ordered(self, addresses: Iterable[Address], tls: TlsPeer | None = None) -> list[NetworkPath]:
         """In the order given, which is the sender's preference; paths that failed recently come last."""
         with self._lock:
-            new = (NetworkPath((host, port), self._timeouts) for host, port in addresses)
-            paths = [self._known.setdefault(path.address, path) for path in new]
+            new = (NetworkPath((host, port), self._timeouts, tls=tls) for host, port in addresses)
+            paths = [self._known.setdefault((path.address, tls.name if tls else ""), path) for path in new]
             while len(self._known) > _MAX_PATHS:
                 del self._known[next(iter(self._known))]
         return sorted(paths, key=lambda path: path.failed_recently)

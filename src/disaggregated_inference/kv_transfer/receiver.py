@@ -1,5 +1,6 @@
 """The receiving side of one connection: frames go into preallocated memory, slices to a callback."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -9,11 +10,21 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from disaggregated_inference.errors import ChecksumMismatch, DisaggError, PeerFailed, PeerGone, ProtocolError
+from disaggregated_inference.errors import (
+    ChecksumMismatch,
+    DisaggError,
+    PeerFailed,
+    PeerGone,
+    ProtocolError,
+    TicketRefused,
+)
 from disaggregated_inference.kv import LOWEST_LOGPROB, Array, KVLayout, KVSlice, LogprobRows
 from disaggregated_inference.kv_transfer import codecs
-from disaggregated_inference.kv_transfer.frames import Connection, Frame, Kind, bytes_of
+from disaggregated_inference.kv_transfer.frames import Connection, Frame, Kind, bytes_of, no_answer
+from disaggregated_inference.kv_transfer.keyed import FrameKeys, is_nonce, new_nonce
 from disaggregated_inference.kv_transfer.messages import End, ErrorMessage, Hello, Welcome, decode_message
+
+log = logging.getLogger(__name__)
 
 Measure = Callable[[int], AbstractContextManager[object]]
 
@@ -111,14 +122,49 @@ class ConnectionFetch:
         return LogprobRows(frame.start, logprobs, tokens_there, top)
 
 
-def _handshake(connection: Connection, hello: Hello) -> Welcome:
+def handshake(connection: Connection, hello: Hello) -> Welcome:
     connection.hello_at = time.perf_counter()
-    connection.send_message(Kind.HELLO, msgspec.json.encode(hello))
-    frame = connection.receive_header()
+    send_hello(connection, hello)
+    frame = _first_header(connection)
     connection.handshake_s = time.perf_counter() - connection.hello_at
     if frame.kind is not Kind.WELCOME:
         raise _unexpected_frame(connection, frame)
-    return decode_message(connection.receive_message(frame), Welcome)
+    if not connection.keys:
+        return decode_message(connection.receive_message(frame), Welcome)
+    keys = connection.keys
+    content = connection.receive_unproven(frame, lambda content: keys.complete(_nonce(content)))
+    return decode_message(content, Welcome)
+
+
+def _first_header(connection: Connection) -> Frame:
+    """Until a node has answered, all failures look the same: an error that a client gets must not tell what listens at
+    an address. A sender that does not know the ticket has no key to refuse it with."""
+    try:
+        return connection.receive_header()
+    except (PeerGone, ProtocolError, ChecksumMismatch) as error:
+        if connection.keyed and connection.answered_plainly:
+            message = "the prefill node does not know the ticket, or it has another --kv-security"
+            raise PeerFailed(TicketRefused("").code, message) from error
+        if connection.place and not connection.cancelled:
+            log.info("%s gave no answer: %s", connection.place, error)
+            raise no_answer(connection.place) from error
+        raise
+
+
+def send_hello(connection: Connection, hello: Hello) -> None:
+    """In the authenticated mode without the secret, which is the key of its tag."""
+    if hello.keyed is True:
+        nonce = new_nonce()
+        connection.keys, connection.keyed = FrameKeys("receiver", hello.secret, nonce), True
+        hello = msgspec.structs.replace(hello, secret="", nonce=nonce)
+    connection.send_message(Kind.HELLO, msgspec.json.encode(hello))
+
+
+def _nonce(content: bytes) -> str:
+    nonce = decode_message(content, Welcome).nonce
+    if isinstance(nonce, msgspec.UnsetType) or not is_nonce(nonce):
+        raise ProtocolError("a WELCOME of the authenticated mode has a nonce")
+    return nonce
 
 
 def _require_valid(welcome: Welcome, hello: Hello, max_tokens: int) -> Welcome:
@@ -144,7 +190,7 @@ def _unexpected_frame(connection: Connection, frame: Frame) -> DisaggError:
 def fetch_tokens(connection: Connection, hello: Hello, count: int, vocabulary: int) -> list[int]:
     """The prompt's token ids. Closes the connection; at once if the peer is gone."""
     with connection.closing():
-        welcome = _handshake(connection, msgspec.structs.replace(hello, tokens_only=True))
+        welcome = handshake(connection, msgspec.structs.replace(hello, tokens_only=True))
         if welcome.prompt_tokens != count:
             raise ProtocolError(f"a prompt of {welcome.prompt_tokens} tokens where {count} were expected")
         tokens = receive_tokens(connection, count, vocabulary)
@@ -155,7 +201,7 @@ def fetch_tokens(connection: Connection, hello: Hello, count: int, vocabulary: i
 def renew(connection: Connection, hello: Hello) -> float:
     """Renew the ticket's lease and receive nothing. Returns the lease in seconds. Closes the connection."""
     with connection.closing():
-        welcome = _handshake(connection, msgspec.structs.replace(hello, renew_only=True, canary=False))
+        welcome = handshake(connection, msgspec.structs.replace(hello, renew_only=True, canary=False))
         connection.send_message(Kind.DONE)
         return welcome.lease_s
 
@@ -197,7 +243,7 @@ def fetch_stream(
 
     with connection.closing():
         try:
-            welcome = _handshake(connection, hello)
+            welcome = handshake(connection, hello)
             state = ConnectionFetch(connection, hello, welcome, layout, vocabulary, max_tokens, measure)
             every_s = max(limits.min_renew_s, min(limits.renew_s, welcome.lease_s / 3))
             threading.Thread(target=renew_every, args=(every_s,), name="kv-renew", daemon=True).start()

@@ -9,10 +9,11 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from disaggregated_inference.errors import Cancelled, DisaggError, PeerGone, ProtocolError
+from disaggregated_inference.errors import Cancelled, ChecksumMismatch, DisaggError, PeerGone, ProtocolError
 from disaggregated_inference.kv import Array, KVSlice, LogprobRows
 from disaggregated_inference.kv_transfer import codecs
 from disaggregated_inference.kv_transfer.frames import Connection, Frame, Kind, bytes_of
+from disaggregated_inference.kv_transfer.keyed import FrameKeys, is_nonce, new_nonce
 from disaggregated_inference.kv_transfer.messages import End, ErrorMessage, Hello, Welcome, decode_message, encode_error
 
 _MAX_STREAMS = 64
@@ -146,21 +147,25 @@ class Outbox:
 
 
 Admit = Callable[[Hello], tuple[Welcome, Outbox]]
+SecretOf = Callable[[str], str]  # of a ticket; raises for one that does not exist
 
 
-def serve(connection: Connection, admit: Admit, renew: Callable[[], None] = lambda: None) -> End | None:
+def serve(
+    connection: Connection, admit: Admit, renew: Callable[[], None] = lambda: None, secret_of: SecretOf | None = None
+) -> End | None:
     """Serve one connection, from HELLO to the receiver's DONE. Returns the END that was sent; None if no KV was wanted.
 
     `admit` checks ticket, secret and fingerprint, and raises to refuse; `renew` is called for every RENEW. Raises
     `Cancelled` if the receiver no longer wants the KV, `PeerGone` if it vanished (it may come back and resume).
+    With `secret_of` the connection is in the authenticated mode.
     """
     peer: _ReceiverListener | None = None
     try:
-        hello = _receive_hello(connection)
+        hello = _receive_hello(connection, secret_of)
         if not 0 <= hello.stream < hello.streams <= _MAX_STREAMS:
             raise ProtocolError(f"stream {hello.stream} of {hello.streams}; at most {_MAX_STREAMS}")
         welcome, outbox = admit(hello)
-        connection.send_message(Kind.WELCOME, msgspec.json.encode(welcome))
+        _send_welcome(connection, welcome)
         peer = _ReceiverListener(connection, outbox, renew)
         end = None
         if hello.tokens_only:
@@ -177,18 +182,47 @@ def serve(connection: Connection, admit: Admit, renew: Callable[[], None] = lamb
         connection.close()
 
 
-def _receive_hello(connection: Connection) -> Hello:
+def _send_welcome(connection: Connection, welcome: Welcome) -> None:
+    if connection.keys:
+        nonce = new_nonce()
+        connection.keys, welcome = connection.keys.complete(nonce), msgspec.structs.replace(welcome, nonce=nonce)
+    connection.send_message(Kind.WELCOME, msgspec.json.encode(welcome))
+
+
+def _receive_hello(connection: Connection, secret_of: SecretOf | None) -> Hello:
     """One deadline for the whole HELLO: a peer that sends it byte by byte must not hold a connection."""
     timeout_s, hello_s = connection.sock.gettimeout(), connection.timeouts.hello_s
     connection.sock.settimeout(min(hello_s, timeout_s or hello_s))
-    connection.deadline = time.monotonic() + hello_s
+    connection.deadline, connection.keyed = time.monotonic() + hello_s, secret_of is not None
     frame = connection.receive_header()
     if frame.kind is not Kind.HELLO:
         raise ProtocolError(f"a connection starts with HELLO, not {frame.kind.name}")
-    hello = decode_message(connection.receive_message(frame), Hello)
+    if secret_of:
+        hello = _keyed_hello(connection, frame, secret_of)
+    else:
+        hello = decode_message(connection.receive_message(frame), Hello)
     connection.sock.settimeout(timeout_s)
     connection.deadline, connection.hello_at = None, time.perf_counter()
     return hello
+
+
+def _keyed_hello(connection: Connection, frame: Frame, secret_of: SecretOf) -> Hello:
+    """The tag proves that the peer knows the ticket's secret, as the secret itself does in the plain mode."""
+    found: list[str] = []
+
+    def keys_of(content: bytes) -> FrameKeys:
+        hello = decode_message(content, Hello)
+        if isinstance(hello.nonce, msgspec.UnsetType) or not is_nonce(hello.nonce):
+            raise ProtocolError("a HELLO of the authenticated mode has a nonce")
+        found.append(secret_of(hello.ticket))
+        return FrameKeys("sender", found[0], hello.nonce)
+
+    try:
+        content = connection.receive_unproven(frame, keys_of)
+    except ChecksumMismatch:
+        connection.keys = None  # the peer does not have the key: it could not read a refusal in it
+        raise
+    return msgspec.structs.replace(decode_message(content, Hello), secret=found[0])
 
 
 def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Outbox, peer: "_ReceiverListener") -> End:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -70,17 +71,21 @@ def _in_llamacpp(model: ModelFiles) -> Fingerprint | None:
 
 
 def describe_models(
-    places: Sequence[str], store: ModelStore, token: str = "", progress: Progress | None = None
+    places: Sequence[str],
+    store: ModelStore,
+    token: str = "",
+    progress: Progress | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> list[ModelDescription]:
     """Each place is a model name, a node's URL, or a file from `inspect --json`. Models are resolved last, because the
-    embedded one may have to be downloaded."""
-    read = {place: _read(place, store, token) for place in places}
+    embedded one may have to be downloaded. `tls`: for nodes with an identity."""
+    read = {place: _read(place, store, token, tls) for place in places}
     return [read[place] or _of_files(place, store, progress) for place in places]
 
 
-def _read(place: str, store: ModelStore, token: str) -> ModelDescription | None:
+def _read(place: str, store: ModelStore, token: str, tls: ssl.SSLContext | None) -> ModelDescription | None:
     if url := _url(place, store):
-        return _decode(_from_node(url, token), url)
+        return _decode(_from_node(url, token, tls), url)
     if place.endswith(".json") and (path := Path(place).expanduser()).is_file():
         return _decode(path.read_bytes(), place)
     return None
@@ -99,11 +104,11 @@ def _of_files(place: str, store: ModelStore, progress: Progress | None) -> Model
     return ModelDescription(place, model.fingerprint, model, _in_llamacpp(model))
 
 
-def _from_node(url: str, token: str) -> bytes:
+def _from_node(url: str, token: str, tls: ssl.SSLContext | None) -> bytes:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(url.rstrip("/") + "/model", headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=_NODE_TIMEOUT_S) as response:
+        with urllib.request.urlopen(request, timeout=_NODE_TIMEOUT_S, context=tls) as response:
             content: bytes = response.read(_MAX_BYTES)
             return content
     except urllib.error.HTTPError as error:

@@ -9,7 +9,9 @@ from disaggregated_inference.node.metrics import RequestMetrics
 from disaggregated_inference.node.prefill import PrefillNode
 from disaggregated_inference.node.rates import RateMeter
 from disaggregated_inference.node.scheduler import Scheduler
-from disaggregated_inference.node.server import NodeSettings, require_token, run_node
+from disaggregated_inference.node.server import NodeSettings, open_trust, require_token, run_node
+from disaggregated_inference.node.starting import peer_tls
+from disaggregated_inference.node.trust import Trust, require_trusted_link
 
 __all__ = [
     "DecodeNode",
@@ -22,7 +24,11 @@ __all__ = [
     "RateMeter",
     "RequestMetrics",
     "Scheduler",
+    "Trust",
     "base_app",
+    "open_trust",
+    "peer_tls",
     "require_token",
+    "require_trusted_link",
     "run_node",
 ]

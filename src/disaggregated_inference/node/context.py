@@ -5,6 +5,7 @@ import binascii
 import hashlib
 from array import array
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -18,22 +19,32 @@ def prompt_hash(tokens: Sequence[int]) -> str:
     return hashlib.blake2b(array("I", tokens).tobytes(), digest_size=12).hexdigest()
 
 
-class PrefillContext(msgspec.Struct, frozen=True, kw_only=True):
+class PrefillContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ticket: str
     secret: str
     epoch: str  # of the prefill node; a restart changes it
     tokens: int
     prompt_hash: str
     addresses: tuple[Address, ...]  # in order of preference
+    signer: str = ""  # name of the prefill node, if it has an identity
+    security: Literal["tls", "authenticated", "plain"] = "plain"  # of its KV connections
 
     def encode(self) -> str:
         return base64.urlsafe_b64encode(msgspec.json.encode(self)).decode()
 
     @classmethod
     def decode(cls, text: str) -> "PrefillContext":
+        """Of its first part; whether its seal is right is not checked here (`Trust.open`)."""
         try:
-            context = msgspec.json.decode(base64.urlsafe_b64decode(text.encode()), type=cls)
-        except (binascii.Error, msgspec.DecodeError, ValueError) as error:
+            return cls.read(base64.urlsafe_b64decode(text.partition(".")[0].encode()))
+        except (binascii.Error, ValueError) as error:
+            raise TicketRefused("this is not a context of a prefill node") from error
+
+    @classmethod
+    def read(cls, body: bytes) -> "PrefillContext":
+        try:
+            context = msgspec.json.decode(body, type=cls)
+        except (msgspec.DecodeError, ValueError) as error:
             raise TicketRefused("this is not a context of a prefill node") from error
         hosts = all(0 < len(host) <= 253 and 0 < port < 65536 for host, port in context.addresses)
         if context.tokens < 1 or not context.epoch or not hosts or not 0 < len(context.addresses) <= MAX_ADDRESSES:

@@ -23,6 +23,7 @@ from disaggregated_inference.node.kv_memory import KVMemory
 from disaggregated_inference.node.kv_source import KVSource, as_bad_request
 from disaggregated_inference.node.open_tasks import OpenTasks
 from disaggregated_inference.node.structured_output import GrammarCompiler
+from disaggregated_inference.node.trust import Trust
 from disaggregated_inference.timeouts import NodeTimeouts
 
 
@@ -37,12 +38,14 @@ class DecodeNode:
         streams: int = 2,
         codecs: tuple[str, ...] = ("raw",),
         timeouts: NodeTimeouts = NodeTimeouts(),
+        trust: Trust = Trust(),
     ) -> None:
+        self.trust = trust
         self.kv_memory, self.scheduler, self.timeouts = kv_memory, kv_memory.scheduler, timeouts
         self.epoch = secrets.token_hex(8)
         self.grammars = GrammarCompiler(tokenizer, self.engine.spec.vocabulary, self.engine.spec.eos_tokens)
         chunk = chunk_tokens or self.engine.chunk_tokens
-        self.kv_source = KVSource(kv_memory, tokenizer, chunk, streams, codecs, timeouts)
+        self.kv_source = KVSource(kv_memory, tokenizer, chunk, streams, codecs, timeouts, trust)
         self.on_end: Callable[[Generation, BaseException | None], None] = lambda generation, error: None
         self.requests = OpenTasks(kv_memory, lambda *ended: self.on_end(*ended), timeouts)
         self._runner = DecodeRunner(kv_memory, self.kv_source, self.requests)
@@ -81,9 +84,9 @@ class DecodeNode:
         if tokens is not None and prompt_hash(tokens) != context.prompt_hash:
             raise BadRequest("tokens is not the prompt of this context; leave it out, or send the prompt's tokens")
         task = self._new_task(tokens, context.tokens, params, info)
-        hello, paths = self.kv_source.hello(context, info.id), self.kv_source.paths
-        task.withdraw = lambda: cancel_ticket(hello, paths.ordered(context.addresses))
-        task.renew_lease = lambda: renew_lease(hello, paths.ordered(context.addresses))
+        hello, paths_to = self.kv_source.hello(context, info.id), self.kv_source.paths_to
+        task.withdraw = lambda: cancel_ticket(hello, paths_to(context))
+        task.renew_lease = lambda: renew_lease(hello, paths_to(context))
         fetch, check_peer = (
             partial(step, context, hello, task) for step in (self.kv_source.fetch, self.kv_source.check_peer)
         )

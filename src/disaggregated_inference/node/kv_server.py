@@ -10,12 +10,23 @@ import msgspec
 from disaggregated_inference.api import PrefillMetrics
 from disaggregated_inference.errors import Cancelled, DisaggError, NodeRestarted, TicketRefused
 from disaggregated_inference.kv import TicketBook
-from disaggregated_inference.kv_transfer import CODECS, Address, Connection, Hello, Outbox, Welcome, serve
+from disaggregated_inference.kv_transfer import (
+    CODECS,
+    Address,
+    Connection,
+    Hello,
+    Outbox,
+    TlsSocket,
+    Welcome,
+    serve,
+    start_tls,
+)
 from disaggregated_inference.node.chunked_prefill import ChunkedPrefill
 from disaggregated_inference.node.context import prompt_hash
 from disaggregated_inference.node.kv_listener import KVListener
 from disaggregated_inference.node.peer_check import canary_prompt
 from disaggregated_inference.node.prefill_job import PrefillJob
+from disaggregated_inference.node.trust import Trust
 from disaggregated_inference.timeouts import NodeTimeouts
 
 log = logging.getLogger(__name__)
@@ -34,9 +45,10 @@ class KVServer:
         prefill: ChunkedPrefill,
         find_job: Callable[[str], PrefillJob],
         timeouts: NodeTimeouts,
+        trust: Trust = Trust(),
     ) -> None:
         self.epoch, self._tickets, self._prefill, self._find_job = epoch, tickets, prefill, find_job
-        self._timeouts = timeouts
+        self._timeouts, self._trust = timeouts, trust
         self.canary: Outbox | None = None
         self.listener = KVListener(addresses, self._serve, _MAX_CONNECTIONS)
 
@@ -65,15 +77,18 @@ class KVServer:
         served: list[tuple[Hello, PrefillJob]] = []
 
         def admit(hello: Hello) -> tuple[Welcome, Outbox]:
+            if isinstance(secured, TlsSocket):
+                self._trust.require_fetcher(secured.peer_certificate)
             job = self._admit(hello)
             served.append((hello, job))
             codec = next((name for name in hello.codecs if name in CODECS), "raw")
             return self.welcome(job, codec), job.outbox
 
         try:
-            end = serve(
-                Connection(sock, self._timeouts.transfer), admit, lambda: self._tickets.renew(served[0][0].ticket)
-            )
+            secured = self._secured(sock)
+            secret_of = self._tickets.secret_of if self._trust.kv_security == "authenticated" else None
+            connection = Connection(secured, self._timeouts.transfer)
+            end = serve(connection, admit, lambda: self._tickets.renew(served[0][0].ticket), secret_of)
             if end:
                 self._finish_stream(*served[0])
         except TicketRefused as error:  # info only: often a client that left
@@ -86,6 +101,12 @@ class KVServer:
         finally:
             if served and served[0][0].canary:
                 self._prefill.cancel(served[0][1])
+
+    def _secured(self, sock: socket.socket) -> socket.socket | TlsSocket:
+        """On the connection's own thread: a peer that stalls in its handshake holds nobody else up."""
+        if self._trust.kv_security != "tls" or not self._trust.identity:
+            return sock
+        return start_tls(sock, self._trust.identity.server_context, self._timeouts.transfer.handshake_s, server=True)
 
     def _admit(self, hello: Hello) -> PrefillJob:
         if hello.epoch not in ("", self.epoch):

@@ -14,7 +14,7 @@ import msgspec
 from disaggregated_inference.errors import BadRequest, PeerRefused, ProtocolError, SliceRefused, WireError
 from disaggregated_inference.kv import Array, KVSlice, reusable_tokens
 from disaggregated_inference.kv.prefix_cache import Insertion
-from disaggregated_inference.kv_transfer import Hello, InlineReader, KVFetch, Paths, Sink, fetch_prompt
+from disaggregated_inference.kv_transfer import Hello, InlineReader, KVFetch, NetworkPath, Paths, Sink, fetch_prompt
 from disaggregated_inference.models import ModelTokenizer
 from disaggregated_inference.node.choice import Choice
 from disaggregated_inference.node.context import PrefillContext, prompt_hash
@@ -31,9 +31,12 @@ from disaggregated_inference.node.prompt_logprobs import (
 )
 from disaggregated_inference.node.rates import RateMeter
 from disaggregated_inference.node.scheduler import Work
+from disaggregated_inference.node.trust import Trust
 from disaggregated_inference.timeouts import NodeTimeouts
 
 log = logging.getLogger(__name__)
+
+_SMALL_KV_BYTES = 4 << 20
 
 
 class KVSource:
@@ -47,11 +50,13 @@ class KVSource:
         streams: int,
         codecs: tuple[str, ...],
         timeouts: NodeTimeouts,
+        trust: Trust = Trust(),
     ) -> None:
+        self.trust = trust
         self.kv_memory, self.scheduler = kv_memory, kv_memory.scheduler
         self.tokenizer, self.chunk_tokens, self.streams, self.codecs = tokenizer, chunk_tokens, streams, codecs
         self.paths = Paths(timeouts.transfer)
-        self.peer_checks = PeerChecks(kv_memory, self.paths, timeouts)
+        self.peer_checks = PeerChecks(kv_memory, self.paths_to, timeouts, trust=trust)
         self.prefill_rates = RateMeter()
         self._shared_rate = 0.0  # recent prompt tokens per second while the decode batch was running
         self._slow_transfer_s = timeouts.slow_transfer_s
@@ -79,6 +84,9 @@ class KVSource:
             raise
         task.generation.raise_if_cancelled()
 
+    def paths_to(self, context: PrefillContext) -> list[NetworkPath]:
+        return self.paths.ordered(context.addresses, self.trust.tls_peer(context))
+
     def hello(self, context: PrefillContext, request_id: str) -> Hello:
         """The same for all connections of a request: the ticket is good for one fetch."""
         return Hello(
@@ -89,16 +97,17 @@ class KVSource:
             epoch=context.epoch,
             request_id=request_id,
             codecs=self.codecs,
+            keyed=True if context.security == "authenticated" else msgspec.UNSET,
         )
 
     def fetch(self, context: PrefillContext, hello: Hello, task: DecodeTask) -> None:
         """From a prefill node. The first tokens are sampled when the logits arrive, before the last slices do."""
         generation, metrics = task.generation, task.generation.metrics
-        spec, paths = self.kv_memory.engine.spec, self.paths.ordered(context.addresses)
+        spec, paths = self.kv_memory.engine.spec, self.paths_to(context)
         if task.prompt is None:
             task.prompt = fetch_prompt(hello, context.tokens, spec.vocabulary, paths, generation.on_cancel)
             self.create_choices(task)
-            paths = self.paths.ordered(context.addresses)  # a path that has just failed goes last
+            paths = self.paths_to(context)  # a path that has just failed goes last
         self.kv_memory.prefixes.recall(task.prompt, task.salt)
         started = time.perf_counter()
         metrics.cached_tokens = self.scheduler.submit(self._reuse_prefix(task, context.tokens), urgent=True).result()
@@ -106,10 +115,11 @@ class KVSource:
         held = {"held_tokens": metrics.cached_tokens, "prompt_hash": prompt_hash(task.prompt)}
         hello = asking_for_logprobs(msgspec.structs.replace(hello, **held), task)
         put_first(task)
-        task.cacheable = self.codecs[0] == "raw"
+        task.cacheable = self.codecs[0] == "raw" and self.trust.may_keep(context)
         with self._saving(task) as insertion:
             sink = self._sink(task, insertion)
-            fetch = KVFetch(hello, spec.layout, spec.vocabulary, context.tokens, paths, sink, self.streams)
+            streams = self._streams_for(context, context.tokens - metrics.cached_tokens)
+            fetch = KVFetch(hello, spec.layout, spec.vocabulary, context.tokens, paths, sink, streams)
             generation.on_cancel(fetch.stop)
             with self.scheduler.receiving():
                 result = fetch.run()
@@ -124,6 +134,12 @@ class KVSource:
         metrics.queue_time, metrics.prefill_time = result.end.queue_s, result.end.prefill_s
         metrics.prefill_cached_tokens = result.end.cached_tokens
         self._warn_if_slow(generation)
+
+    def _streams_for(self, context: PrefillContext, tokens: int) -> int:
+        """A TLS handshake takes longer than a second connection saves for little KV."""
+        engine = self.kv_memory.engine
+        small = tokens * engine.spec.kv_token_bytes(engine.dtype) < _SMALL_KV_BYTES
+        return 1 if small and context.security == "tls" else self.streams
 
     def receive_inline(self, reader: InlineReader, task: DecodeTask) -> None:
         """From the request itself."""

@@ -24,6 +24,7 @@ from disaggregated_inference.models import ModelFiles, storage_of
 from disaggregated_inference.node.decode import DecodeNode
 from disaggregated_inference.node.kv_memory import KVMemory
 from disaggregated_inference.node.prefill import PrefillNode
+from disaggregated_inference.node.trust import Trust
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,10 @@ class Node:
     @property
     def roles(self) -> list[PrefillNode | DecodeNode]:
         return [role for role in (self.prefill, self.decode) if role]
+
+    @property
+    def trust(self) -> Trust:
+        return self.roles[0].trust
 
     @property
     def role(self) -> Role:
@@ -133,6 +138,9 @@ class Node:
             tickets=len(prefill.tickets) if prefill else 0,
             endings=TicketEndings(**prefill.tickets.endings) if prefill else TicketEndings(),
             kv_addresses=self.kv_addresses,
+            identity=self.trust.identity.name if self.trust.identity else "",
+            kv_security=self.trust.kv_security if prefill else msgspec.UNSET,
+            trusted_link=self.trust.trusted_link,
             paths=_paths(decode) if decode else (),
             peers=tuple(decode.kv_source.peer_checks.stats()) if decode else (),
             rates=Rates(

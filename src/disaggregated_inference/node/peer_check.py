@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -23,10 +23,11 @@ from disaggregated_inference.api import PeerStatus
 from disaggregated_inference.engines import Sequence
 from disaggregated_inference.errors import KVMemoryFull, PeerRefused
 from disaggregated_inference.kv import Array, KVDType, KVSlice, as_dtype
-from disaggregated_inference.kv_transfer import Hello, KVFetch, Paths, Sink
+from disaggregated_inference.kv_transfer import Hello, KVFetch, NetworkPath, Sink
 from disaggregated_inference.node.context import PrefillContext
 from disaggregated_inference.node.generation import Generation
 from disaggregated_inference.node.kv_memory import KVMemory
+from disaggregated_inference.node.trust import Trust
 from disaggregated_inference.timeouts import NodeTimeouts
 
 log = logging.getLogger(__name__)
@@ -51,23 +52,32 @@ class CanaryResult(NamedTuple):
 
 
 class PeerChecks:
-    """One check for each epoch of a peer, run by the first request; others wait for it. Results are kept."""
+    """One check for each peer and epoch, run by the first request; others wait for it. Results are kept: by the peer's
+    identity where the connection proves it, else by its addresses."""
 
-    def __init__(self, kv_memory: KVMemory, paths: Paths, timeouts: NodeTimeouts, limit: float = LIMIT) -> None:
-        self._kv_memory, self._scheduler, self._paths = kv_memory, kv_memory.scheduler, paths
+    def __init__(
+        self,
+        kv_memory: KVMemory,
+        paths_to: Callable[[PrefillContext], list[NetworkPath]],
+        timeouts: NodeTimeouts,
+        limit: float = LIMIT,
+        trust: Trust = Trust(),
+    ) -> None:
+        self._kv_memory, self._scheduler, self._paths_to = kv_memory, kv_memory.scheduler, paths_to
+        self._trust = trust
         self._timeouts, self.limit = timeouts, limit
         self._lock = threading.Lock()
-        self._checks: OrderedDict[str, Future[PeerStatus]] = OrderedDict()
+        self._checks: OrderedDict[tuple[object, str], Future[PeerStatus]] = OrderedDict()
         self.tokens_computed = 0
 
     def require(self, context: PrefillContext, hello: Hello, generation: Generation) -> float:
         """Seconds that the check took; 0 for a known peer. Raises `PeerRefused`, or the error of a check that could
         not run: then the next request tries again."""
-        started = time.perf_counter()
+        started, key = time.perf_counter(), self._trust.peer_key(context)
         while True:
             mine: Future[PeerStatus] = Future()
             with self._lock:
-                future = self._checks.setdefault(context.epoch, mine)
+                future = self._checks.setdefault(key, mine)
                 if len(self._checks) > _MAX_PEERS:
                     self._checks.popitem(last=False)
             if future is mine:
@@ -89,18 +99,19 @@ class PeerChecks:
         self, context: PrefillContext, hello: Hello, future: "Future[PeerStatus]", generation: Generation
     ) -> None:
         extra = {"peer": context.epoch, "request_id": hello.request_id}
+        identity = context.signer if self._trust.is_authentic(context) else ""
         try:
             distance = self._compare(context, hello, generation)
         except PeerRefused as error:
             log.error("prefill node %s is refused: %s", context.epoch, error, extra=extra)
-            future.set_result(PeerStatus(context.epoch, refused=str(error)))
+            future.set_result(PeerStatus(context.epoch, refused=str(error), identity=identity))
         except BaseException as error:
             with self._lock:
-                self._checks.pop(context.epoch, None)
+                self._checks.pop(self._trust.peer_key(context), None)
             future.set_exception(error)
         else:
             log.info("prefill node %s passed the peer check", context.epoch, extra=extra | {"distance": distance})
-            future.set_result(PeerStatus(context.epoch, distance=distance))
+            future.set_result(PeerStatus(context.epoch, distance=distance, identity=identity))
 
     def _compare(self, context: PrefillContext, hello: Hello, generation: Generation) -> float:
         """One sequence after the other: there may be memory for one only."""
@@ -141,7 +152,7 @@ class PeerChecks:
             logits=logits.append,
         )
         spec, hello = self._kv_memory.engine.spec, msgspec.structs.replace(hello, canary=True)
-        fetch = KVFetch(hello, spec.layout, spec.vocabulary, count, self._paths.ordered(context.addresses), sink)
+        fetch = KVFetch(hello, spec.layout, spec.vocabulary, count, self._paths_to(context), sink)
         generation.on_cancel(fetch.stop)  # other requests that wait for this check then run their own
         result = fetch.run()
         return logits[0], result.rounding

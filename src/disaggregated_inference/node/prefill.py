@@ -16,6 +16,7 @@ from disaggregated_inference.node.context import PrefillContext, prompt_hash
 from disaggregated_inference.node.kv_memory import KVMemory
 from disaggregated_inference.node.kv_server import KVServer
 from disaggregated_inference.node.prefill_job import PrefillJob
+from disaggregated_inference.node.trust import Trust
 from disaggregated_inference.timeouts import NodeTimeouts
 
 
@@ -30,8 +31,9 @@ class PrefillNode:
         chunk_tokens: int = 0,
         lease_s: float = 30.0,
         timeouts: NodeTimeouts = NodeTimeouts(),
+        trust: Trust = Trust(),
     ) -> None:
-        self.kv_memory, self.scheduler = kv_memory, kv_memory.scheduler
+        self.kv_memory, self.scheduler, self.trust = kv_memory, kv_memory.scheduler, trust
         self.on_end: Callable[[PrefillMetrics | None, BaseException | None], None] = lambda metrics, error: None
         self.tickets = TicketBook(lease_s=lease_s)
         self.jobs: dict[str, PrefillJob] = {}
@@ -39,7 +41,7 @@ class PrefillNode:
         self.chunked_prefill = ChunkedPrefill(kv_memory, self.tickets, chunk, lambda *ended: self.on_end(*ended))
         self.epoch = secrets.token_hex(8)
         self.kv_server = KVServer(
-            kv_addresses, self.epoch, self.tickets, self.chunked_prefill, self._find_job, timeouts
+            kv_addresses, self.epoch, self.tickets, self.chunked_prefill, self._find_job, timeouts, trust
         )
         self.kv_addresses = self.kv_server.listener.addresses
         self._closing = threading.Event()
@@ -98,6 +100,8 @@ class PrefillNode:
             tokens=len(tokens),
             prompt_hash=prompt_hash(tokens),
             addresses=self.kv_server.listener.addresses_for(host),
+            signer=self.trust.identity.name if self.trust.identity else "",
+            security=self.trust.kv_security,
         )
         return context, job.future
 

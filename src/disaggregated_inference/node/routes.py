@@ -26,7 +26,6 @@ from disaggregated_inference.errors import (
 )
 from disaggregated_inference.http import BODY_LIMIT_BYTES, json_response, read_body, request_id, unless_disconnected
 from disaggregated_inference.node.app import base_app
-from disaggregated_inference.node.context import PrefillContext
 from disaggregated_inference.node.generation import Generation, RequestInfo
 from disaggregated_inference.node.kv_listener import parse_address
 from disaggregated_inference.node.metrics import NodeMetrics
@@ -72,7 +71,7 @@ def _prefill_routes(served: Node) -> list[Route]:
         )
         request.state.started = True
         context = msgspec.structs.replace(context, addresses=addresses or context.addresses)
-        response = PrefillResponse(context=context.encode(), ticket=context.ticket, prompt_tokens=len(tokens))
+        response = PrefillResponse(context=node.trust.seal(context), ticket=context.ticket, prompt_tokens=len(tokens))
         about = {"request_id": request_id(request), "ticket": context.ticket, "prompt_tokens": len(tokens)}
         cancel_ticket = partial(node.tickets.cancel, context.ticket)
         try:
@@ -157,7 +156,7 @@ def _decode_routes(served: Node) -> list[Route]:
     def start(request: DecodeRequest, info: RequestInfo) -> Generation:
         params = request.params()
         if request.context is not None:
-            return node.generate_from_kv(PrefillContext.decode(request.context), params, info, request.tokens)
+            return node.generate_from_kv(node.trust.open(request.context), params, info, request.tokens)
         if request.kv_cache is not None:
             return node.generate_from_inline_kv(inline_kv(request.kv_cache), params, info)
         return node.generate_local(prompt_tokens(request, model), params, info)

@@ -1,5 +1,6 @@
 """`disagg serve`: from a command line to a running node."""
 
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from disaggregated_inference.api import NodeHealth, Role
 from disaggregated_inference.engines import Engine, file_kind, load_engine, require_engine
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.http import Announce, announce_as_json, is_loopback
+from disaggregated_inference.identity import open_identity
 from disaggregated_inference.kv import KVSlice, require_dtype
 from disaggregated_inference.kv.prefix_cache import DiskTier
 from disaggregated_inference.kv_transfer import CODECS, Address
@@ -26,6 +28,9 @@ from disaggregated_inference.node.node import Node
 from disaggregated_inference.node.prefill import PrefillNode
 from disaggregated_inference.node.scheduler import Scheduler
 from disaggregated_inference.node.starting import Begin, NodeStart
+from disaggregated_inference.node.trust import Trust, choose_security, require_trusted_link
+
+log = logging.getLogger(__name__)
 
 _MEASURED_TOKENS = (64, 512)
 _MEASURED_S = 0.5  # a machine that is slower than this on the first length skips the second
@@ -46,6 +51,9 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_address: tuple[str, ...] = ()
     token: str = ""
     insecure: bool = False
+    identity: str = ""
+    trusted_link: str = ""
+    kv_security: str = ""
     dtype: str = ""
     chunk: int = 0
     threads: int = 0
@@ -78,9 +86,12 @@ def run_node(settings: NodeSettings, announce: Announce = announce_as_json) -> N
         from disaggregated_inference.ollama_node import run_ollama_node
 
         return run_ollama_node(settings, port, announce)
+    trust = open_trust(settings)
     hosts = settings.kv_address or [settings.host] if settings.role != "decode" else []
     addresses = [parse_address(text, settings.kv_port, min_port=0) for text in hosts]
-    require_token([settings.host, *(host for host, _ in addresses)], settings.token, settings.insecure)
+    kv_hosts = [host for host, _ in addresses]
+    require_token([settings.host, *kv_hosts], settings.token, settings.insecure)
+    require_trusted_link([settings.host, *kv_hosts], kv_hosts, trust)
     _require_free((settings.host, port), addresses, "--kv-address" if settings.kv_address else "--host")
     role: Role = "prefill" if settings.role == "prefill" else "decode" if settings.role == "decode" else "both"
     model, engine = _model_name(settings), _engine_name(settings)
@@ -88,9 +99,21 @@ def run_node(settings: NodeSettings, announce: Announce = announce_as_json) -> N
     announce("start", role=role, model=model, engine=engine, profile=settings.profile)
 
     def load(begin: Begin) -> Node:
-        return _load_node(settings, addresses, begin)
+        return _load_node(settings, addresses, begin, trust)
 
-    NodeStart(load, health, (settings.host, port), settings.token, settings.drain_s, announce).run()
+    NodeStart(load, health, (settings.host, port), settings.token, settings.drain_s, announce, trust).run()
+
+
+def open_trust(settings: NodeSettings) -> Trust:
+    identity = open_identity(settings.identity)
+    security = choose_security(settings.kv_security, identity)
+    if identity:
+        if not identity.me.is_node:
+            raise BadRequest(f"{identity.folder} is of a client: issue a certificate with --host for this node")
+        identity.watch()
+    if settings.trusted_link:
+        log.warning("the link is declared trusted: %s", settings.trusted_link)
+    return Trust(identity, settings.token, settings.trusted_link, security)
 
 
 def _require_free(http: Address, kv: list[Address], kv_host_option: str) -> None:
@@ -101,16 +124,16 @@ def _require_free(http: Address, kv: list[Address], kv_host_option: str) -> None
             stack.enter_context(listen(address, ("--kv-port", kv_host_option)))
 
 
-def _load_node(settings: NodeSettings, addresses: list[Address], begin: Begin) -> Node:
+def _load_node(settings: NodeSettings, addresses: list[Address], begin: Begin, trust: Trust = Trust()) -> Node:
     """`begin` is called with every step that begins."""
     files, kv_memory = _load(settings, begin)
     try:
         codecs = tuple(dict.fromkeys((settings.kv_codec, "raw")))
         prefill = decode = None
         if settings.role != "decode":
-            prefill = PrefillNode(kv_memory, addresses, settings.chunk, settings.lease_s)
+            prefill = PrefillNode(kv_memory, addresses, settings.chunk, settings.lease_s, trust=trust)
         if settings.role != "prefill":
-            decode = DecodeNode(kv_memory, files.tokenizer, settings.chunk, settings.kv_streams, codecs)
+            decode = DecodeNode(kv_memory, files.tokenizer, settings.chunk, settings.kv_streams, codecs, trust=trust)
         served = Node(files, kv_memory, prefill, decode)
         begin("measuring this machine")
         kv_memory.scheduler.call(lambda: _measure(served))

@@ -18,8 +18,10 @@ from starlette.routing import Route
 from disaggregated_inference.api import NodeHealth
 from disaggregated_inference.errors import NodeLoading
 from disaggregated_inference.http import Announce, Bearer, HttpServer, RequestId, error_response, json_response
+from disaggregated_inference.identity import Identity
 from disaggregated_inference.node.node import Node
 from disaggregated_inference.node.routes import node_app
+from disaggregated_inference.node.trust import Trust
 
 _RETRY_AFTER_S = 5  # small models load in seconds, large ones in minutes
 
@@ -39,6 +41,7 @@ class NodeStart:
         token: str,
         drain_s: int,
         announce: Announce,
+        trust: Trust = Trust(),
     ) -> None:
         self._load_node, self._health, self._host = load, health, address[0]
         self._token, self._drain_s, self._announce = token or None, drain_s, announce
@@ -47,8 +50,14 @@ class NodeStart:
         self._error: BaseException | None = None
         self._closes_at = 0.0
         self._server = HttpServer(
-            self._loading_app(), *address, drain_s, on_ready=self._listening, on_stop=self._stopping
+            self._loading_app(),
+            *address,
+            drain_s,
+            on_ready=self._listening,
+            on_stop=self._stopping,
+            **peer_tls(trust.identity),
         )
+        self._scheme = "https" if trust.identity else "http"
 
     def run(self) -> None:
         """Until a signal."""
@@ -86,7 +95,7 @@ class NodeStart:
         self._served = served
         self._server.mount(node_app(served, self._token))
         seconds = round(time.monotonic() - self._began_at, 1)
-        self._announce("ready", port=port, host=self._host, **_about(served), seconds=seconds)
+        self._announce("ready", port=port, host=self._host, scheme=self._scheme, **_about(served), seconds=seconds)
 
     def _stopping(self) -> None:
         self._announce("stopping")
@@ -116,6 +125,11 @@ class NodeStart:
 
     def _reason(self) -> str:
         return f"{self._step} ({time.monotonic() - self._began_at:.0f} s so far)"
+
+
+def peer_tls(identity: Identity | None) -> dict[str, Any]:
+    """Options of `HttpServer`: only members of the cluster may connect."""
+    return {"peers": identity.server_context, "require_peer": identity.require} if identity else {}
 
 
 def _about(served: Node) -> dict[str, Any]:

@@ -57,6 +57,7 @@ class OllamaNode:
     ) -> None:
         self.ollama, self.role, self.slots, self.queue, self.timeouts = ollama, role, slots, queue, timeouts
         self.epoch = secrets.token_hex(8)
+        self.identity = self.trusted_link = ""  # for its status
         self.draining = self.loading = False
         self.details: ModelDetails | None = None
         self.version = ""
@@ -233,6 +234,8 @@ class OllamaNode:
             exports=False,
             imports=False,
             tokenizer="none",
+            identity=self.identity,
+            trusted_link=self.trusted_link,
             queue=QueueDepth(self.open_requests - running),
             slots=SlotStatus(running, self.slots),
             prompt_tokens_computed=self.prompt_tokens,

@@ -3,7 +3,7 @@
 import asyncio
 
 from disaggregated_inference.http import Announce, HttpServer, require_free_port
-from disaggregated_inference.node import NodeSettings, require_token
+from disaggregated_inference.node import NodeSettings, open_trust, peer_tls, require_token, require_trusted_link
 from disaggregated_inference.ollama_node.client import OllamaClient
 from disaggregated_inference.ollama_node.node import OllamaNode
 from disaggregated_inference.ollama_node.routes import ollama_app
@@ -21,9 +21,13 @@ def run_ollama_node(settings: NodeSettings, port: int, announce: Announce) -> No
         queue=settings.queue,
     )
     require_token([settings.host], settings.token, settings.insecure)
+    trust = open_trust(settings)
+    require_trusted_link([settings.host], [], trust)
+    node.identity, node.trusted_link = trust.identity.name if trust.identity else "", trust.trusted_link
     require_free_port(settings.host, port)
     asyncio.run(node.require_model())
     about = {"role": settings.role, "model": settings.model, "backend": "ollama", "host": settings.host}
+    about |= {"scheme": "https"} if trust.identity else {}
 
     def on_stop() -> None:
         announce("stopping")
@@ -37,4 +41,5 @@ def run_ollama_node(settings: NodeSettings, port: int, announce: Announce) -> No
         on_ready=lambda port: announce("ready", port=port, **about, ollama=ollama.url),
         on_stop=on_stop,
         lifespan="auto",
+        **peer_tls(trust.identity),
     ).run()

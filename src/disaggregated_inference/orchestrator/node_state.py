@@ -210,8 +210,10 @@ class NodeState:
 
     def peer_status(self, prefill: "NodeState") -> PeerStatus | None:
         """The result of this node's peer check of a prefill node, in its present epoch; None: not checked yet."""
-        peers = self.status.peers if self.status else ()
-        return next((peer for peer in peers if prefill.epoch and peer.epoch == prefill.epoch), None)
+        peers = self.status.peers if self.status and prefill.epoch else ()
+        name = prefill.status.identity if prefill.status else ""
+        found = [peer for peer in peers if peer.epoch == prefill.epoch and peer.identity in ("", name)]
+        return min(found, key=lambda peer: bool(peer.refused), default=None)  # others may lie about their epoch
 
     def view(self, group: str) -> NodeView:
         status = self.status or NodeStatus()
@@ -266,6 +268,8 @@ class NodeState:
             "rates": msgspec.to_builtins(status.rates),
             "paths": msgspec.to_builtins(status.paths),
             "peers": msgspec.to_builtins(status.peers),
+            "identity": status.identity,
+            "trusted_link": status.trusted_link,
             "heard_s_ago": round(time.monotonic() - self.polled_at, 3) if self.polled_at else None,
         }
 

@@ -1,6 +1,7 @@
 """The orchestrator: usable by itself, with no daemon. Everything here runs on one event loop."""
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -27,6 +28,7 @@ from disaggregated_inference.api import (
 )
 from disaggregated_inference.cluster import ClusterConfig, load_config
 from disaggregated_inference.errors import ClusterError, ContextTooLong, DeadlineExceeded, DisaggError
+from disaggregated_inference.identity import Identity, open_identity
 from disaggregated_inference.models import ModelTokenizer
 from disaggregated_inference.orchestrator.causes import no_decode_node
 from disaggregated_inference.orchestrator.cluster_view import Route
@@ -81,6 +83,7 @@ class DisaggregatedInference:
         self._registry: NodeRegistry | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
+        self._identity: Identity | None = None
         self._running: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> "DisaggregatedInference":
@@ -94,7 +97,9 @@ class DisaggregatedInference:
         self._require_open()
         if self._registry is None:
             self._loop = asyncio.get_running_loop()
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=self._timeouts.idle_connection_s)
+            keep_s, self._identity = self._timeouts.idle_connection_s, open_identity(self.config.identity, environ={})
+            tls: ssl.SSLContext | bool = self._identity.watch().client_context if self._identity else True
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=keep_s, ssl=tls)
             cookies = aiohttp.DummyCookieJar()  # nodes set none
             session = aiohttp.ClientSession(connector=connector, cookie_jar=cookies, auto_decompress=False)
             self._registry = NodeRegistry(self.config, session, self._timeouts)  # which closes it
@@ -119,6 +124,8 @@ class DisaggregatedInference:
             await node.client.flush()
         await self._registry.close()
         self._registry = None
+        if self._identity:
+            self._identity.close()
         if not self._was_replaced:
             await in_thread(self.history.close)
 

@@ -14,7 +14,7 @@ from types import TracebackType
 
 import msgspec
 
-from disaggregated_inference.api import Failover, GenerateRequest, PrefillRequest, Progress, StreamEvent
+from disaggregated_inference.api import Failover, GenerateRequest, PrefillRequest, Progress, StreamEvent, seal_for
 from disaggregated_inference.errors import ClusterError, NoDecodeNode
 from disaggregated_inference.orchestrator.attempt import Attempt
 from disaggregated_inference.orchestrator.causes import no_decode_node, prefill_causes
@@ -151,6 +151,8 @@ class RequestRunner:
             if prefill:
                 request = self._prefill_request(prefill, prompt, ticket)
                 context = await prefill.client.prefill(request, self._request.request_id)
+                if decode.server.token != prefill.server.token:
+                    context = seal_for(context, decode.server.token)
             decode_request = self._continuation.decode_request(numbers, self._left_s(), context)
             path = "/decode" if prefill else "/generate"
             check = self._continuation.stream_check(numbers, decode_request, decode.info)

@@ -15,6 +15,9 @@ from disaggregated_inference.api import Role
 from disaggregated_inference.cluster import Server
 
 _LIMIT_BYTES = 4096
+_PLAIN_HTTP = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")  # by versions of OpenSSL
+_CHECK = "check `tls` in its entry"
+_MAY_WANT_TLS = "if it has an identity, name ours: `identity` in the cluster file, or DISAGG_IDENTITY"
 
 
 async def what_answers(session: aiohttp.ClientSession, server: Server, timeout_s: float) -> str:
@@ -63,16 +66,31 @@ def why_unreachable(error: Exception, server: Server) -> str:
     place = server.url.partition("://")[2]
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return f"no address is known for the host {server.host}"
-    if isinstance(cause, ssl.SSLError | ssl.CertificateError):
-        return f"TLS failed: {cause.reason if isinstance(cause, ssl.SSLError) else cause}; check `tls` in its entry"
+    if reason := _why_no_tls(getattr(error, "certificate_error", cause)):
+        return f"TLS failed: {reason}"
     if isinstance(error, aiohttp.ClientResponseError):  # an answer that cannot be parsed
         return f"{place} does not speak HTTP; write the HTTP port of the node"
     if isinstance(error, aiohttp.ServerDisconnectedError):
-        return "the connection was closed without an answer"
+        closed = "the connection was closed without an answer"
+        return closed if server.tls else f"{closed}; {_MAY_WANT_TLS}"
     number = _errno(cause)
     if number in errno.errorcode:
         return os.strerror(number).lower()
     return getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+
+
+def _why_no_tls(cause: Exception) -> str:
+    """Empty if TLS is not the reason."""
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        message = getattr(cause, "verify_message", None) or str(cause)
+        return f"its certificate is not valid here: {message}; see `disagg cluster keys list`, or check `tls`"
+    if "_ALERT_" in str(cause):
+        return f"it refuses our certificate ({cause}); both need one of the same cluster"
+    if not isinstance(cause, ssl.SSLError):
+        return ""
+    if cause.reason in _PLAIN_HTTP:
+        return f"it speaks plain HTTP; if this cluster has an identity, start it with --identity; {_CHECK}"
+    return f"{cause.reason}; {_CHECK}"
 
 
 def _errno(cause: Exception) -> int:

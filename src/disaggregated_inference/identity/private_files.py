@@ -1,0 +1,52 @@
+"""Files that only their owner may read, written so that a crash leaves the old or the new content."""
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from disaggregated_inference.errors import ConfigError
+
+OPEN_TO_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def make_folder(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {path}: {error.strerror}; choose another folder") from error
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """With mode 0600, all at once."""
+    try:
+        number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(number, "wb") as file:  # mkstemp makes files with mode 0600
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; check the folder and the free space") from error
+
+
+def read_private(path: Path, what: str) -> bytes:
+    """`what`: what the file is, for the message."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing: {what}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; it must belong to this user") from error
+
+
+def exposed(path: Path) -> str:
+    """A warning if other users may read the file; else empty."""
+    if path.stat().st_mode & OPEN_TO_OTHERS:
+        return f"other users of this machine can read {path}: run `chmod 600 {path}`"
+    return ""

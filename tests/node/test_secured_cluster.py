@@ -1,0 +1,214 @@
+"""Real processes over mutual TLS: the tokens are those of the plain cluster, and nobody else gets in."""
+
+import socket
+import ssl
+import threading
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disaggregated_inference.client import DisaggregatedClient
+from disaggregated_inference.identity import Identity
+from disaggregated_inference.kv_transfer.frames import Frame, Kind, encode_header
+from tests.support.cluster import Process, config_of
+from tests.support.identities import Cluster, ask
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.slow
+
+MODEL, PROMPT = "simulated:tiny", [(7 * at) % 900 + 5 for at in range(300)]
+FAST, SLOW = "custom:prefill=20000,decode=2000", "custom:prefill=20000,decode=80"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    return Cluster(tmp_path_factory.mktemp("secured") / "keys")
+
+
+def nodes_of(
+    *options: str, spark: Path | None = None, mac: Path | None = None, profile: str = FAST
+) -> tuple[Process, Process]:
+    with_spark, with_mac = (("--identity", str(folder)) if folder else () for folder in (spark, mac))
+    pair = (
+        Process("spark", "prefill", "simulated", MODEL, "--profile", profile, *options, *with_spark),
+        Process("mac", "decode", "simulated", MODEL, "--profile", profile, *with_mac),
+    )
+    return pair[0].ready(), pair[1].ready()
+
+
+@pytest.fixture(scope="module")
+def nodes(cluster: Cluster) -> Iterator[tuple[Process, Process]]:
+    pair = nodes_of(spark=cluster.folder_of("spark"), mac=cluster.folder_of("mac"))
+    yield pair
+    for node in pair:
+        node.end()
+
+
+@pytest.fixture(scope="module")
+def expected() -> Iterator[list[int]]:
+    """Of a cluster without an identity."""
+    pair = nodes_of()
+    yield tokens_of(config_of(*pair))
+    for node in pair:
+        node.end()
+
+
+def tokens_of(config: dict[str, Any], count: int = 24) -> list[int]:
+    with DisaggregatedClient(config) as client:
+        _, metrics = client.generate(tokens=PROMPT, max_tokens=count, temperature=0, ignore_eos=True)
+    assert metrics["method"] == "disaggregated_simulated", metrics
+    assert metrics["prompt_tokens_recomputed"] == 0
+    tokens: list[int] = metrics["tokens"]
+    return tokens
+
+
+def url_of(node: Process, path: str) -> str:
+    return f"https://127.0.0.1:{node.port}{path}"
+
+
+def test_the_tokens_are_those_of_a_plain_cluster(
+    nodes: tuple[Process, Process], cluster: Cluster, expected: list[int]
+) -> None:
+    config = config_of(*nodes) | {"identity": str(cluster.client)}
+    assert tokens_of(config) == expected
+    client = Identity(cluster.client)
+    status, said = ask(url_of(nodes[0], "/status"), client)
+    assert (status, said["identity"], said["kv_security"], said["trusted_link"]) == (200, "spark", "tls", "")
+    [peer] = ask(url_of(nodes[1], "/status"), client)[1]["peers"]
+    assert (peer["identity"], peer.get("refused")) == ("spark", None)
+    assert ask(url_of(nodes[1], "/status"), client)[1]["prefixes"]["blocks"] > 0, "the KV is proven: it is kept"
+
+
+def test_the_authenticated_mode(cluster: Cluster, expected: list[int]) -> None:
+    spark, mac = nodes_of(
+        "--kv-security", "authenticated", spark=cluster.folder_of("spark"), mac=cluster.folder_of("mac")
+    )
+    try:
+        assert tokens_of(config_of(spark, mac) | {"identity": str(cluster.client)}) == expected
+        said = ask(url_of(mac, "/status"), Identity(cluster.client))[1]
+        assert said["prefixes"]["blocks"] > 0
+        assert said["peers"][0]["identity"] == "spark"
+    finally:
+        spark.end()
+        mac.end()
+
+
+def test_clients_that_are_not_members(nodes: tuple[Process, Process], cluster: Cluster, tmp_path: Path) -> None:
+    stranger = Cluster(tmp_path / "other").identity("client")
+    stranger.client_context.check_hostname = False
+    stranger.client_context.verify_mode = ssl.CERT_NONE
+    for identity in (None, stranger):  # no certificate, and one of another cluster
+        with pytest.raises((urllib.error.URLError, ssl.SSLError, ConnectionError)):
+            ask(url_of(nodes[1], "/health"), identity)
+    with pytest.raises((urllib.error.URLError, OSError)):
+        ask(url_of(nodes[1], "/health").replace("https", "http"), None)
+    assert ask(url_of(nodes[1], "/health"), Identity(cluster.client))[0] == 200
+
+
+def why_unreachable(config: dict[str, Any]) -> str:
+    with DisaggregatedClient(config) as client:
+        client.health()
+        return str(client.status()["nodes"][0]["why"])
+
+
+def test_an_orchestrator_says_what_is_wrong(nodes: tuple[Process, Process], cluster: Cluster, tmp_path: Path) -> None:
+    config = config_of(*nodes)
+    assert "if it has an identity, name ours" in why_unreachable(config)
+    other = Cluster(tmp_path / "other").client
+    assert "its certificate is not valid here" in why_unreachable(config | {"identity": str(other)})
+    plain = Process("plain", "decode", "simulated", MODEL).ready()
+    try:
+        said = why_unreachable(config_of(plain) | {"identity": str(cluster.client)})
+        assert "it speaks plain HTTP; if this cluster has an identity, start it with --identity" in said
+    finally:
+        plain.end()
+    wrong_host = cluster.folder_of("elsewhere", ("192.0.2.1",))
+    node = Process("elsewhere", "decode", "simulated", MODEL, "--identity", str(wrong_host)).ready()
+    try:
+        assert "IP address mismatch" in why_unreachable(config_of(node) | {"identity": str(cluster.client)})
+    finally:
+        node.end()
+
+
+def test_a_stolen_context_needs_a_certificate(nodes: tuple[Process, Process], cluster: Cluster, tmp_path: Path) -> None:
+    """Of a node of the cluster: a client's is not enough."""
+    spark, mac = nodes
+    client = Identity(cluster.client)
+    context = ask(url_of(spark, "/prefill"), client, {"tokens": PROMPT})[1]["context"]
+    for thief in (None, Cluster(tmp_path / "other").folder_of("mac")):
+        node = Process("thief", "decode", "simulated", MODEL, *(("--identity", str(thief)) if thief else ())).ready()
+        try:
+            url, identity = (
+                (url_of(node, "/decode"), Identity(thief)) if thief else (f"http://127.0.0.1:{node.port}/decode", None)
+            )
+            status, said = ask(url, identity, {"context": context, "max_new_tokens": 2})
+            assert (status, said["error"]["code"]) == (403, "ticket_refused")
+        finally:
+            node.end()
+    for folder in (cluster.client, Cluster(tmp_path / "third").folder_of("mac")):
+        assert refused_on_kv_port(spark.kv_port, Identity(folder).kv_client_context)
+    status, said = ask(url_of(mac, "/decode"), client, {"context": context, "max_new_tokens": 2})
+    assert (status, len(said["tokens"])) == (200, 2), "the ticket was not spent"
+
+
+def refused_on_kv_port(port: int, context: ssl.SSLContext) -> bool:
+    """Whether the node ends the connection without a WELCOME. The thief does not care who answers."""
+    context.verify_mode = ssl.CERT_NONE
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+        try:
+            with context.wrap_socket(sock) as tls:
+                tls.sendall(encode_header(Frame(Kind.HELLO, 2)) + b"{}" + bytes(8))
+                answer = tls.recv(100)
+        except OSError:
+            return True
+    return not answer or answer[5] == Kind.ERROR
+
+
+def test_a_handshake_that_stalls_holds_only_itself(nodes: tuple[Process, Process], cluster: Cluster) -> None:
+    stalled = [socket.create_connection(("127.0.0.1", nodes[0].kv_port)) for _ in range(20)]
+    try:
+        config = config_of(*nodes) | {"identity": str(cluster.client)}
+        assert len(tokens_of(config, 4)) == 4
+        for sock in stalled:  # the node closes them at its deadline
+            sock.settimeout(30)
+            assert sock.recv(1) == b""
+    finally:
+        for sock in stalled:
+            sock.close()
+
+
+def test_rotation_disturbs_no_request_and_revocation_ends_access(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "keys")
+    spark, mac = nodes_of(spark=cluster.folder_of("spark"), mac=cluster.folder_of("mac"), profile=SLOW)
+    try:
+        client, config = Identity(cluster.client), config_of(spark, mac) | {"identity": str(cluster.client)}
+        expected = tokens_of(config, 500)
+        found: list[list[int]] = []
+        running = threading.Thread(target=lambda: found.append(tokens_of(config, 500)))
+        running.start()
+        old = served_certificate(mac)
+        for name in ("spark", "mac", "client"):
+            cluster.authority.rotate(name)
+        assert until(lambda: served_certificate(mac) != old, 30), "new connections get the new certificate"
+        assert running.is_alive()
+        assert tokens_of(config, 20) == expected[:20]
+        running.join()
+        assert found == [expected]
+        assert ask(url_of(mac, "/health"), client)[0] == 200, "the old certificate is still valid"
+        cluster.authority.revoke("client")
+        assert until(lambda: ask(url_of(mac, "/health"), client)[0] == 403, 30)
+        assert "revoked" in ask(url_of(mac, "/health"), client)[1]["error"]["message"]
+        watcher = cluster.folder_of("watcher", ())
+        cluster.authority.revoke("spark")
+        said = why_unreachable(config_of(spark, mac) | {"identity": str(watcher)})
+        assert "the certificate of spark was revoked" in said
+    finally:
+        spark.end()
+        mac.end()
+
+
+def served_certificate(node: Process) -> str:
+    return ssl.get_server_certificate(("127.0.0.1", node.port))
