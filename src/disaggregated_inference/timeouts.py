@@ -98,7 +98,7 @@ class OrchestratorTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     busy_wait_s: float = 2.0  # longest wait for a busy node before planning again
     poll_s: float = 0.05  # how often a waiting request looks for a usable node
     explore_s: float = 60.0  # a node unused for this long gets a request again
-    explore_slowed_s: float = 5.0  # the same for a node that became slow: that may have passed
+    explore_doubtful_s: float = 5.0  # the same for a node that became slow, or was measured only at its start
     no_node_s: float = 10.0  # for nodes that are there and take no request at the moment
     come_back_s: float = 0.5  # a node that was there a moment ago gets this long, once
     history_lock_s: float = 2.0  # for another process that holds the history file

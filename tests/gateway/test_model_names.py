@@ -117,6 +117,7 @@ def test_another_name_is_a_warning_in_every_view_of_the_gateway(pair: tuple[Proc
         assert until(lambda: gateway.log_text().count("it names its model simulated:tiny, the cluster file qwen") == 2)
         answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=CHAT | {"model": "qwen"}, timeout=60)
         assert answer.status_code == 200
+        assert answer.headers["x-disagg-warning"].startswith("d1: it names its model simulated:tiny")
         ready = httpx.get(f"{gateway.url}/ready").json()
         cluster = httpx.get(f"{gateway.url}/cluster").json()
         metrics = httpx.get(f"{gateway.url}/metrics").text
@@ -129,3 +130,16 @@ def test_another_name_is_a_warning_in_every_view_of_the_gateway(pair: tuple[Proc
     info = 'disagg_node_info{engine="simulated",model="qwen",node="d1",node_model="simulated:tiny",role="decode"} 1.0'
     assert info in metrics
     assert 'disagg_node_misnamed{node="d1"} 1.0' in metrics
+    assert "disagg_fallback_total{" not in metrics, "another name is no fallback"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_api_tells_of_the_fallback(pair: tuple[Process, Process], stream: bool) -> None:
+    config = simulated_config(*pair)
+    config["prefill_servers"][0]["port"] = free_port()  # nothing answers there
+    with served(config) as url:
+        for path, body in STREAMS:
+            answer = httpx.post(url + path, json=body | {"model": MODEL, "stream": stream}, timeout=60)
+            assert answer.status_code == 200
+            assert answer.headers["x-disagg-warning"] == "Using fallback mode - slower performance", path
+        assert "disagg_fallback_total{" in httpx.get(f"{url}/metrics").text

@@ -51,7 +51,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     prefill_node: str | None = None  # its name
     decode_node: str | None = None
     tokens_per_sec: float = 0.0
-    warning: str | None = None
+    warning: str | None = None  # the first of `warnings`
+    warnings: tuple[str, ...] = ()
     warning_reason: str | None = None  # of a fallback: why no prefill node read the prompt
     request_id: str = ""
     model: str = ""

@@ -49,8 +49,8 @@ class Screen:
         """Warnings are always printed, the rest only if `verbose`."""
         for line in summary(metrics) if verbose else ():
             self.note(line, "dim")
-        if warning := metrics.get("warning"):
-            reason = metrics.get("warning_reason")
+        for warning in metrics.get("warnings", ()):
+            reason = metrics.get("warning_reason") if warning == metrics["warning"] else None
             self.note(f"warning: {warning}{f': {reason}' if reason else ''}", "yellow")
 
 

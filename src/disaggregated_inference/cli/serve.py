@@ -1,4 +1,4 @@
-"""What `disagg serve` and `disagg gateway` print: sentences on a terminal, one line of JSON in a pipe."""
+"""What `disagg serve` and `disagg gateway` print: sentences on a terminal, lines of JSON in a pipe."""
 
 import re
 import sys

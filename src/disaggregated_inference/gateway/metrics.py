@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from disaggregated_inference import errors
 from disaggregated_inference.api import RequestRecord
 from disaggregated_inference.errors import DisaggError
-from disaggregated_inference.orchestrator import DisaggregatedInference
+from disaggregated_inference.orchestrator import FALLBACK_WARNING, DisaggregatedInference
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class GatewayMetrics:
         codes = [_one_of(failover.code, STATUS_OF) for failover in record.failovers]
         for code in codes:
             self._add("disagg_failover", 1, code)
-        if record.warning:
+        if record.warning == FALLBACK_WARNING:
             self._add("disagg_fallback", 1, codes[-1] if codes else "no_prefill_node")
 
     def _count_key(self, record: RequestRecord) -> None:

@@ -1,6 +1,7 @@
 """The context of one request: its id, its caller, and the response headers that name the nodes."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -12,6 +13,7 @@ from disaggregated_inference.http import request_id
 from disaggregated_inference.orchestrator import DisaggregatedInference, Route
 
 _MAX_REASON = 200
+_MAX_WARNING = 500
 
 
 class RequestContext:
@@ -58,10 +60,10 @@ class RequestContext:
         """For the client's developer: a wish of the request that has no effect here."""
         self._headers["x-disagg-note"] = _plain(text)[:_MAX_REASON]
 
-    def on_plan(self, route: Route, reason: str) -> None:
+    def on_plan(self, route: Route, reason: str, warnings: Sequence[str]) -> None:
         self._headers |= {"x-disagg-plan": _plain(reason)[:_MAX_REASON], "x-disagg-decode": _plain(route.decode)}
-        if warning := self.core.node_warning(route.decode):
-            self.note(f"{route.decode}: {warning}")
+        if warnings:
+            self._headers["x-disagg-warning"] = _plain("; ".join(warnings))[:_MAX_WARNING]
         if route.prefill:
             self._headers["x-disagg-prefill"] = _plain(route.prefill)
 

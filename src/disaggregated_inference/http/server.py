@@ -153,9 +153,9 @@ Announce = Callable[..., None]  # announce(event, **facts): where a starting ser
 
 
 def announce_as_json(event: str, **facts: Any) -> None:
-    """One line on standard output when the server is ready: a program can wait for it. It may have left: the server
-    goes on."""
-    if event != "ready":
+    """One line on standard output for every step; a program can wait for `ready`. It may have left: the server goes
+    on. Percentages of a step are for people."""
+    if str(facts.get("step", "")).endswith("%"):
         return
     try:
         sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")

@@ -28,6 +28,7 @@ _MISNAMED = (
 )
 _SLOWED = 1.5  # times slower than its best
 _MIN_STEPS = 5
+_FEW_SAMPLES = 3  # with fewer, one bad reading can be the estimate
 _MAX_PREFILLS = 32  # of ours at a prefill node: it works on a few at a time, and the others are better off here
 
 
@@ -62,8 +63,8 @@ class NodeState:
         self._open_at_status = 0
         self.polled_at, self.used_at = 0.0, time.monotonic()
         self._best_rates: dict[tuple[str, int], float] = {}  # of this epoch, by kind and size
-        self.slowed = False  # a rate is far below its best
-        self.explorations = 0  # requests sent there since it slowed, to find out whether it still is
+        self.doubtful = False  # a rate is far below its best, or that of its prefills rests on its start alone
+        self.explorations = 0  # requests sent there while that is so, to find out
         self._session, self._stranger, self._identified_at = session, "", -math.inf
 
     @property
@@ -193,8 +194,10 @@ class NodeState:
         now = {(kind, rate.size): rate.tokens_per_s for kind, rates in _kinds(status.rates) for rate in rates}
         best = self._best_rates
         best.update({key: max(speed, best.get(key, 0.0)) for key, speed in now.items()})
-        self.slowed = any(speed * _SLOWED < best[key] for key, speed in now.items())
-        if not self.slowed:
+        slowed = any(speed * _SLOWED < best[key] for key, speed in now.items())
+        samples = max((rate.samples for rate in status.rates.prefill), default=_FEW_SAMPLES)
+        self.doubtful = slowed or samples < _FEW_SAMPLES
+        if not self.doubtful:
             self.explorations = 0
 
     def _assess(self, status: NodeStatus) -> tuple[str, str]:

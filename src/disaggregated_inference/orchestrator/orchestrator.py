@@ -38,7 +38,7 @@ from disaggregated_inference.orchestrator.history import History
 from disaggregated_inference.orchestrator.node_client import NodeRefused
 from disaggregated_inference.orchestrator.node_state import NodeState
 from disaggregated_inference.orchestrator.output_queue import OutputQueue
-from disaggregated_inference.orchestrator.recorder import RequestRecorder
+from disaggregated_inference.orchestrator.recorder import OnPlan, RequestRecorder
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 from disaggregated_inference.orchestrator.request_queue import RequestQueue
 from disaggregated_inference.orchestrator.results import Outcomes, answer_of, merge_results, outcome_of
@@ -56,8 +56,6 @@ _NODE_CLOCK_S = 0.1  # a node may notice the deadline this much earlier
 _PLACES = 64  # of a model whose nodes have not answered yet
 _PLACES_PER_SLOT = 2  # so that a node has the next request there when a slot is free
 _BRIEF = ("state", "why", "warning", "role", "model", "node_model", "engine", "url", "usable")  # of a node
-
-OnPlan = Callable[[Route, str], None]
 
 
 class DisaggregatedInference:
@@ -248,10 +246,6 @@ class DisaggregatedInference:
         nodes = (await self.start()).of(model)
         if not model_verdict(nodes).serves:
             raise no_decode_node(model, nodes)
-
-    def node_warning(self, name: str) -> str:
-        """What is odd about a node that is usable; empty if nothing is."""
-        return self._registry.nodes[name].warning if self._registry else ""
 
     async def tokenizer(self, model: str | None = None) -> ModelTokenizer:
         """The tokenizer that a model's nodes use."""

@@ -25,6 +25,7 @@ from disaggregated_inference.orchestrator.cluster_view import Route
 from disaggregated_inference.orchestrator.waterfall import phases_of, waterfall
 
 FALLBACK_WARNING = "Using fallback mode - slower performance"
+OnPlan = Callable[[Route, str, tuple[str, ...]], None]  # route, reason, warnings
 _SAME_WAIT_S = 0.02  # between two waits there is time for a plan
 
 
@@ -84,12 +85,12 @@ class RequestRecorder:
         self.attempts: list[Attempt] = []
         self.failovers: list[Failover] = []
         self.choice_states: list[ChoiceState] = []
-        self.on_plan: Callable[[Route, str], None] = lambda route, reason: None  # called for every attempt
+        self.on_plan: OnPlan = lambda route, reason, warnings: None  # called for every attempt
         self.on_progress: Callable[[Progress], None] = lambda progress: None
         self.on_waiting: Callable[[str], None] = lambda reason: None  # no node is there; called once per outage
         self.on_prompt_logprobs: Callable[[PromptLogprobs], None] = lambda piece: None
         self.fallback = self.prefill_down = False
-        self.warning: str | None = None
+        self._warnings: dict[str, None] = {}  # in order, each once
         self.warning_reason = ""  # of a fallback
         self.first_token_s = self.total_s = 0.0
         self._stalled: list[tuple[Failover, float]] = []
@@ -111,8 +112,17 @@ class RequestRecorder:
     ) -> Attempt:
         attempt = Attempt(route, reason, engine, self._clock(), node_model, text_only)
         self.attempts.append(attempt)
-        self.on_plan(route, reason)
+        self.on_plan(route, reason, self.warnings)
         return attempt
+
+    def warn(self, text: str | None) -> None:
+        if text:
+            self._warnings[text] = None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        fallback = (FALLBACK_WARNING,) if self.fallback or self.prefill_down else ()
+        return (*fallback, *self._warnings)
 
     def first_token(self, at: float) -> None:
         """An attempt brought its first token."""
@@ -158,7 +168,8 @@ class RequestRecorder:
             prefill_node=last.prefill_name if last else None,
             decode_node=last.route.decode if last else None,
             tokens_per_sec=completion / self.total_s if self.total_s else 0.0,
-            warning=FALLBACK_WARNING if self.fallback or self.prefill_down else self.warning,
+            warning=next(iter(self.warnings), None),
+            warnings=self.warnings,
             warning_reason=(self.warning_reason or None) if self.fallback or self.prefill_down else None,
             request_id=self.request_id,
             model=self.model,

@@ -93,9 +93,10 @@ class RoutePicker:
         return best
 
     def _is_due(self, node: NodeState) -> bool:
-        """A node that slowed gets a few requests soon: three fast ones make its estimate fast again."""
-        timeouts, slowed = self._registry.timeouts, node.slowed and node.explorations < _QUICK_EXPLORATIONS
-        return time.monotonic() - node.used_at > (timeouts.explore_slowed_s if slowed else timeouts.explore_s)
+        """A node that slowed, or was measured only at its start, gets a few requests soon: three fast ones make its
+        estimate fast again."""
+        timeouts, doubtful = self._registry.timeouts, node.doubtful and node.explorations < _QUICK_EXPLORATIONS
+        return time.monotonic() - node.used_at > (timeouts.explore_doubtful_s if doubtful else timeouts.explore_s)
 
 
 def _reason(planned: Plan, route: Route) -> str:

@@ -97,8 +97,7 @@ class RequestRunner:
         decode = self._registry.nodes[route.decode]
         self._picker.info = self._picker.info or decode.info
         engine, text_only = decode.status.backend if decode.status else "", not self._continuation.can_transfer_kv
-        if decode.warning:
-            self._recorder.warning = self._recorder.warning or f"{decode.name}: {decode.warning}"
+        self._recorder.warn(f"{decode.name}: {decode.warning}" if decode.warning else None)
         reason = self._continuation.explain(route, reason)
         attempt = self._recorder.begin(route, reason, engine, node_model=decode.own_model, text_only=text_only)
         attempt.epochs = self._registry.epochs(self._model)
@@ -118,7 +117,7 @@ class RequestRunner:
             node.used_at = time.monotonic()
         reader.unread_tokens += len(prompt)
         attempt.sent_at = time.monotonic()
-        self._recorder.warning = self._continuation.warning(numbers) or self._recorder.warning
+        self._recorder.warn(self._continuation.warning(numbers))
         try:
             await self._open_legs(attempt, numbers, decode, prefill, prompt, ticket)
             done = True
