@@ -31,7 +31,6 @@ from disaggregated_inference.errors import ClusterError, ContextTooLong, Deadlin
 from disaggregated_inference.identity import Identity, open_identity
 from disaggregated_inference.models import ModelTokenizer
 from disaggregated_inference.orchestrator.causes import no_decode_node
-from disaggregated_inference.orchestrator.cluster_view import Route
 from disaggregated_inference.orchestrator.continuation import Continuation, TokenContinuation, with_seed
 from disaggregated_inference.orchestrator.defaults import require_defaults
 from disaggregated_inference.orchestrator.history import History
