@@ -37,6 +37,7 @@ class IdentityTimeouts(msgspec.Struct, frozen=True, kw_only=True):
 class HttpTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """The HTTP server of nodes and gateway (package `http`)."""
 
+    handshake_s: float = 5.0  # for a TLS handshake
     read_s: float = 20.0  # for a request's head, and for its body plus one second per 16 KiB
     keepalive_s: float = 5.0  # a stream with nothing to send sends a comment this often
     early_error_s: float = 0.25  # an error of a stream within this time gets its own HTTP status

@@ -1,5 +1,6 @@
 """Real processes over mutual TLS: the tokens are those of the plain cluster, and nobody else gets in."""
 
+import io
 import socket
 import ssl
 import threading
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from disaggregated_inference.cli.status import render
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.identity import Identity
 from disaggregated_inference.kv_transfer.frames import Frame, Kind, encode_header
@@ -212,3 +215,26 @@ def test_rotation_disturbs_no_request_and_revocation_ends_access(tmp_path: Path)
 
 def served_certificate(node: Process) -> str:
     return ssl.get_server_certificate(("127.0.0.1", node.port))
+
+
+def test_a_client_that_never_ends_its_handshake_is_closed(nodes: tuple[Process, Process], cluster: Cluster) -> None:
+    with socket.create_connection(("127.0.0.1", nodes[1].port), timeout=30) as stalled:
+        assert ask(url_of(nodes[1], "/health"), Identity(cluster.client))[0] == 200
+        assert stalled.recv(1) == b""
+
+
+def test_a_trusted_link_is_declared_in_words_and_shown() -> None:
+    words = "the cable between two desks"
+    node = Process(
+        "d", "decode", "simulated", MODEL, "--host", "0.0.0.0", "--insecure", "--trusted-link", words
+    ).ready()
+    try:
+        assert node.status()["trusted_link"] == words
+        assert f"the link is declared trusted: {words}" in node.said()
+        with DisaggregatedClient(config_of(node)) as client:
+            client.health()
+            console = Console(width=200, record=True, file=io.StringIO())
+            console.print(render(client.status()))
+        assert f"d: plain, on a link declared trusted: {words}" in console.export_text()
+    finally:
+        node.end()

