@@ -88,6 +88,11 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1  # choices
     caller: str = ""  # for budgets and counters; neither clients nor the history see it
 
+    @property
+    def is_charged(self) -> bool:
+        """Whether its tokens count for its caller. A request that was refused, or failed without output, is free."""
+        return self.completion_tokens > 0 or (self.outcome in ("ok", "cancelled") and self.attempts > 0)
+
     def metrics(self) -> dict[str, Any]:
         """The part that a client gets beside its answer, as plain values."""
         return _without(plain(self), _HISTORY_ONLY, ("energy_wh", "cost"))

@@ -119,9 +119,8 @@ class Keys:
         return self._budgets.get(name)
 
     def ended(self, record: RequestRecord) -> None:
-        """Count the tokens of a request. A request that was refused or failed without output costs nothing."""
-        served = record.outcome in ("ok", "cancelled") and record.attempts > 0
-        if (budget := self.budget(record.caller)) and (served or record.completion_tokens):
+        """Count the tokens of a request."""
+        if record.is_charged and (budget := self.budget(record.caller)):
             budget.spend(record.total_tokens)
 
 

@@ -158,8 +158,9 @@ class GatewayMetrics:
         if record.caller:
             key = _one_of(record.caller, self._keys())
             self._add("disagg_key_requests", 1, key, record.outcome)
-            self._add("disagg_key_tokens", record.prompt_tokens, key, "prompt")
-            self._add("disagg_key_tokens", record.completion_tokens, key, "completion")
+            if record.is_charged:
+                self._add("disagg_key_tokens", record.prompt_tokens, key, "prompt")
+                self._add("disagg_key_tokens", record.completion_tokens, key, "completion")
 
     def _count_nodes(self, record: RequestRecord) -> None:
         """Energy over tokens is joules per token of a node, for prefill and decode."""
