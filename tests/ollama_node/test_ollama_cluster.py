@@ -122,7 +122,7 @@ def test_before_the_first_text_another_node_begins_anew(farm: Farm, client: Disa
     for ollama in farm.ollamas.values():
         ollama.models = []
     with pytest.raises(ClusterError):
-        client.generate(prompt="1", max_tokens=2)
+        client.generate(prompt="1", max_tokens=2, timeout=2)  # it waits as long as it has time
 
 
 @pytest.mark.parametrize("fault", ["die", "cut"])

@@ -277,3 +277,56 @@ def test_a_stream_without_line_ends_takes_bounded_memory(sums: bool) -> None:
 
     asyncio.run(run())
     assert sent < 64
+
+
+CONTEXTS: dict[str, Any] = {
+    "no JSON": lambda body: body[:-3],
+    "no context": lambda body: b"{}",
+    "a context that is a number": changed(context=5),
+    "a context of nonsense": changed(context="nonsense"),
+    "a context cut short": lambda body: msgspec.json.encode(cut(msgspec.json.decode(body))),
+    "an answer without an end": lambda body: b'{"context": "' + b"x" * (1 << 20),
+    "JSON without a floor": lambda body: b'{"more": ' + b"[" * 100_000,
+}
+
+
+def cut(answer: dict[str, Any]) -> dict[str, Any]:
+    return answer | {"context": answer["context"][:-10]}
+
+
+@pytest.fixture(scope="module")
+def lying_reader() -> Iterator[tuple[LyingNode, dict[str, Any]]]:
+    """In front of the only prefill node."""
+    pace = ("--profile", "custom:prefill=5000,decode=500", "--prefix-memory", "0")
+    reader, writer = (
+        Process(name, role, "simulated", MODEL, *pace) for name, role in (("p", "prefill"), ("d", "decode"))
+    )
+    try:
+        for node in (reader, writer):
+            node.ready()
+        with LyingNode(reader.port) as found:
+            config = config_of(reader, writer, local="never", poll_s=0.2)
+            config["prefill_servers"][0]["port"] = found.port
+            yield found, config
+    finally:
+        for node in (reader, writer):
+            node.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_a_prefill_node_that_lies_is_done_without(
+    lying_reader: tuple[LyingNode, dict[str, Any]], right: dict[str, Any], name: str
+) -> None:
+    reader, config = lying_reader
+    with DisaggregatedClient(config) as client:
+        assert until(lambda: client.health()["verdict"] == "all up")
+        before, reader.bodies = reader.lies, {"/prefill": CONTEXTS[name]}
+        try:
+            metrics = answer_of(client)
+        finally:
+            reader.bodies = {}
+    assert reader.lies > before, "the fault happened"
+    assert (metrics["tokens"], metrics["response"]) == (right["tokens"], right["response"])
+    assert {failover["node"] for failover in metrics["failovers"]} == {"p"}
+    assert metrics["method"] == "fallback"
