@@ -6,6 +6,7 @@ from disaggregated_inference.api.checksums import (
     StreamDamaged,
     checksum,
     checksum_text,
+    is_proven,
 )
 from disaggregated_inference.api.events import (
     ChoiceTokenEvent,
@@ -130,6 +131,7 @@ __all__ = [
     "convert",
     "generate_request",
     "invalid",
+    "is_proven",
     "named_options",
     "new_seed",
     "options_of",
