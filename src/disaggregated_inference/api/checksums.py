@@ -25,7 +25,7 @@ def checksum_text(data: bytes | bytearray) -> str:
     return f"{checksum(data):08x}"
 
 
-def is_proven(headers: Mapping[str, str], body: bytes) -> bool:
+def body_is_proven(headers: Mapping[str, str], body: bytes) -> bool:
     """Whether the body is the one that was sent with these headers."""
     return headers.get(CHECKSUM_HEADER) == checksum_text(body)
 

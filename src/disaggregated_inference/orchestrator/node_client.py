@@ -23,8 +23,8 @@ from disaggregated_inference.api import (
     PrefillResponse,
     StreamDamaged,
     StreamEvent,
+    body_is_proven,
     checksum_text,
-    is_proven,
 )
 from disaggregated_inference.cluster import Server
 from disaggregated_inference.errors import BadRequest, DisaggError
@@ -172,7 +172,7 @@ class NodeClient:
         try:
             async with self._post("/prefill", request, request_id) as response:
                 body = await self._read(response)
-                if not is_proven(response.headers, body):
+                if not body_is_proven(response.headers, body):
                     raise self._bad_answer("its answer has no checksum that fits")
         except NodeRefused as error:
             if error.status != 504:
@@ -334,7 +334,7 @@ class NodeClient:
         """A refusal ends the request: its checksum must prove it. What is not proven is tried elsewhere."""
         body = await self._read(response)
         error = self._error(response.status, body, response.headers.get("Retry-After"))
-        is_believed = not isinstance(error, NodeRefused) or is_proven(response.headers, body)
+        is_believed = not isinstance(error, NodeRefused) or body_is_proven(response.headers, body)
         return error if is_believed else self._bad_answer(f"its refusal has no checksum that fits: {error}")
 
     def _error(self, status: int, body: bytes, retry_after: str | None = None) -> Exception:
