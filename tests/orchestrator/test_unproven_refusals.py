@@ -43,6 +43,28 @@ def test_a_refusal_needs_its_checksum(body: bytes, checksum: str, kind: type[Exc
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_context_needs_its_checksum(is_damaged: bool) -> None:
+    """With another prompt's hash in it the decode node would refuse the request, and be right."""
+    sent = b'{"context":"a1b2","ticket":"t","prompt_tokens":1}'
+    arrives = sent.replace(b"b2", b"b3") if is_damaged else sent
+
+    async def answer(request: web.Request) -> web.Response:
+        headers = {CHECKSUM_HEADER: checksum_text(sent)}
+        return web.Response(body=arrives, headers=headers, content_type="application/json")
+
+    async def run() -> str:
+        async with served("/prefill", answer, "POST") as server, aiohttp.ClientSession() as session:
+            client = NodeClient(server, session, Heartbeats(OrchestratorTimeouts()), stuck_s=30.0)
+            return await client.prefill(PrefillRequest(tokens=[1], ticket="t"), "r")
+
+    if is_damaged:
+        with pytest.raises(LegFailed, match="checksum"):
+            asyncio.run(run())
+    else:
+        assert asyncio.run(run()) == "a1b2"
+
+
 class _HeadProxy(FaultyProxy):
     """Makes the first request line of a POST unreadable: the node answers that this is no HTTP request."""
 

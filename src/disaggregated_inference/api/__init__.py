@@ -4,6 +4,7 @@ from disaggregated_inference.api.checksums import (
     CHECKSUM_HEADER,
     ChecksumReader,
     StreamDamaged,
+    body_is_proven,
     checksum,
     checksum_text,
 )
@@ -126,6 +127,7 @@ __all__ = [
     "TokenLogprob",
     "TopLogprob",
     "Usage",
+    "body_is_proven",
     "checksum",
     "checksum_text",
     "context_mac",

@@ -9,6 +9,7 @@ response the header is the CRC-32 of its body: a refusal without it is not belie
 """
 
 import zlib
+from collections.abc import Mapping
 
 CHECKSUM_HEADER = "x-checksum"
 
@@ -22,6 +23,11 @@ def checksum(data: bytes | bytearray, so_far: int = 0) -> int:
 
 def checksum_text(data: bytes | bytearray) -> str:
     return f"{checksum(data):08x}"
+
+
+def body_is_proven(headers: Mapping[str, str], body: bytes) -> bool:
+    """Whether the body is the one that was sent with these headers."""
+    return headers.get(CHECKSUM_HEADER) == checksum_text(body)
 
 
 class StreamDamaged(Exception):

@@ -29,9 +29,9 @@ _SAMPLINGS: dict[str, dict[str, Any]] = {
     "stop": {"temperature": 0, "stop": ["3]"]},
 }
 _WORDS = ("river", "stone", "lamp", "seven", "orange", "quiet", "engine", "paper", "north", "cloud", "table", "winter")
-_LENGTHS, _TOKENS = (4, 30, 200, 400), (4, 24, 90, 200)  # words of prompts, tokens of completions
+_LENGTHS, _TOKENS = (4, 30, 150, 300), (4, 24, 90, 200)  # words of prompts, tokens of completions
 _SHORT_LENGTHS, _SHORT_TOKENS = (2, 6, 12), (2, 4, 6)
-_SHARED_PREFIX = 0.3  # of the prompts start like another one
+_SHARED_PREFIX, _SHARED_CHARACTERS = 0.3, 1200  # so many prompts start like another one
 
 
 class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ def catalogue(seed: int, model: str, *, short: bool = False) -> list[ChaosReques
     for number, (kind, way, stream) in enumerate(_kinds()):
         prompt = _prompt(draw, draw.choice(lengths))
         if requests and draw.random() < _SHARED_PREFIX:
-            prompt = f"{draw.choice(requests).prompt} {prompt}"
+            prompt = f"{draw.choice(requests).prompt[:_SHARED_CHARACTERS]} {prompt}"
         limit = 64 if kind in ("schema", "choice") and not short else draw.choice(tokens)
         options = {"model": model, "max_tokens": limit} | _SAMPLINGS[kind]
         name = f"{number} {kind}, {way}{', streamed' if stream else ''}"

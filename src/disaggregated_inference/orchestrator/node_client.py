@@ -24,6 +24,7 @@ from disaggregated_inference.api import (
     PrefillResponse,
     StreamDamaged,
     StreamEvent,
+    body_is_proven,
     checksum_text,
 )
 from disaggregated_inference.cluster import Server
@@ -183,6 +184,8 @@ class NodeClient:
         try:
             async with self._post("/prefill", request, request_id) as response:
                 body = await self._read(response)
+                if not body_is_proven(response.headers, body):
+                    raise self._bad_answer("its answer has no checksum that fits")
         except NodeRefused as error:
             if error.status != 504:
                 raise
@@ -363,13 +366,11 @@ class NodeClient:
         )
 
     async def _refused(self, response: aiohttp.ClientResponse) -> Exception:
-        """A refusal ends the request: its checksum must prove that the node sent it, and to this request. What else
-        fails is tried elsewhere."""
+        """A refusal ends the request: its checksum must prove it. What is not proven is tried elsewhere."""
         body = await self._read(response)
         error = self._error(response.status, body, response.headers.get("Retry-After"))
-        if isinstance(error, NodeRefused) and response.headers.get(CHECKSUM_HEADER) != checksum_text(body):
-            return self._bad_answer(f"its refusal has no checksum that fits: {error}")
-        return error
+        is_believed = not isinstance(error, NodeRefused) or body_is_proven(response.headers, body)
+        return error if is_believed else self._bad_answer(f"its refusal has no checksum that fits: {error}")
 
     def _error(self, status: int, body: bytes, retry_after: str | None = None) -> Exception:
         try:
