@@ -133,7 +133,7 @@ class HttpServer(uvicorn.Server):
         if self.config.ssl:  # uvicorn passes no such limit on, and asyncio's own is a minute
             loop = asyncio.get_running_loop()
             limited = partial(loop.create_server, ssl_handshake_timeout=self._timeouts.handshake_s)
-            loop.create_server = limited  # type: ignore[assignment]
+            loop.create_server = limited  # type: ignore[method-assign]
         await super().startup(sockets)
         if self.started:
             self._on_ready(self.servers[0].sockets[0].getsockname()[1])

@@ -150,8 +150,7 @@ class RequestRunner:
             if prefill:
                 request = self._prefill_request(prefill, prompt, ticket)
                 context = await prefill.client.prefill(request, self._request.request_id)
-                if decode.server.token != prefill.server.token:
-                    context = seal_for(context, decode.server.token)
+                context = seal_for(context, decode.server.token)  # the prefill node may have another token, or none
             decode_request = self._continuation.decode_request(numbers, self._left_s(), context)
             path = "/decode" if prefill else "/generate"
             check = self._continuation.stream_check(numbers, decode_request, decode.info)
