@@ -237,8 +237,10 @@ def test_a_signal_while_loading_ends_the_node() -> None:
 
     assert until(is_loading, LONG_S)
     node.send_signal(signal.SIGTERM)
-    assert node.communicate(timeout=LONG_S) == ("", "")
-    assert node.returncode == 0
+    output, errors = node.communicate(timeout=LONG_S)
+    events = [json.loads(line)["event"] for line in output.splitlines()]
+    assert (events[0], set(events)) == ("start", {"start", "step", "stopping"})
+    assert (errors, node.returncode) == ("", 0)
 
 
 @pytest.mark.slow

@@ -24,7 +24,8 @@ from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.cluster import Server
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats
-from disaggregated_inference.orchestrator.node_client import LegBusy, LegFailed, NodeClient
+from disaggregated_inference.orchestrator.leg_errors import LegBusy, LegFailed
+from disaggregated_inference.orchestrator.node_client import NodeClient
 from disaggregated_inference.orchestrator.stream_check import TokenStreamCheck
 from tests.support.alterations import altered
 from tests.support.cluster import Process, config_of

@@ -19,7 +19,8 @@ from disaggregated_inference.orchestrator.attempt import Attempt
 from disaggregated_inference.orchestrator.cluster_view import Route
 from disaggregated_inference.orchestrator.failover import FailoverState
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats
-from disaggregated_inference.orchestrator.node_client import LegFailed, NodeClient
+from disaggregated_inference.orchestrator.leg_errors import LegFailed
+from disaggregated_inference.orchestrator.node_client import NodeClient
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 from disaggregated_inference.orchestrator.route_picker import RoutePicker
 from tests.support.cluster import Process, config_of

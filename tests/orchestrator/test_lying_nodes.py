@@ -15,7 +15,8 @@ from disaggregated_inference.api import CHECKSUM_HEADER, DecodeRequest
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats
-from disaggregated_inference.orchestrator.node_client import LegFailed, NodeClient
+from disaggregated_inference.orchestrator.leg_errors import LegFailed
+from disaggregated_inference.orchestrator.node_client import NodeClient
 from disaggregated_inference.orchestrator.stream_check import TokenStreamCheck
 from tests.support.cluster import Process, config_of
 from tests.support.http_stub import served

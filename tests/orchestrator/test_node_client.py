@@ -14,7 +14,8 @@ from disaggregated_inference.api import ErrorDetail
 from disaggregated_inference.cluster import Policies, Server, load_config
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats, PendingRequest, StreamSilent
-from disaggregated_inference.orchestrator.node_client import LegFailed, NodeClient, NodeRefused
+from disaggregated_inference.orchestrator.leg_errors import LegFailed, NodeRefused
+from disaggregated_inference.orchestrator.node_client import NodeClient
 from disaggregated_inference.orchestrator.node_state import NodeState
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 from disaggregated_inference.timeouts import OrchestratorTimeouts

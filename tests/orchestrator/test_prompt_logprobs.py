@@ -9,7 +9,7 @@ import pytest
 from disaggregated_inference.api import PromptLogprob, PromptLogprobs
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.errors import BadRequest, ClusterError
-from disaggregated_inference.orchestrator.node_client import LegFailed
+from disaggregated_inference.orchestrator.leg_errors import LegFailed
 from disaggregated_inference.orchestrator.prompt_logprobs import PromptLogprobsState
 from tests.support.cluster import Process, config_of
 from tests.support.handoff import prompt_of

@@ -10,7 +10,8 @@ from disaggregated_inference.api import CHECKSUM_HEADER, PrefillRequest, checksu
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats
-from disaggregated_inference.orchestrator.node_client import LegFailed, NodeClient, NodeRefused
+from disaggregated_inference.orchestrator.leg_errors import LegFailed, NodeRefused
+from disaggregated_inference.orchestrator.node_client import NodeClient
 from disaggregated_inference.timeouts import OrchestratorTimeouts
 from tests.support.cluster import Process, config_of
 from tests.support.http_stub import served

@@ -214,7 +214,7 @@ def serve(
         str,
         typer.Option(
             metavar="WORDS",
-            help='Say in words why nobody else is on the network between the nodes, such as "the cable between spark-1'
+            help='Say in words why nothing else is on the network between the nodes, such as "the cable between spark-1'
             ' and mac-1". Allows an address other than loopback without --identity.',
         ),
     ] = "",

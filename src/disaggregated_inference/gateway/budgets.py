@@ -19,7 +19,7 @@ from disaggregated_inference.gateway.key_file import Key
 Clock = Callable[[], float]
 
 _MINUTE_S, _DAY_S = 60.0, 86400.0
-_RUNNING_RETRY_S = 1  # nobody knows when a running request ends
+_RUNNING_RETRY_S = 1  # when a running request ends is not known
 
 
 class Bucket:

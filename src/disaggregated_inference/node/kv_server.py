@@ -103,7 +103,7 @@ class KVServer:
                 self._prefill.cancel(served[0][1])
 
     def _secured(self, sock: socket.socket) -> socket.socket | TlsSocket:
-        """On the connection's own thread: a peer that stalls in its handshake holds nobody else up."""
+        """On the connection's own thread: a peer that stalls in its handshake holds no other up."""
         if self._trust.kv_security != "tls" or not self._trust.identity:
             return sock
         return start_tls(sock, self._trust.identity.server_context, self._timeouts.transfer.handshake_s, server=True)

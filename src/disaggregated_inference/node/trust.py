@@ -140,7 +140,7 @@ def require_trusted_link(hosts: list[str], kv_hosts: list[str], trust: Trust) ->
     if not trust.identity:
         raise BadRequest(
             f"refusing to listen on {beyond[0]} without an identity: make one with `disagg cluster keys init` and"
-            f" `issue`, and give --identity DIR; or say in words why nobody else is on this link: {words}"
+            f" `issue`, and give --identity DIR; or say in words why nothing else is on this link: {words}"
         )
     if trust.kv_security == "plain" and any(not is_loopback(host) for host in kv_hosts):
         raise BadRequest(f"--kv-security plain beyond loopback needs the words of its user: {words}")

@@ -3,7 +3,7 @@
 from disaggregated_inference.cluster import Policies
 from disaggregated_inference.orchestrator.attempt import Attempt
 from disaggregated_inference.orchestrator.cluster_view import Route
-from disaggregated_inference.orchestrator.node_client import LegFailed
+from disaggregated_inference.orchestrator.leg_errors import LegFailed
 from disaggregated_inference.orchestrator.node_state import NodeState
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 

@@ -28,8 +28,8 @@ from disaggregated_inference.api import (
     checksum_text,
 )
 from disaggregated_inference.cluster import Server
-from disaggregated_inference.errors import BadRequest, DisaggError
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats, MonitoredStream, PendingRequest, StreamSilent
+from disaggregated_inference.orchestrator.leg_errors import LegBusy, LegFailed, NodeRefused, refusal
 from disaggregated_inference.orchestrator.strangers import why_unreachable
 from disaggregated_inference.orchestrator.stream_check import BadEvents, StreamCheck
 
@@ -44,80 +44,10 @@ _MAX_EVENT_BYTES = 16 << 20
 _SECONDS = re.compile("[0-9]{1,9}")
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-# Errors of a decode node that mean: the prefill leg failed.
-_PREFILL_CODES = frozenset(
-    {
-        "peer_gone",
-        "peer_failed",
-        "peer_refused",
-        "ticket_refused",
-        "identity_refused",
-        "protocol_error",
-        "checksum_mismatch",
-        "version_unsupported",
-        "fingerprint_mismatch",
-    }
-)
 # Refusals that another node may not repeat: this is no node, or it was restarted as another one, or it is too small.
 _NODE_CODES = frozenset({"bad_answer", "not_found", "request_damaged", "request_too_large"})
 _BUSY_CODES = frozenset({"node_busy", "kv_memory_full", "queue_full"})
 _REFUSAL_STATUS = {"deadline_exceeded": 504, "bad_request": 400, "context_too_long": 400}
-
-
-class LegFailed(Exception):
-    """One leg of a request failed, and another node may do better.
-
-    `node_gone`: the node itself, not only this request. `timed_out`: it may only be slow. `connection_broke`: it may be
-    the connection alone. `tainted`: what this attempt brought before may be wrong."""
-
-    def __init__(
-        self,
-        node: str,
-        code: str,
-        message: str,
-        *,
-        node_gone: bool = False,
-        timed_out: bool = False,
-        connection_broke: bool = False,
-        tainted: bool = False,
-    ) -> None:
-        super().__init__(f"{node}: {message}")
-        self.node, self.code, self.message, self.tainted = node, code, message, tainted
-        self.node_gone, self.timed_out, self.connection_broke = node_gone, timed_out, connection_broke
-
-    @property
-    def of_prefill(self) -> bool:
-        return self.code in _PREFILL_CODES
-
-
-class LegBusy(Exception):
-    """The node is healthy and has no room for this request now."""
-
-    def __init__(self, node: str, message: str, retry_after_s: float) -> None:
-        super().__init__(f"{node}: {message}")
-        self.node, self.retry_after_s = node, retry_after_s
-
-
-class NodeRefused(DisaggError):
-    """A node refuses the request itself: another node would refuse it too."""
-
-    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self._code, self.param = status, code, param
-
-    @property
-    def code(self) -> str:
-        return self._code
-
-
-class RequestRefused(NodeRefused, BadRequest):
-    """The request is wrong. A caller that catches `BadRequest` need not know whether the client or a node found out."""
-
-
-def refusal(status: int, code: str, message: str, param: str | None = None) -> NodeRefused:
-    """404 and 504 are refusals too, but not because the request is wrong."""
-    kind = RequestRefused if status in (400, 413, 422) else NodeRefused
-    return kind(status, code, message, param)
 
 
 _events = msgspec.json.Decoder(list[StreamEvent])

@@ -15,7 +15,8 @@ from disaggregated_inference.models import is_same_model
 from disaggregated_inference.orchestrator.breaker import Breaker
 from disaggregated_inference.orchestrator.cluster_view import NodeView
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats
-from disaggregated_inference.orchestrator.node_client import WRONG_TOKEN, LegFailed, NodeClient
+from disaggregated_inference.orchestrator.leg_errors import LegFailed
+from disaggregated_inference.orchestrator.node_client import WRONG_TOKEN, NodeClient
 from disaggregated_inference.orchestrator.strangers import what_answers
 
 _UNREACHABLE = "unreachable"

@@ -5,7 +5,6 @@ import ssl
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from datetime import date
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -27,14 +26,15 @@ from disaggregated_inference.api import (
     options_of,
 )
 from disaggregated_inference.cluster import ClusterConfig, load_config
-from disaggregated_inference.errors import ClusterError, ContextTooLong, DeadlineExceeded, DisaggError
+from disaggregated_inference.errors import ClusterError, DeadlineExceeded, DisaggError
 from disaggregated_inference.identity import Identity, open_identity
 from disaggregated_inference.models import ModelTokenizer
 from disaggregated_inference.orchestrator.causes import no_decode_node
-from disaggregated_inference.orchestrator.continuation import Continuation, TokenContinuation, with_seed
+from disaggregated_inference.orchestrator.continuation import with_seed
 from disaggregated_inference.orchestrator.defaults import require_defaults
 from disaggregated_inference.orchestrator.history import History
-from disaggregated_inference.orchestrator.node_client import NodeRefused
+from disaggregated_inference.orchestrator.input_processor import InputProcessor
+from disaggregated_inference.orchestrator.leg_errors import NodeRefused
 from disaggregated_inference.orchestrator.node_state import NodeState
 from disaggregated_inference.orchestrator.output_queue import OutputQueue
 from disaggregated_inference.orchestrator.recorder import OnPlan, RequestRecorder
@@ -42,14 +42,10 @@ from disaggregated_inference.orchestrator.registry import NodeRegistry
 from disaggregated_inference.orchestrator.request_queue import RequestQueue
 from disaggregated_inference.orchestrator.results import Outcomes, answer_of, merge_results, outcome_of
 from disaggregated_inference.orchestrator.runner import Put, RequestRunner
-from disaggregated_inference.orchestrator.shared_prompts import SharedPrompts
-from disaggregated_inference.orchestrator.text_continuation import TextContinuation, estimated_tokens
 from disaggregated_inference.orchestrator.threads import in_thread
-from disaggregated_inference.orchestrator.tokenizer_cache import TokenizerCache
 from disaggregated_inference.orchestrator.verdict import cluster_verdict, model_verdict, warnings_of
 from disaggregated_inference.timeouts import OrchestratorTimeouts
 
-_MAX_TOKENS = 2000
 _TIMEOUT_REMEDY = "ask for less, or give more time: timeout, or the config's prefill_timeout_s and decode_timeout_s"
 _NODE_CLOCK_S = 0.1  # a node may notice the deadline this much earlier
 _PLACES = 64  # of a model whose nodes have not answered yet
@@ -74,9 +70,7 @@ class DisaggregatedInference:
         self._outcomes = Outcomes(History(policies.history, policies.history_file, timeouts.history_lock_s))
         self._was_replaced = False
         self.queue = RequestQueue(policies.queue, _PLACES)
-        self._tokenizers = TokenizerCache(fetch_s=timeouts.tokenizer_s)
-        models = {name: self.config.options_of(name).shared_prompts for name in self.config.names}
-        self._shared_prompts = {name: SharedPrompts(texts) for name, texts in models.items() if texts}
+        self._inputs = InputProcessor(self.config, timeouts)
         self._registry: NodeRegistry | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
@@ -250,7 +244,7 @@ class DisaggregatedInference:
         """The tokenizer that a model's nodes use."""
         registry, name = await self.start(), self.config.resolve_model(model)
         await registry.wait_for_status(name)
-        return await self._tokenizers.tokenizer(registry.of(name))
+        return await self._inputs.tokenizers.tokenizer(registry.of(name))
 
     def _prepare(
         self, options: RequestOptions, on_plan: OnPlan | None = None
@@ -298,63 +292,13 @@ class DisaggregatedInference:
         self.queue.allow(recorder.model, _places(registry.of(recorder.model)))
         async with self.queue.turn(recorder.model, request.priority, deadline, request.caller):
             recorder.phase("queue", began_at)
-            request, continuation = await self._continuation(request, recorder, registry, deadline)
+            request, continuation = await self._inputs.process(request, recorder, registry, deadline)
             await RequestRunner(registry, request, continuation, recorder, deadline).run(put)
-
-    async def _continuation(
-        self, request: GenerateRequest, recorder: RequestRecorder, registry: NodeRegistry, deadline: float
-    ) -> tuple[GenerateRequest, Continuation]:
-        """By text or by tokens, as the model's nodes take it; with a limit of tokens."""
-        model, nodes = recorder.model, registry.of(recorder.model)
-        window = self._window(model, nodes)
-        if any(node.takes_text for node in nodes):
-            request = _limited(request, window - estimated_tokens(request))
-            return request, TextContinuation(registry, model, request, recorder)
-        began_at = time.perf_counter()
-        tokenizer = await self._tokenizer_of(request, nodes, deadline)
-        if (tokens := request.tokens) is None:
-            assert tokenizer
-            tokens = await self._tokenizers.encode(tokenizer, request, window)
-        recorder.prompt_tokens = len(tokens)
-        recorder.phase("tokenize", began_at)
-        wanted = len(tokens) + (request.max_tokens or 1)
-        if wanted > window:
-            raise ContextTooLong(wanted, window, prompt_tokens=len(tokens))
-        request = _limited(request, window - len(tokens))
-        shared = await self._shared_tokens(request, model, tokens)
-        return request, TokenContinuation(registry, model, request, tokens, tokenizer, shared)
-
-    async def _tokenizer_of(
-        self, request: GenerateRequest, nodes: list[NodeState], deadline: float
-    ) -> ModelTokenizer | None:
-        """A request by tokens needs it only to check the text of the answer. Others wait for a node that has it."""
-        poll_s = self._timeouts.poll_s
-        while True:
-            try:
-                return await self._tokenizers.tokenizer(nodes)
-            except DisaggError:
-                if request.tokens is not None:
-                    return None
-                may_come = any(node.may_come_back and not node.reachable for node in nodes)
-                if not may_come or time.monotonic() > deadline - 2 * poll_s:
-                    raise
-            await asyncio.sleep(poll_s)
-
-    async def _shared_tokens(self, request: GenerateRequest, model: str, tokens: list[int]) -> int:
-        """Leading tokens that callers share although they have different salts."""
-        prompts = self._shared_prompts.get(model)
-        if prompts is None or not request.cache_salt:
-            return 0
-        return prompts.tokens_in(tokens, await self.tokenizer(model), date.today())
 
     def _timeout_s(self, model: str) -> float:
         policies, options = self.config.policies, self.config.options_of(model)
         prefill_s = options.prefill_timeout_s or policies.prefill_timeout_s
         return prefill_s + (options.decode_timeout_s or policies.decode_timeout_s)
-
-    def _window(self, model: str, nodes: list[NodeState]) -> int:
-        known = [node.info.context_window for node in nodes if node.info and not node.mismatch]
-        return self.config.options_of(model).context_window or max(known, default=1 << 30)
 
     def _finish(self, recorder: RequestRecorder, error: BaseException | None) -> RequestRecord:
         servers = {server.name: server for server in self.config.servers}
@@ -366,13 +310,6 @@ class DisaggregatedInference:
         for callback in self.on_end:
             callback(record)
         return record
-
-
-def _limited(request: GenerateRequest, fits: int) -> GenerateRequest:
-    """A request without a limit gets the usual one, or what fits."""
-    if request.max_tokens is not None:
-        return request
-    return msgspec.structs.replace(request, max_tokens=max(1, min(_MAX_TOKENS, fits)))
 
 
 def _is_late(error: BaseException, deadline: float) -> bool:

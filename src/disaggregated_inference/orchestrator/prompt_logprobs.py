@@ -3,7 +3,7 @@
 from typing import Any
 
 from disaggregated_inference.api import PromptLogprobs
-from disaggregated_inference.orchestrator.node_client import LegFailed
+from disaggregated_inference.orchestrator.leg_errors import LegFailed
 
 
 class PromptLogprobsState:

@@ -20,7 +20,7 @@ from disaggregated_inference.orchestrator.attempt import Attempt
 from disaggregated_inference.orchestrator.causes import no_decode_node, prefill_causes
 from disaggregated_inference.orchestrator.continuation import Continuation, Numbers
 from disaggregated_inference.orchestrator.failover import FailoverState
-from disaggregated_inference.orchestrator.node_client import LegBusy, LegFailed, NodeRefused, refusal
+from disaggregated_inference.orchestrator.leg_errors import LegBusy, LegFailed, NodeRefused, refusal
 from disaggregated_inference.orchestrator.node_state import NodeState
 from disaggregated_inference.orchestrator.recorder import RequestRecorder
 from disaggregated_inference.orchestrator.registry import NodeRegistry
@@ -56,7 +56,7 @@ class RequestRunner:
         self._streams = False  # a reader has what came so far
 
     async def run(self, put: Put | None) -> None:
-        """Until the answer is complete. `put` is a plain call, since every token passes through it; None: nobody reads
+        """Until the answer is complete. `put` is a plain call, since every token passes through it; None: no one reads
         the answer before it is complete."""
         self._put, self._streams = put or self._put, put is not None
         numbers = tuple(range(self._request.n))

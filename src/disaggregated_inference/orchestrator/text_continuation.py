@@ -22,7 +22,7 @@ from disaggregated_inference.kv import Salt, salt_of
 from disaggregated_inference.orchestrator.attempt import Attempt
 from disaggregated_inference.orchestrator.cluster_view import Route, RouteRequest
 from disaggregated_inference.orchestrator.continuation import Numbers
-from disaggregated_inference.orchestrator.node_client import NodeRefused
+from disaggregated_inference.orchestrator.leg_errors import NodeRefused
 from disaggregated_inference.orchestrator.prompt_logprobs import PromptLogprobsState
 from disaggregated_inference.orchestrator.recorder import ChoiceState, RequestRecorder
 from disaggregated_inference.orchestrator.registry import NodeRegistry
