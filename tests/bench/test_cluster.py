@@ -10,8 +10,8 @@ import pytest
 
 from disaggregated_inference.bench import cluster, orchestrator
 from disaggregated_inference.bench.report import Report
-from disaggregated_inference.cluster.local_nodes import running
 from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.local_nodes import running
 from disaggregated_inference.models import ModelFiles
 from tests.support.engines import ENGINE_OPTIONS
 

@@ -20,8 +20,8 @@ from disaggregated_inference.cli.local_cluster import LocalServer, cluster_file,
 from disaggregated_inference.cli.up import UpSettings, _Plan, run
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.cluster import load_config
-from disaggregated_inference.cluster.local_nodes import LocalNode, Process, as_ready, stopping
 from disaggregated_inference.errors import BadRequest, DisaggError
+from disaggregated_inference.local_nodes import LocalNode, Process, as_ready, stopping
 from tests.support.cluster import free_port
 from tests.support.command import read_output
 from tests.support.waiting import until

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from disaggregated_inference.cluster.local_nodes import LocalNode, Process, disagg, running
+from disaggregated_inference.local_nodes import LocalNode, Process, disagg, running
 from disaggregated_inference.models import ModelStore
 
 MODEL = "smollm2"

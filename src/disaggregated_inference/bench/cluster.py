@@ -15,10 +15,10 @@ from disaggregated_inference.bench import machines
 from disaggregated_inference.bench.machines import Machine, greedy, orchestrated, random_prompt
 from disaggregated_inference.bench.prompts import resolve_model, text_prompt
 from disaggregated_inference.bench.report import Report, Row, progress
-from disaggregated_inference.cluster.local_nodes import ClientView, running
 from disaggregated_inference.engines import require_engine
 from disaggregated_inference.engines.simulated import MACHINES
 from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.local_nodes import ClientView, running
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.orchestrator import DisaggregatedInference
 

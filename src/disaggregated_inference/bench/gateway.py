@@ -22,8 +22,8 @@ from disaggregated_inference.bench.processes import cpu_s, resident_bytes
 from disaggregated_inference.bench.report import Report, Row, percentile, progress
 from disaggregated_inference.bench.rounds import closed_loop, open_streams
 from disaggregated_inference.bench.servers import BARE, LITELLM, MODEL, OURS, Servers, node_of, serving
-from disaggregated_inference.cluster.local_nodes import Process, running
 from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.local_nodes import Process, running
 
 STREAMS = (1, 32, 256)
 _PACED = 2560  # tokens per second of all streams of a server: about half of its maximum

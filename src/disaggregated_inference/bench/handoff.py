@@ -6,8 +6,8 @@ from disaggregated_inference.bench.pairs import best_first_token, exposed_transf
 from disaggregated_inference.bench.prompts import resolve_model, text_prompt
 from disaggregated_inference.bench.report import Report, Row, progress
 from disaggregated_inference.bench.streaming import bench_streaming
-from disaggregated_inference.cluster.local_nodes import LocalNode, generate_disaggregated, running
 from disaggregated_inference.engines import require_engine
+from disaggregated_inference.local_nodes import LocalNode, generate_disaggregated, running
 
 _PROMPTS = (128, 512, 2000)
 _TOKENS = 32

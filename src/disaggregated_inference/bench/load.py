@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from disaggregated_inference.bench.report import Report, Row, progress
 from disaggregated_inference.bench.servers import MODEL, config_file, gateway_process, node_of
-from disaggregated_inference.cluster.local_nodes import running
 from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.local_nodes import running
 from disaggregated_inference.models import ModelStore
 
 GUIDELLM = "guidellm==0.8.1"  # the tested version: its options change between releases

@@ -8,8 +8,8 @@ import aiohttp
 import msgspec
 
 from disaggregated_inference.bench.relay import event_lines
-from disaggregated_inference.cluster.local_nodes import ClientView, LocalNode
 from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.local_nodes import ClientView, LocalNode
 from disaggregated_inference.orchestrator import DisaggregatedInference
 
 _JSON = {"Content-Type": "application/json"}

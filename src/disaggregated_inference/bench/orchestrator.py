@@ -23,8 +23,8 @@ from disaggregated_inference.bench.machines import Bare, Machine, greedy, orches
 from disaggregated_inference.bench.processes import resident_bytes
 from disaggregated_inference.bench.report import Report, Row, percentile, progress
 from disaggregated_inference.bench.rounds import closed_loop, open_streams
-from disaggregated_inference.cluster.local_nodes import ClientView, running
 from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.local_nodes import ClientView, running
 from disaggregated_inference.orchestrator import DisaggregatedInference
 
 STREAMS = (1, 32, 256)

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 
 from disaggregated_inference.bench.prompts import resolve_model, text_prompt
 from disaggregated_inference.bench.report import Report, Row, progress
-from disaggregated_inference.cluster.local_nodes import (
+from disaggregated_inference.engines import file_kind, require_engine
+from disaggregated_inference.local_nodes import (
     ClientView,
     LocalNode,
     generate_disaggregated,
@@ -13,7 +14,6 @@ from disaggregated_inference.cluster.local_nodes import (
     running,
     shared_cores,
 )
-from disaggregated_inference.engines import file_kind, require_engine
 
 _TOKENS = 4  # only the first token is measured
 _CHUNK = 256

@@ -6,7 +6,7 @@ import logging
 
 from disaggregated_inference.bench.machines import Machine, random_prompt, simulated
 from disaggregated_inference.bench.report import Report, Row
-from disaggregated_inference.cluster.local_nodes import running
+from disaggregated_inference.local_nodes import running
 from disaggregated_inference.orchestrator import DisaggregatedInference
 
 _PROMPT = 512

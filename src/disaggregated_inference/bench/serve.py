@@ -15,8 +15,8 @@ from typing import Any
 from disaggregated_inference.bench.processes import free_port
 from disaggregated_inference.bench.prompts import resolve_model
 from disaggregated_inference.bench.report import Report, Row, percentile, progress
-from disaggregated_inference.cluster.local_nodes import ClientView, LocalNode, Process, running, shared_cores
 from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.local_nodes import ClientView, LocalNode, Process, running, shared_cores
 from disaggregated_inference.models import ModelFiles
 
 _TEXT = "Tell me about number {number}: where it appears in nature, in mathematics and in the history of people. "

@@ -12,8 +12,8 @@ from typing import Any
 from disaggregated_inference.bench import machines
 from disaggregated_inference.bench.machines import Machine
 from disaggregated_inference.bench.processes import free_port
-from disaggregated_inference.cluster.local_nodes import Process, disagg, running
 from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.local_nodes import Process, disagg, running
 
 OURS, BARE, LITELLM = "ours", "bare", "litellm"
 MODEL = "tiny"

@@ -11,7 +11,7 @@ from typing import Any
 from disaggregated_inference.chaos.nodes import ChaosNode, given_nodes, own_nodes
 from disaggregated_inference.chaos.settings import ChaosSettings
 from disaggregated_inference.cluster import load_config
-from disaggregated_inference.cluster.local_nodes import Process, disagg, stopping
+from disaggregated_inference.local_nodes import Process, disagg, stopping
 
 REQUEST_S = 300.0  # a request may take this long: chaos looks for faults of the cluster, not for a busy machine
 _POLICIES = {

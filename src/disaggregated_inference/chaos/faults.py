@@ -17,8 +17,8 @@ from disaggregated_inference.chaos.clients import ChaosClients, wait_for
 from disaggregated_inference.chaos.gate import Gate
 from disaggregated_inference.chaos.line import LINE_FAULTS, DisturbedLine, LineFault
 from disaggregated_inference.chaos.nodes import ChaosNode
-from disaggregated_inference.cluster.local_nodes import Process
 from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.local_nodes import Process
 
 _PAUSE_S = (0.2, 1.2)  # between two faults
 _LASTS_S = (0.3, 5.0)

@@ -9,8 +9,8 @@ import msgspec
 from disaggregated_inference.chaos.line import DisturbedLine
 from disaggregated_inference.chaos.settings import ChaosSettings
 from disaggregated_inference.cluster import ClusterConfig, Server
-from disaggregated_inference.cluster.local_nodes import LocalNode, ask_status
 from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.local_nodes import LocalNode, ask_status
 
 # A garbled line flips a bit about once in so many bytes: a few requests on it live, others do not.
 _HTTP_SPACING, _KV_SPACING = 3_000, 60_000

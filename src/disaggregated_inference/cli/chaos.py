@@ -7,9 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from disaggregated_inference.chaos.report import ChaosReport, Show
-from disaggregated_inference.chaos.run import run_chaos
-from disaggregated_inference.chaos.settings import ChaosSettings
+from disaggregated_inference.chaos import ChaosReport, ChaosSettings, Show, run_chaos
 
 _WIDTH = 110  # of the table in a file or pipe
 

@@ -76,7 +76,7 @@ def example_config(
 @config_app.command("reference")
 def reference_page() -> None:
     """Print the reference of every field of a cluster file, as Markdown."""
-    from disaggregated_inference.cluster.reference import reference
+    from disaggregated_inference.cluster import reference
 
     typer.echo(reference(), nl=False)
 

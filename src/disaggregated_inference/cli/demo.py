@@ -12,15 +12,15 @@ from rich.table import Table
 
 from disaggregated_inference.cli.options import require_text
 from disaggregated_inference.cli.progress import steps
-from disaggregated_inference.cluster.local_nodes import (
+from disaggregated_inference.engines import file_kind, require_engine
+from disaggregated_inference.errors import ContextTooLong
+from disaggregated_inference.local_nodes import (
     ClientView,
     LocalNode,
     generate_disaggregated,
     generate_local,
     running,
 )
-from disaggregated_inference.engines import file_kind, require_engine
-from disaggregated_inference.errors import ContextTooLong
 from disaggregated_inference.models import ModelFiles, ModelStore
 
 

@@ -46,7 +46,7 @@ def gateway(
     if context.invoked_subcommand:
         return
     from disaggregated_inference.cli.serve import announcing
-    from disaggregated_inference.gateway.server import GatewaySettings, run_gateway
+    from disaggregated_inference.gateway import GatewaySettings, run_gateway
 
     settings = GatewaySettings(**context.params | {"cors": tuple(cors or ())})  # each option is a setting
     with announcing() as announce:
@@ -73,7 +73,7 @@ def make_key(
     tokens_per_day: Annotated[int | None, typer.Option(min=1, help="The same per day, in UTC. Default: none.")] = None,
 ) -> None:
     """Create an API key and print it. It cannot be printed again: the file stores only its hash."""
-    from disaggregated_inference.gateway.key_file import KeyLimits, new_key
+    from disaggregated_inference.gateway import KeyLimits, new_key
 
     limits: KeyLimits = {
         "group": group,

@@ -54,7 +54,7 @@ def main() -> None:
     Typer reports usage errors itself, with exit code 2."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # lets finally blocks run
     if parent := os.environ.pop("DISAGG_PARENT_PID", ""):  # set by `disagg up`, the demo and benchmarks
-        from disaggregated_inference.cluster.local_nodes import stop_with_parent
+        from disaggregated_inference.local_nodes import stop_with_parent
 
         stop_with_parent(int(parent))
     try:
@@ -172,7 +172,7 @@ def chaos(
     Nodes are killed and frozen; lines (HTTP and KV) are cut, slowed, garbled and black-holed; disks are full; the
     gateway reloads; models are unloaded. One node of each role stays up. The exit code is 0 if no answer was wrong, no
     request failed and all memory is free at the end."""
-    from disaggregated_inference.chaos.settings import ChaosSettings
+    from disaggregated_inference.chaos import ChaosSettings
     from disaggregated_inference.cli.chaos import run
 
     prefill, _, decode = engine.partition(",")

@@ -23,7 +23,11 @@ from disaggregated_inference.cli.local_cluster import (
 from disaggregated_inference.cli.progress import steps
 from disaggregated_inference.cli.serve import spinner
 from disaggregated_inference.cluster import without_token
-from disaggregated_inference.cluster.local_nodes import (
+from disaggregated_inference.engines import file_kind, require_engine
+from disaggregated_inference.engines.simulated import parse_profile
+from disaggregated_inference.errors import BadRequest, DisaggError, EngineUnavailable
+from disaggregated_inference.http import is_free, require_free_port
+from disaggregated_inference.local_nodes import (
     LocalNode,
     Process,
     as_ready,
@@ -31,10 +35,6 @@ from disaggregated_inference.cluster.local_nodes import (
     generate_disaggregated,
     stopping,
 )
-from disaggregated_inference.engines import file_kind, require_engine
-from disaggregated_inference.engines.simulated import parse_profile
-from disaggregated_inference.errors import BadRequest, DisaggError, EngineUnavailable
-from disaggregated_inference.http import is_free, require_free_port
 from disaggregated_inference.models import ModelFiles, ModelStore
 
 _EMBEDDED, _SIMULATED = "smollm2", "simulated:qwen3-30b-a3b"

@@ -11,6 +11,7 @@ from disaggregated_inference.cluster.config import (
 )
 from disaggregated_inference.cluster.model_match import ModelMatch, bare_name
 from disaggregated_inference.cluster.reader import read_file
+from disaggregated_inference.cluster.reference import reference
 
 __all__ = [
     "ClusterConfig",
@@ -23,5 +24,6 @@ __all__ = [
     "load_config",
     "read_file",
     "read_token",
+    "reference",
     "without_token",
 ]

@@ -1,1 +1,6 @@
 """One endpoint that existing programs can use: public APIs over the orchestrator."""
+
+from disaggregated_inference.gateway.key_file import KeyLimits, new_key
+from disaggregated_inference.gateway.server import GatewaySettings, run_gateway
+
+__all__ = ["GatewaySettings", "KeyLimits", "new_key", "run_gateway"]

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from disaggregated_inference.cluster.bearer_token import without_token
+from disaggregated_inference.cluster import without_token
 from disaggregated_inference.cores import available_cores
 from disaggregated_inference.errors import DisaggError
 
