@@ -14,7 +14,7 @@ import msgspec
 
 from disaggregated_inference.errors import ConfigError
 from disaggregated_inference.identity import certificates as x509
-from disaggregated_inference.identity.private_files import make_folder, read_private, write_private
+from disaggregated_inference.identity.key_files import make_folder, read_private, write_private
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?")
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")

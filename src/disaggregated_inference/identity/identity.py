@@ -17,7 +17,7 @@ from disaggregated_inference.errors import ConfigError, IdentityRefused
 from disaggregated_inference.identity import certificates as x509
 from disaggregated_inference.identity.authority import CA, CERTIFICATE, KEY, REVOKED
 from disaggregated_inference.identity.certificates import PeerIdentity
-from disaggregated_inference.identity.private_files import exposed, read_private
+from disaggregated_inference.identity.key_files import exposed, read_private
 from disaggregated_inference.timeouts import IdentityTimeouts
 
 log = logging.getLogger(__name__)

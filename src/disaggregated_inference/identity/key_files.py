@@ -1,4 +1,4 @@
-"""Files that only their owner may read, written so that a crash leaves the old or the new content."""
+"""The files of keys and certificates, written so that a crash leaves the old or the new content."""
 
 import os
 import stat
@@ -6,14 +6,14 @@ import tempfile
 from pathlib import Path
 
 from disaggregated_inference.errors import ConfigError
+from disaggregated_inference.private_files import make_private_folder
 
 OPEN_TO_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def make_folder(path: Path) -> None:
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.chmod(0o700)
+        make_private_folder(path)
     except OSError as error:
         raise ConfigError(f"cannot make the folder {path}: {error.strerror}; choose another folder") from error
 
