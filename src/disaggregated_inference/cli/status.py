@@ -78,7 +78,7 @@ def render(status: Status) -> RenderableType:
     reasons += [
         Text(f"{node['name']}: plain, on a link declared trusted: {node['trusted_link']}", "yellow")
         for node in nodes
-        if node["trusted_link"] and not node["identity"]
+        if node.get("trusted_link") and not node.get("identity")
     ]
     links = ", ".join(_link(link) for link in status["links"])
     models = [_model(model, nodes) for model in status["models"]] + ([f"links: {links}"] if links else [])

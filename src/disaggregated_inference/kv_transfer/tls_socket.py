@@ -32,12 +32,24 @@ class TlsSocket:
         """Some bytes of the first part; small parts go as one."""
         first = parts[0]
         if len(first) < _SMALL_BYTES and len(parts) > 1:
-            head = b"".join(_first_bytes(parts, _SMALL_BYTES))
-            return self._call(lambda: self._tls.send(head))
-        return self._call(lambda: self._tls.send(first))
+            first = memoryview(b"".join(_first_bytes(parts, _SMALL_BYTES)))
+        return self._call(lambda: self._each_record(self._tls.send, first))
 
     def recv_into(self, target: memoryview) -> int:
-        return self._call(lambda: self._tls.recv_into(target))
+        return self._call(lambda: self._each_record(self._tls.recv_into, target))
+
+    def _each_record(self, move: Callable[[memoryview], int], data: memoryview) -> int:
+        """OpenSSL moves one record of 16 KB at a time: as many as go without waiting."""
+        moved = 0
+        try:
+            while moved < len(data):
+                if not (count := move(data[moved:])):
+                    break
+                moved += count
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            if not moved:
+                raise
+        return moved
 
     def recv(self, size: int) -> bytes:
         return self._call(lambda: self._tls.recv(size))
