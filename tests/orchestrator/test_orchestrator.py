@@ -371,15 +371,16 @@ def simulated(name: str, profile: str) -> Process:
 
 def test_a_node_with_a_stuck_engine_is_replaced(record_property: Any) -> None:
     """It answers everything but the question: its engine has been at one thing for too long."""
-    # Pieces of 0.8 s; four times as fast as the other: chosen first, whatever a busy machine measured at its start.
-    stuck = simulated("stuck", "custom:prefill=120,decode=1000")
-    well = simulated("well", "custom:prefill=30,decode=1000,chunk=8")
+    # Chunks of 0.8 s, the longest there are, and four times as fast as the other: chosen first, whatever a busy machine
+    # measured at its start. The other has chunks of 16 tokens, the shortest there are: 0.27 s.
+    stuck = simulated("stuck", "custom:prefill=240,decode=1000")
+    well = simulated("well", "custom:prefill=60,decode=1000,chunk=8")
     try:
         for node in (stuck, well):
             node.ready()
-        prompt = [number % 900 + 20 for number in range(200)]
+        prompt = [number % 900 + 20 for number in range(400)]
         ask: dict[str, Any] = {"model": "simulated:tiny", "tokens": prompt, "max_tokens": 8, "temperature": 0}
-        with DisaggregatedClient(config_of(stuck, well, local="always", stuck_s=0.5)) as client:
+        with DisaggregatedClient(config_of(stuck, well, local="always", stuck_s=0.55)) as client:
             assert client.health()["verdict"] == "all up"
             twice = [client.generate(**ask)[1] for _ in range(2)]
         # The reference comes last: a prefix cache that holds the prompt would make the router prefer its node.
