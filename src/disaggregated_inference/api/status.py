@@ -151,6 +151,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: Size | None = None
     eos_tokens: tuple[TokenId, ...] = ()
     fingerprint: Fingerprint | None = None
+    text_identity: str = ""  # of its tokenizer: how tokens become text
     identity: ModelIdentity = ModelIdentity()
     exports: bool | UnsetType = UNSET
     imports: bool | UnsetType = UNSET

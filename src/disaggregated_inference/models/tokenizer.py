@@ -154,7 +154,7 @@ class ModelTokenizer:
         return "ByteLevel" in json.dumps(json.loads(self.json).get("decoder"))
 
     def stream(self) -> "TextStream":
-        return TextStream(self._tokenizer, self._text_bytes)
+        return TextStream(self._tokenizer, self._text_bytes, self._special_ids)
 
     def _text_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to a completion; none for special tokens."""
@@ -177,6 +177,12 @@ class ModelTokenizer:
         meanings = sorted((at, text) for text, at in self._tokenizer.get_vocab().items())
         return _hash(json.dumps([self._byte_level, meanings], ensure_ascii=False))
 
+    @cached_property
+    def text_identity(self) -> str:
+        """A hash of how ids become text. Copies of one model may differ in it: other tokens count as special."""
+        added = sorted((at, str(each), each.special) for at, each in self._tokenizer.get_added_tokens_decoder().items())
+        return _hash(json.dumps([json.loads(self.json).get("decoder"), added], ensure_ascii=False, sort_keys=True))
+
     @property
     def template_identity(self) -> str:
         return _hash(self.chat_template.strip())
@@ -189,12 +195,19 @@ class ModelTokenizer:
 class TextStream:
     """Converts tokens to text one by one, never splitting a character."""
 
-    def __init__(self, tokenizer: Tokenizer, bytes_of: Callable[[int], bytes]) -> None:
-        self._tokenizer, self._bytes_of = tokenizer, bytes_of
+    def __init__(self, tokenizer: Tokenizer, bytes_of: Callable[[int], bytes], special: frozenset[int]) -> None:
+        self._tokenizer, self._bytes_of, self._special = tokenizer, bytes_of, special
         self._stream = DecodeStream(skip_special_tokens=True)
         self._held: list[int] = []
 
+    @property
+    def held(self) -> int:
+        """Tokens whose text has not come yet. Each further token takes as much longer."""
+        return len(self._held)
+
     def push(self, token: int) -> str:
+        if not self._held and token in self._special:  # has no text; the library would decode it again and again
+            return ""
         text = self._stream.step(self._tokenizer, token) or ""
         self._held.clear() if text else self._held.append(token)
         return text

@@ -85,6 +85,7 @@ class Node:
             vocabulary=spec.vocabulary,
             eos_tokens=spec.eos_tokens,
             fingerprint=self.kv_memory.engine.fingerprint,
+            text_identity=self.model.tokenizer.text_identity,
             stored=StoredModel(**storage_of(self.model)._asdict()),
         )
 

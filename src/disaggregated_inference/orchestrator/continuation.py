@@ -106,7 +106,9 @@ class TokenContinuation:
 
     def stream_check(self, numbers: Numbers, request: DecodeRequest, model: ModelInfo | None) -> StreamCheck:
         text = "".join(self.choice_states[numbers[0]].text) if len(numbers) == 1 else ""
-        return TokenStreamCheck(request, model, self._tokenizer, text)
+        tokenizer = self._tokenizer  # only the node's own can tell what text its tokens are
+        is_same = tokenizer is not None and model is not None and tokenizer.text_identity == model.text_identity
+        return TokenStreamCheck(request, model, tokenizer if is_same else None, text)
 
     def explain(self, route: Route, reason: str) -> str:
         return reason

@@ -23,6 +23,7 @@ from disaggregated_inference.models import ModelTokenizer
 _FINISH_REASONS = (None, "stop", "length")
 _ABOVE_ZERO = 0.01  # a logprob may be rounded to slightly more than 0
 _LARGEST = 1e15  # of a count, a time or a rate
+_MAX_HELD = 64  # tokens without text: parts of characters that never end, which take ever longer to decode
 
 
 class BadEvents(Exception):
@@ -206,7 +207,7 @@ class _ChoiceCheck:
             raise BadEvents(f"{finish_reason[:40]!r} is no finish reason" if finish_reason else "no finish reason")
         self.finished = finish_reason is not None
         self._require_reason(token, finish_reason)
-        if self._text:
+        if self._text and self._text.is_decodable:
             by_string = self._free and finish_reason == "stop" and token not in self._eos
             self._text.take(token, text, finish_reason, by_string=by_string)
 
@@ -229,6 +230,10 @@ class _TextCheck:
         if not written.startswith(written_text):  # the caller's own books; a node is not to blame
             written_text = written
         self._owed = written.removeprefix(written_text)
+
+    @property
+    def is_decodable(self) -> bool:
+        return self._stream.held < _MAX_HELD
 
     def take(self, token: int, text: str, finish_reason: str | None, *, by_string: bool = False) -> None:
         """`by_string`: only a stop string can have ended the choice."""

@@ -7,11 +7,11 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from disaggregated_inference.api import GenerateRequest
+from disaggregated_inference.api import GenerateRequest, ModelInfo
 from disaggregated_inference.errors import BadRequest, DisaggError, NoDecodeNode
 from disaggregated_inference.models import MissingTokenizer, ModelTokenizer, default_home
 from disaggregated_inference.orchestrator.causes import no_decode_node
@@ -39,18 +39,20 @@ class TokenizerCache:
         if not sources:
             raise no_decode_node(nodes[0].model, nodes)
         assert sources[0].info
-        if (model := sources[0].info.fingerprint) is None:
+        if sources[0].info.fingerprint is None:
             return MissingTokenizer(sources[0].model, sources[0].info.capabilities)
-        identity = hashlib.blake2b(f"{model.tokenizer}/{model.chat_template}".encode(), digest_size=16).hexdigest()
+        wanted = _identities_of(sources[0].info)
+        identity = hashlib.blake2b("/".join(wanted).encode(), digest_size=16).hexdigest()
         if found := self._cached.get(identity):
             return found
         if identity not in self._fetching or self._fetching[identity].done():
-            self._fetching[identity] = asyncio.create_task(self._get(identity, sources))
+            self._fetching[identity] = asyncio.create_task(self._get(identity, wanted, sources))
         return await asyncio.shield(self._fetching[identity])
 
-    async def _get(self, identity: str, nodes: list[NodeState]) -> ModelTokenizer:
+    async def _get(self, identity: str, wanted: "_Identities", nodes: list[NodeState]) -> ModelTokenizer:
         try:
-            found = await in_thread(lambda: self._from_disk(identity)) or await self._from_nodes(identity, nodes)
+            found = await in_thread(partial(self._from_disk, identity, wanted))
+            found = found or await self._from_nodes(identity, nodes)
         finally:
             self._fetching.pop(identity, None)
         while len(self._cached) >= _MAX_CACHED:
@@ -58,11 +60,13 @@ class TokenizerCache:
         self._cached[identity] = found
         return found
 
-    def _from_disk(self, identity: str) -> ModelTokenizer | None:
+    def _from_disk(self, identity: str, wanted: "_Identities") -> ModelTokenizer | None:
+        """None also for a file that was changed: the node's own replaces it."""
         try:
-            return ModelTokenizer.from_dict(msgspec.json.decode((self._home / f"{identity}.json").read_bytes()))
-        except (OSError, msgspec.DecodeError, DisaggError):
+            found = ModelTokenizer.from_dict(_fields((self._home / f"{identity}.json").read_bytes()))
+        except (OSError, DisaggError):
             return None
+        return found if _is(found, wanted) else None
 
     async def _from_nodes(self, identity: str, nodes: list[NodeState]) -> ModelTokenizer:
         failures: list[str] = []
@@ -78,9 +82,7 @@ class TokenizerCache:
     def _take(self, identity: str, body: bytes, node: NodeState) -> ModelTokenizer:
         tokenizer = ModelTokenizer.from_dict(_fields(body))
         assert node.info
-        model = node.info.fingerprint
-        assert model
-        if (tokenizer.identity, tokenizer.template_identity) != (model.tokenizer, model.chat_template):
+        if not _is(tokenizer, _identities_of(node.info)):
             raise DisaggError(f"{node.name} handed out another tokenizer than it uses; restart it")
         try:
             self._home.mkdir(parents=True, exist_ok=True)
@@ -99,6 +101,24 @@ class TokenizerCache:
             return _encoded(tokenizer, request, window)
         async with self._workers:
             return await in_thread(lambda: _encoded(tokenizer, request, window))
+
+
+class _Identities(NamedTuple):
+    """Of a tokenizer, as its node tells them; `text` is empty for a node that does not."""
+
+    tokenizer: str
+    chat_template: str
+    text: str
+
+
+def _identities_of(info: ModelInfo) -> _Identities:
+    assert info.fingerprint
+    return _Identities(info.fingerprint.tokenizer, info.fingerprint.chat_template, info.text_identity)
+
+
+def _is(tokenizer: ModelTokenizer, wanted: _Identities) -> bool:
+    is_model = (tokenizer.identity, tokenizer.template_identity) == (wanted.tokenizer, wanted.chat_template)
+    return is_model and wanted.text in ("", tokenizer.text_identity)
 
 
 def _fields(body: bytes) -> dict[str, Any]:
