@@ -119,7 +119,7 @@ def test_the_orchestrator_shows_loading_and_then_uses_the_node(start: Start) -> 
         async with DisaggregatedInference(config) as cluster:
             await cluster.health()
             before = (await cluster.status())["nodes"][0]
-            refused = await asyncio.gather(cluster.generate("hello", max_tokens=2), return_exceptions=True)
+            refused = await asyncio.gather(cluster.generate("hello", max_tokens=2, timeout=2), return_exceptions=True)
             start.release.set()
             await asyncio.to_thread(until, lambda: ask(start.port, "/health")[0] == 200, LONG_S)
             await cluster.health()

@@ -492,7 +492,7 @@ def test_a_recovered_node_serves_many_requests_at_once(four: Four, expect: Any) 
         answered(client, prompt, 4)
         four.d1.kill()
         with pytest.raises(DisaggError):
-            answered(client, prompt, 4)
+            answered(client, prompt, 4, timeout=3)
         four.d1.start()
         four.d1.ready()
         assert until(lambda: client.status()["models"]["llama"] == "a node is down, others serve", 20)
