@@ -5,6 +5,7 @@ import json
 import os
 import ssl
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,58 @@ def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
         member.require(ssl.PEM_cert_to_DER_cert(pem))
     with pytest.raises(ConfigError, match=r"node.pem: the certificate of old has expired: run .*rotate"):
         Identity(tmp_path / "keys" / "old")
+
+
+def test_a_certificate_that_is_not_valid_yet_names_the_clock(tmp_path: Path) -> None:
+    """It was reported as expired: rotating it would not have helped."""
+    ahead = datetime.datetime.now(datetime.UTC).replace(microsecond=0) + datetime.timedelta(days=2)
+    folder = Authority.create(tmp_path / "keys", clock=lambda: ahead).issue("early", ("127.0.0.1",))
+    member = Identity(Authority(tmp_path / "keys").issue("new", ("127.0.0.1",)))
+    pem = (folder / "node.pem").read_text()
+    says = r"the certificate of early is not valid before .* UTC, and this machine's clock says .* UTC: set the clock"
+    with pytest.raises(IdentityRefused, match=says):
+        member.require(ssl.PEM_cert_to_DER_cert(pem))
+    with pytest.raises(ConfigError, match=says):
+        Identity(folder)
+
+
+def test_commands_at_the_same_time_lose_no_certificate(cluster: Cluster) -> None:
+    """Each read the list before the others changed it: the last one to write it won."""
+    folder, names = cluster.authority.folder, [f"r{number}" for number in range(6)]
+    cluster.folder_of("old")
+    started = {name: Authority(folder) for name in names}
+    renewing, revoking = Authority(folder), Authority(folder)
+    with ThreadPoolExecutor(8) as threads:
+        work = [threads.submit(authority.issue, name, ()) for name, authority in started.items()]
+        work += [threads.submit(renewing.rotate, "old"), threads.submit(revoking.revoke, "old")]
+        for each in work:
+            each.result()
+    found = Authority(folder)
+    assert sorted(each.name for each in found.issued) == ["old", "old", *names]
+    assert any(each.revoked_at for each in found.issued if each.name == "old")
+    for name in names:
+        assert len(found.revoke(name)) == 1
+    assert len({(path / "revoked.pem").read_bytes() for path in folder.iterdir() if path.is_dir()}) == 1
+
+
+def test_two_authorities_at_once_are_one(tmp_path: Path) -> None:
+    def create(_: int) -> bool:
+        try:
+            Authority.create(tmp_path / "keys").issue("spark", ())
+        except ConfigError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(4) as threads:
+        assert sum(threads.map(create, range(4))) == 1
+    Identity(tmp_path / "keys" / "spark")
+
+
+def test_a_home_that_cannot_be_made_names_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISAGG_HOME", "/dev/null/home")
+    monkeypatch.delenv("DISAGG_KEYS", raising=False)
+    with pytest.raises(ConfigError, match=r"cannot make the folder /dev/null/home/keys.*--keys.*DISAGG_HOME"):
+        run("init")
 
 
 def test_revoked_by_name_and_by_serial(cluster: Cluster) -> None:
