@@ -211,7 +211,7 @@ def serve(
     token: Token = "",
     token_file: TokenFile = "",
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Allow an address other than loopback without a token.")
+        bool, typer.Option("--insecure", help="Allow an address other than loopback without identity and token.")
     ] = False,
     identity: IdentityFolder = "",
     trusted_link: Annotated[
