@@ -164,10 +164,10 @@ def test_commands_at_the_same_time_lose_no_certificate(cluster: Cluster) -> None
     started = {name: Authority(folder) for name in names}
     renewing, revoking = Authority(folder), Authority(folder)
     with ThreadPoolExecutor(8) as threads:
-        work = [threads.submit(authority.issue, name, ()) for name, authority in started.items()]
-        work += [threads.submit(renewing.rotate, "old"), threads.submit(revoking.revoke, "old")]
-        for each in work:
-            each.result()
+        issued = [threads.submit(authority.issue, name, ()) for name, authority in started.items()]
+        renewed, revoked = threads.submit(renewing.rotate, "old"), threads.submit(revoking.revoke, "old")
+        assert [each.result().name for each in (*issued, renewed)] == [*names, "old"]
+        assert {each.name for each in revoked.result()} == {"old"}
     found = Authority(folder)
     assert sorted(each.name for each in found.issued) == ["old", "old", *names]
     assert any(each.revoked_at for each in found.issued if each.name == "old")
