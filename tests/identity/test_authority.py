@@ -6,6 +6,7 @@ import os
 import ssl
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from disaggregated_inference.cli.main import app
+from disaggregated_inference.cluster import Server
 from disaggregated_inference.errors import ConfigError, IdentityRefused
 from disaggregated_inference.identity import Authority, Identity
+from disaggregated_inference.orchestrator.strangers import why_unreachable
 from tests.support.identities import Cluster
 
 
@@ -155,6 +158,24 @@ def test_a_certificate_that_is_not_valid_yet_names_the_clock(tmp_path: Path) -> 
         member.require(ssl.PEM_cert_to_DER_cert(pem))
     with pytest.raises(ConfigError, match=says):
         Identity(folder)
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(folder / "node.pem", folder / "node.key")
+    node = Server(host="127.0.0.1", port=1, model="m", name="early", role="decode", tls=True)
+    words = why_unreachable(_handshake(server, member), node)
+    assert words.startswith("TLS failed: its certificate is not valid yet by this machine's clock")
+
+
+def _handshake(server: ssl.SSLContext, member: Identity) -> Exception:
+    """What the client gets."""
+    forth, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    near = member.client_context.wrap_bio(back, forth, server_hostname="127.0.0.1")
+    far = server.wrap_bio(forth, back, server_side=True)
+    for side in (near, far):
+        with suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    with pytest.raises(ssl.SSLCertVerificationError) as failed:
+        near.do_handshake()
+    return failed.value
 
 
 def test_commands_at_the_same_time_lose_no_certificate(cluster: Cluster) -> None:
