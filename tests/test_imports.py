@@ -39,7 +39,7 @@ MAP = {
     "ollama_node": {*SHARED, "api", "logs", "kv", "models", "http", "node"},
     "cluster": {"errors", "private_files"},
     "orchestrator": {*SHARED, "api", "kv", "models", "cluster", "identity"},
-    "chaos": {"errors", "cluster", "local_nodes", "orchestrator"},
+    "chaos": {"errors", "cluster", "identity", "local_nodes", "orchestrator"},
     "gateway": {*SHARED, "__init__", "api", "logs", "cluster", "models", "orchestrator", "http"},
 }
 LIBRARIES = {"torch": "torch", "transformers": "torch", "triton": "torch", "mlx": "mlx", "mlx_lm": "mlx"}

@@ -5,6 +5,7 @@ import os
 import selectors
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -103,12 +104,11 @@ class Process:
         self._log.close()
 
 
-def ask_status(url: str, token: str = "", timeout_s: float = 10.0) -> dict[str, Any]:
+def ask_status(url: str, token: str = "", timeout_s: float = 10.0, tls: ssl.SSLContext | None = None) -> dict[str, Any]:
     """A node's /status."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    with urllib.request.urlopen(
-        urllib.request.Request(url + "/status", headers=headers), timeout=timeout_s
-    ) as response:
+    request = urllib.request.Request(url + "/status", headers=headers)
+    with urllib.request.urlopen(request, timeout=timeout_s, context=tls) as response:
         status: dict[str, Any] = json.load(response)
         return status
 

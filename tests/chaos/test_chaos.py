@@ -72,6 +72,15 @@ def test_a_minute_of_chaos(tmp_path: Path, record_property: Any) -> None:
     record_property("report", f"a minute of chaos: {counts}, {len(struck)} faults, slowest {report['slowest_s']} s")
 
 
+def test_chaos_with_tls(tmp_path: Path) -> None:
+    """All lines are encrypted: a garbled one is a broken connection."""
+    with chaos(tmp_path, "--tls", "--minutes", "0.25", "--seed", "3", "--requests-at-once", "4", "--json") as process:
+        code, report = ended(process)
+    assert (code, report["wrong"], report["failed"], report["left"]) == (0, 0, 0, []), report["cases"][:3]
+    assert report["right"] > 5
+    assert [fault for fault in report["faults"] if fault["struck"]]
+
+
 class Misled(ChaosRun):
     """Expects something else than the cluster answers."""
 

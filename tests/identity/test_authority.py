@@ -5,6 +5,8 @@ import json
 import os
 import ssl
 import stat
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from disaggregated_inference.cli.main import app
+from disaggregated_inference.cluster import Server
 from disaggregated_inference.errors import ConfigError, IdentityRefused
 from disaggregated_inference.identity import Authority, Identity
+from disaggregated_inference.orchestrator.strangers import why_unreachable
 from tests.support.identities import Cluster
 
 
@@ -141,6 +145,76 @@ def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
         member.require(ssl.PEM_cert_to_DER_cert(pem))
     with pytest.raises(ConfigError, match=r"node.pem: the certificate of old has expired: run .*rotate"):
         Identity(tmp_path / "keys" / "old")
+
+
+def test_a_certificate_that_is_not_valid_yet_names_the_clock(tmp_path: Path) -> None:
+    """It was reported as expired: rotating it would not have helped."""
+    ahead = datetime.datetime.now(datetime.UTC).replace(microsecond=0) + datetime.timedelta(days=2)
+    folder = Authority.create(tmp_path / "keys", clock=lambda: ahead).issue("early", ("127.0.0.1",))
+    member = Identity(Authority(tmp_path / "keys").issue("new", ("127.0.0.1",)))
+    pem = (folder / "node.pem").read_text()
+    says = r"the certificate of early is not valid before .* UTC, and this machine's clock says .* UTC: set the clock"
+    with pytest.raises(IdentityRefused, match=says):
+        member.require(ssl.PEM_cert_to_DER_cert(pem))
+    with pytest.raises(ConfigError, match=says):
+        Identity(folder)
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(folder / "node.pem", folder / "node.key")
+    node = Server(host="127.0.0.1", port=1, model="m", name="early", role="decode", tls=True)
+    words = why_unreachable(_handshake(server, member), node)
+    assert words.startswith("TLS failed: its certificate is not valid yet by this machine's clock")
+
+
+def _handshake(server: ssl.SSLContext, member: Identity) -> Exception:
+    """What the client gets."""
+    forth, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    near = member.client_context.wrap_bio(back, forth, server_hostname="127.0.0.1")
+    far = server.wrap_bio(forth, back, server_side=True)
+    for side in (near, far):
+        with suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    with pytest.raises(ssl.SSLCertVerificationError) as failed:
+        near.do_handshake()
+    return failed.value
+
+
+def test_commands_at_the_same_time_lose_no_certificate(cluster: Cluster) -> None:
+    """Each read the list before the others changed it: the last one to write it won."""
+    folder, names = cluster.authority.folder, [f"r{number}" for number in range(6)]
+    cluster.folder_of("old")
+    started = {name: Authority(folder) for name in names}
+    renewing, revoking = Authority(folder), Authority(folder)
+    with ThreadPoolExecutor(8) as threads:
+        issued = [threads.submit(authority.issue, name, ()) for name, authority in started.items()]
+        renewed, revoked = threads.submit(renewing.rotate, "old"), threads.submit(revoking.revoke, "old")
+        assert [each.result().name for each in (*issued, renewed)] == [*names, "old"]
+        assert {each.name for each in revoked.result()} == {"old"}
+    found = Authority(folder)
+    assert sorted(each.name for each in found.issued) == ["old", "old", *names]
+    assert any(each.revoked_at for each in found.issued if each.name == "old")
+    for name in names:
+        assert len(found.revoke(name)) == 1
+    assert len({(path / "revoked.pem").read_bytes() for path in folder.iterdir() if path.is_dir()}) == 1
+
+
+def test_two_authorities_at_once_are_one(tmp_path: Path) -> None:
+    def create(_: int) -> bool:
+        try:
+            Authority.create(tmp_path / "keys").issue("spark", ())
+        except ConfigError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(4) as threads:
+        assert sum(threads.map(create, range(4))) == 1
+    Identity(tmp_path / "keys" / "spark")
+
+
+def test_a_home_that_cannot_be_made_names_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISAGG_HOME", "/dev/null/home")
+    monkeypatch.delenv("DISAGG_KEYS", raising=False)
+    with pytest.raises(ConfigError, match=r"cannot make the folder /dev/null/home/keys.*--keys.*DISAGG_HOME"):
+        run("init")
 
 
 def test_revoked_by_name_and_by_serial(cluster: Cluster) -> None:

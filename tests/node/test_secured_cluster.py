@@ -223,6 +223,19 @@ def test_a_client_that_never_ends_its_handshake_is_closed(nodes: tuple[Process, 
         assert stalled.recv(1) == b""
 
 
+def test_beyond_loopback_an_identity_needs_no_token(cluster: Cluster) -> None:
+    """Mutual TLS knows every client. The node refused to start without a token or --insecure."""
+    node = Process(
+        "d", "decode", "simulated", MODEL, "--host", "0.0.0.0", "--identity", str(cluster.folder_of("open"))
+    ).ready()
+    try:
+        assert ask(url_of(node, "/status"), Identity(cluster.client))[1]["identity"] == "open"
+        with pytest.raises(OSError):  # noqa: PT011  as the connection breaks
+            ask(url_of(node, "/status"), None)
+    finally:
+        node.end()
+
+
 def test_a_trusted_link_is_declared_in_words_and_shown() -> None:
     words = "the cable between two desks"
     node = Process(

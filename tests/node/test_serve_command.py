@@ -402,11 +402,11 @@ def test_a_token_on_the_command_line_is_refused() -> None:
     assert "geheim" not in run.stderr
 
 
-def test_a_public_address_needs_a_token() -> None:
+def test_a_public_address_needs_an_identity_or_words_and_a_token() -> None:
     command = [sys.executable, "-m", "disaggregated_inference", "serve", "--role", "decode", "--host", "0.0.0.0"]
-    run = subprocess.run(command, capture_output=True, text=True)
+    run = subprocess.run([*command, "--trusted-link", "a cable"], capture_output=True, text=True)
     assert run.returncode == 1
-    assert "without a token" in run.stderr
+    assert "refusing to listen on 0.0.0.0 without a token" in run.stderr
     run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"DISAGG_TOKEN": "geheim"})
     assert run.returncode == 1
     assert "refusing to listen on 0.0.0.0 without an identity: make one with `disagg cluster keys init`" in run.stderr

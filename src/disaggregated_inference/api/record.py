@@ -86,7 +86,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
     operation: str = ""  # by OpenTelemetry's names: chat, text_completion
     n: int = 1  # choices
-    caller: str = ""  # for budgets and counters; neither clients nor the history see it
+    caller: str = ""  # for budgets, counters and who may see the record; clients do not see it
 
     @property
     def is_charged(self) -> bool:

@@ -8,9 +8,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from disaggregated_inference.chaos.keys import ChaosKeys
 from disaggregated_inference.chaos.nodes import ChaosNode, given_nodes, own_nodes
 from disaggregated_inference.chaos.settings import ChaosSettings
 from disaggregated_inference.cluster import load_config
+from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.local_nodes import Process, disagg, stopping
 
 REQUEST_S = 300.0  # a request may take this long: chaos looks for faults of the cluster, not for a busy machine
@@ -42,14 +44,19 @@ class ChaosCluster:
 @contextmanager
 def chaos_cluster(settings: ChaosSettings) -> Iterator[ChaosCluster]:
     """Started, and stopped at the end with all that it started."""
+    if settings.tls and settings.config:
+        raise BadRequest("--tls is for nodes that chaos starts; with --config, `identity` in the cluster file counts")
     with TemporaryDirectory(prefix="disagg-chaos-") as temporary, ExitStack() as stack:
         folder = Path(temporary)  # which others cannot read
-        nodes = _nodes(settings, folder, stack)
+        keys = ChaosKeys(folder / "keys") if settings.tls else None
+        given = load_config(settings.config) if settings.config else None
+        nodes = given_nodes(given, settings) if given else _started(own_nodes(settings, folder, keys), stack)
         if settings.faults:
             for number, node in enumerate(nodes):
                 node.connect(settings.seed * 100 + 10 * number)
                 stack.callback(node.close)
-        config = _config(nodes, settings, folder)
+        identity = str(keys.client.folder) if keys else given.identity if given else ""
+        config = _config(nodes, folder, identity)
         path = folder / "cluster.json"
         path.write_text(json.dumps(config))
         gateway = Process("the gateway", disagg("gateway", "--config", str(path), "--port", "0", "--drain", "2"))
@@ -58,10 +65,7 @@ def chaos_cluster(settings: ChaosSettings) -> Iterator[ChaosCluster]:
         yield ChaosCluster(nodes, gateway, config)
 
 
-def _nodes(settings: ChaosSettings, folder: Path, stack: ExitStack) -> list[ChaosNode]:
-    if settings.config:
-        return given_nodes(load_config(settings.config), settings)
-    nodes = own_nodes(settings, folder)
+def _started(nodes: list[ChaosNode], stack: ExitStack) -> list[ChaosNode]:
     stack.callback(_stop, nodes)
     for node in nodes:
         assert node.process
@@ -75,10 +79,10 @@ def _stop(nodes: list[ChaosNode]) -> None:
         pass
 
 
-def _config(nodes: list[ChaosNode], settings: ChaosSettings, folder: Path) -> dict[str, Any]:
+def _config(nodes: list[ChaosNode], folder: Path, identity: str) -> dict[str, Any]:
     """Of the policies of a given cluster file none counts: its history and time limits are for its own users."""
     return {
         "prefill_servers": [node.server for node in nodes if node.role == "prefill"],
         "decode_servers": [node.server for node in nodes if node.role != "prefill"],
         "policies": _POLICIES | {"history_file": str(folder / "history.db")},
-    }
+    } | ({"identity": identity} if identity else {})

@@ -188,7 +188,7 @@ async def _unloaded(session: aiohttp.ClientSession, node: ChaosNode) -> bool:
     token = node.entry.get("token")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        async with session.post(node.url + "/unload", headers=headers) as response:
+        async with session.post(node.url + "/unload", headers=headers, ssl=node.tls or True) as response:
             return response.status == 200
     except (aiohttp.ClientError, TimeoutError):
         return False  # a fault has just begun there

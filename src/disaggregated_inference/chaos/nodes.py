@@ -1,15 +1,18 @@
 """The nodes of a chaos run: each behind lines that can be disturbed, and with a process if the run started it."""
 
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from disaggregated_inference.chaos.keys import ChaosKeys
 from disaggregated_inference.chaos.line import DisturbedLine
 from disaggregated_inference.chaos.settings import ChaosSettings
 from disaggregated_inference.cluster import ClusterConfig, Server
 from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.identity import Identity, open_identity
 from disaggregated_inference.local_nodes import LocalNode, ask_status
 
 # A garbled line flips a bit about once in so many bytes: a few requests on it live, others do not.
@@ -25,8 +28,15 @@ class ChaosNode:
     """`process`: None if this run did not start it; then only its lines are disturbed. `lines` are none where the run
     has no faults. A node that was started again has another port: its lines follow."""
 
-    def __init__(self, entry: dict[str, Any], role: str, start: Callable[[], LocalNode] | None = None) -> None:
+    def __init__(
+        self,
+        entry: dict[str, Any],
+        role: str,
+        start: Callable[[], LocalNode] | None = None,
+        identity: Identity | None = None,
+    ) -> None:
         self.entry, self.role, self._start = entry, role, start
+        self.tls: ssl.SSLContext | None = identity.client_context if identity else None
         self.name: str = entry["name"]
         self.process = start() if start else None
         self.http: DisturbedLine | None = None
@@ -54,7 +64,7 @@ class ChaosNode:
         return f"{'https' if self.entry.get('tls') else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def status(self) -> dict[str, Any]:
-        return ask_status(self.url, self.entry.get("token", ""))
+        return ask_status(self.url, self.entry.get("token", ""), tls=self.tls)
 
     def left(self) -> list[str]:
         """What the node still holds for requests; the prefix cache stays."""
@@ -110,7 +120,7 @@ class ChaosNode:
             line.close()
 
 
-def own_nodes(settings: ChaosSettings, folder: Path) -> list[ChaosNode]:
+def own_nodes(settings: ChaosSettings, folder: Path, keys: ChaosKeys | None) -> list[ChaosNode]:
     """Two prefill nodes and two decode nodes."""
     model = model_of(settings)
     engines = dict(zip(("prefill", "decode"), settings.engines, strict=True))
@@ -120,11 +130,13 @@ def own_nodes(settings: ChaosSettings, folder: Path) -> list[ChaosNode]:
         timing = ("--profile", _PROFILE if settings.faults else _INSTANT) if engine == "simulated" else ()
         memory = _MEMORY if engine == "simulated" else _REAL_MEMORY
         disk = ("--prefix-disk", str(folder / name), "--prefix-disk-size", _DISK_SIZE)
-        return lambda: LocalNode(role, engine, "--model", model, *timing, *memory, *disk, name=name)
+        secured = ("--identity", str(keys.folder_of(name))) if keys else ()
+        return lambda: LocalNode(role, engine, "--model", model, *timing, *memory, *disk, *secured, name=name)
 
     roles = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}
-    entries = {name: {"host": "127.0.0.1", "port": 1, "name": name, "model": model} for name in roles}
-    return [ChaosNode(entries[name], role, start(name, role)) for name, role in roles.items()]
+    entry = {"host": "127.0.0.1", "port": 1, "model": model, "tls": keys is not None}
+    client = keys.client if keys else None
+    return [ChaosNode(entry | {"name": name}, role, start(name, role), client) for name, role in roles.items()]
 
 
 def model_of(settings: ChaosSettings) -> str:
@@ -139,7 +151,8 @@ def given_nodes(config: ClusterConfig, settings: ChaosSettings) -> list[ChaosNod
     servers = config.servers_of(settings.model or None)
     for server in servers:
         _require_loopback(server, settings.any_host)
-    return [ChaosNode(_entry(server), server.role) for server in servers]
+    identity = open_identity(config.identity, environ={})
+    return [ChaosNode(_entry(server), server.role, identity=identity) for server in servers]
 
 
 def _entry(server: Server) -> dict[str, Any]:

@@ -16,6 +16,7 @@ class ChaosSettings(msgspec.Struct, frozen=True, kw_only=True):
     faults: bool = True
     everything: bool = False
     any_host: bool = False
+    tls: bool = False  # of a cluster of its own
     engines: tuple[str, str] = ("simulated", "simulated")  # prefill, decode
     model: str = ""
     log: Path | None = None

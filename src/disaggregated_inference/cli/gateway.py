@@ -71,6 +71,9 @@ def make_key(
         int | None, typer.Option(min=1, help="Tokens of prompts and completions per minute. Default: no limit.")
     ] = None,
     tokens_per_day: Annotated[int | None, typer.Option(min=1, help="The same per day, in UTC. Default: none.")] = None,
+    operator: Annotated[
+        bool, typer.Option("--operator", help="The key sees the requests of all keys in /cluster, not only its own.")
+    ] = False,
 ) -> None:
     """Create an API key and print it. It cannot be printed again: the file stores only its hash."""
     from disaggregated_inference.gateway import KeyLimits, new_key
@@ -81,5 +84,6 @@ def make_key(
         "concurrency": concurrency,
         "tokens_per_minute": tokens_per_minute,
         "tokens_per_day": tokens_per_day,
+        "operator": operator or None,
     }
     typer.echo(new_key(name, file, tuple(model or ()), **limits))

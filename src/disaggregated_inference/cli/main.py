@@ -162,6 +162,9 @@ def chaos(
     any_host: Annotated[
         bool, typer.Option("--any-host", help="Allow nodes of --config that are not on this machine.")
     ] = False,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Give the started nodes keys of their own: all lines between them are TLS.")
+    ] = False,
     log: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the run. Default: chaos-SEED.json, if it fails.")
     ] = None,
@@ -187,6 +190,7 @@ def chaos(
         engines=(prefill, decode or prefill),
         model=model,
         any_host=any_host,
+        tls=tls,
         log=log,
     )
     raise typer.Exit(0 if run(settings, as_json) else 1)
@@ -207,7 +211,7 @@ def serve(
     token: Token = "",
     token_file: TokenFile = "",
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Allow an address other than loopback without a token.")
+        bool, typer.Option("--insecure", help="Allow an address other than loopback without identity and token.")
     ] = False,
     identity: IdentityFolder = "",
     trusted_link: Annotated[

@@ -38,10 +38,10 @@ def _run(arguments: argparse.Namespace, role: str, engine: str) -> None:
     from disaggregated_inference.node import NodeSettings, run_node
 
     token = read_token(arguments.token, arguments.token_file)
-    if not token and not is_loopback(arguments.host):
-        sys.stderr.write(_NO_TOKEN.format(arguments.host))
     identity = arguments.identity or os.environ.get("DISAGG_IDENTITY", "")
     exposed = not identity and not is_loopback(arguments.host)
+    if exposed and not token:
+        sys.stderr.write(_NO_TOKEN.format(arguments.host))
     if exposed:
         sys.stderr.write(_NO_IDENTITY.format(arguments.host))
     ollama = {"ollama_host": arguments.ollama_host} if engine == "ollama" else {}

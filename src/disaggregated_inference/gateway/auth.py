@@ -33,11 +33,18 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[str, ...] = ()
     owner: str = ""  # hash of the key; empty where no keys are needed
     group: str = ""
+    operator: bool = False
     known: bool = True  # False: a caller without a key at a gateway that has keys
 
     def may_use(self, model: str) -> bool:
         """`model` is the name in the cluster config."""
         return not self.models or model in self.models
+
+    @property
+    def only_own(self) -> str | None:
+        """The name whose requests alone this caller sees; None: those of all, where no keys are needed or the key is
+        an operator's."""
+        return self.name if self.owner and not self.operator else None
 
     def require_all(self) -> None:
         """For paths that show the whole cluster: all models, and the machines that serve them."""
@@ -125,7 +132,8 @@ class Keys:
 
 
 def _caller(key: Key) -> Caller:
-    return Caller(name=key.name, models=key.models or (), owner=key.digest.hex(), group=key.group or "")
+    models, group = key.models or (), key.group or ""
+    return Caller(name=key.name, models=models, owner=key.digest.hex(), group=group, operator=key.operator)
 
 
 class AuthMiddleware:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -20,7 +20,10 @@ _CHANGING_FIELDS = ("heard_s_ago", "warmth")  # of a node: they always change an
 
 
 class Subscriber:
-    def __init__(self) -> None:
+    """`caller`: whose requests it sees; None: everyone's."""
+
+    def __init__(self, caller: str | None = None) -> None:
+        self.caller = caller
         self.events: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_QUEUED)
 
     def put(self, event: bytes) -> bool:
@@ -57,9 +60,9 @@ class EventStream:
             message = f"all {self._max_subscribers} event streams are in use"
             raise QueueFull(message, round(self._timeouts.event_quiet_s))
 
-    async def listen(self) -> AsyncGenerator[bytes, None]:
-        """Events until the client leaves or is too slow."""
-        subscriber = Subscriber()
+    async def listen(self, caller: str | None = None) -> AsyncGenerator[bytes, None]:
+        """Events until the client leaves or is too slow. Requests: of this caller; None: all."""
+        subscriber = Subscriber(caller)
         self.subscribers.add(subscriber)
         if self._polling is None:
             self._polling = asyncio.create_task(self._poll())
@@ -77,11 +80,12 @@ class EventStream:
             self._remove(subscriber)
 
     def ended(self, record: RequestRecord) -> None:
-        if self.subscribers:
-            self._publish(encode_event("request", record.row()))
+        seeing = [each for each in self.subscribers if each.caller in (None, record.caller)]
+        if seeing:
+            self._publish(encode_event("request", record.row()), seeing)
 
-    def _publish(self, event: bytes) -> None:
-        for subscriber in list(self.subscribers):
+    def _publish(self, event: bytes, subscribers: Iterable[Subscriber]) -> None:
+        for subscriber in list(subscribers):
             if not subscriber.put(event):
                 self._remove(subscriber)
 
@@ -103,7 +107,7 @@ class EventStream:
             now, news = time.monotonic(), _without_changing_fields(status)
             if news != sent or now - sent_at >= self._timeouts.event_quiet_s:
                 sent, sent_at = news, now
-                self._publish(encode_event("status", status))
+                self._publish(encode_event("status", status), self.subscribers)
 
 
 def encode_event(name: str, content: Any) -> bytes:

@@ -31,6 +31,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     concurrency: Annotated[int, msgspec.Meta(ge=1, le=10**6)] | None = None
     tokens_per_minute: Annotated[int, msgspec.Meta(ge=1, le=10**15)] | None = None
     tokens_per_day: Annotated[int, msgspec.Meta(ge=1, le=10**15)] | None = None
+    operator: bool = False  # sees the requests of all keys
     comment: str = ""
 
     @property
@@ -79,6 +80,7 @@ class KeyLimits(TypedDict, total=False):
     concurrency: int | None
     tokens_per_minute: int | None
     tokens_per_day: int | None
+    operator: bool | None
 
 
 def new_key(name: str, file: str | Path, models: Iterable[str] = (), **limits: Unpack[KeyLimits]) -> str:

@@ -7,18 +7,21 @@ name, which the user copies to the machine of that name.
 import datetime
 import ipaddress
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from disaggregated_inference.errors import ConfigError
 from disaggregated_inference.identity import certificates as x509
-from disaggregated_inference.identity.key_files import make_folder, read_private, write_private
+from disaggregated_inference.identity.key_files import locked, make_folder, read_private, write_private
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?")
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 _NO_AUTHORITY = "make the cluster's authority with `disagg cluster keys init`, or name its folder with --keys"
+_OTHER_FOLDER = "choose another folder with --keys or DISAGG_KEYS, or another home with DISAGG_HOME"
+_LOCK = ".lock"
 CA, CA_KEY, CERTIFICATE, KEY, REVOKED = "ca.pem", "ca.key", "node.pem", "node.key", "revoked.pem"
 
 
@@ -40,7 +43,8 @@ def _now() -> datetime.datetime:
 
 
 class Authority:
-    """`folder` must hold one: `create` makes it."""
+    """`folder` must hold one: `create` makes it. Every change reads `issued.json` again, under a lock: other commands
+    may run at the same time."""
 
     def __init__(self, folder: Path, clock: Callable[[], datetime.datetime] = _now) -> None:
         self.folder, self._clock = folder, clock
@@ -53,16 +57,23 @@ class Authority:
 
     @classmethod
     def create(cls, folder: Path, clock: Callable[[], datetime.datetime] = _now) -> "Authority":
-        if (folder / CA_KEY).exists():
-            remedy = "issue certificates with `disagg cluster keys issue`, or choose another folder with --keys"
-            raise ConfigError(f"{folder} has an authority already: {remedy}")
-        make_folder(folder)
-        pair = x509.new_authority(clock())
-        write_private(folder / "issued.json", b"[]")
-        write_private(folder / REVOKED, x509.new_revocations(pair, (), clock()))
-        write_private(folder / CA, pair.pem)
-        write_private(folder / CA_KEY, pair.key_pem)  # last: a folder with it is complete
+        make_folder(folder, _OTHER_FOLDER)
+        with locked(folder / _LOCK):
+            if (folder / CA_KEY).exists():
+                remedy = "issue certificates with `disagg cluster keys issue`, or choose another folder with --keys"
+                raise ConfigError(f"{folder} has an authority already: {remedy}")
+            pair = x509.new_authority(clock())
+            write_private(folder / "issued.json", b"[]")
+            write_private(folder / REVOKED, x509.new_revocations(pair, (), clock()))
+            write_private(folder / CA, pair.pem)
+            write_private(folder / CA_KEY, pair.key_pem)  # last: a folder with it is complete
         return cls(folder, clock)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        with locked(self.folder / _LOCK):
+            self._issued = self._read()
+            yield
 
     @property
     def issued(self) -> tuple[IssuedCertificate, ...]:
@@ -72,14 +83,17 @@ class Authority:
         """The folder of a new name. Without hosts it is a client's."""
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{name!r} is not a name: use small letters, digits and dashes, such as spark-1")
-        if any(issued.name == name for issued in self._issued):
-            raise ConfigError(f"{name} has a certificate already: renew it with `disagg cluster keys rotate {name}`")
-        return self._issue(name, tuple(map(_require_host, hosts)), days)
+        with self._changing():
+            if any(issued.name == name for issued in self._issued):
+                remedy = f"renew it with `disagg cluster keys rotate {name}`"
+                raise ConfigError(f"{name} has a certificate already: {remedy}")
+            return self._issue(name, tuple(map(_require_host, hosts)), days)
 
     def rotate(self, name: str, hosts: Sequence[str] = (), days: int = x509.NODE_DAYS) -> Path:
         """A new key and certificate. The old one stays valid until it expires or is revoked."""
-        last = self._of(name)[-1]
-        return self._issue(name, tuple(map(_require_host, hosts)) or last.hosts, days)
+        with self._changing():
+            last = self._of(name)[-1]
+            return self._issue(name, tuple(map(_require_host, hosts)) or last.hosts, days)
 
     def names(self) -> tuple[str, ...]:
         """Those with a certificate that is not revoked."""
@@ -87,6 +101,10 @@ class Authority:
 
     def revoke(self, name_or_serial: str) -> list[IssuedCertificate]:
         """All certificates of a name, or one by its serial. Every folder gets the new list."""
+        with self._changing():
+            return self._revoke(name_or_serial)
+
+    def _revoke(self, name_or_serial: str) -> list[IssuedCertificate]:
         found = [each for each in self._issued if name_or_serial.lower() in (each.name, each.serial)]
         if not found:
             self._of(name_or_serial)  # raises
@@ -116,7 +134,7 @@ class Authority:
             expires_at=pair.certificate.not_valid_after_utc,
         )
         self._save((*self._issued, entry))  # first: a certificate that is not listed could not be revoked
-        make_folder(folder)
+        make_folder(folder, _OTHER_FOLDER)
         write_private(folder / CA, self._pair.pem)
         write_private(folder / REVOKED, read_private(self.folder / REVOKED, "run `disagg cluster keys revoke` again"))
         write_private(folder / KEY, pair.key_pem)

@@ -22,6 +22,7 @@ from disaggregated_inference.errors import ConfigError, IdentityRefused
 AUTHORITY_DAYS = 3650
 NODE_DAYS = 365
 _SKEW = datetime.timedelta(hours=1)  # clocks of two machines may differ
+_MINUTE = "%Y-%m-%d %H:%M"
 _ECDSA = ec.ECDSA(hashes.SHA256())
 
 
@@ -149,7 +150,11 @@ def require_member(certificate: x509.Certificate, authority: x509.Certificate, n
         found = describe(certificate)
     except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound):
         raise IdentityRefused("the certificate is not of this cluster's authority") from None
-    if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
+    if now < (begin := certificate.not_valid_before_utc):
+        clocks = f"is not valid before {begin:{_MINUTE}} UTC, and this machine's clock says {now:{_MINUTE}} UTC"
+        remedy = "set the clock of this machine; or, if that is right, the clock of the authority's, and rotate"
+        raise IdentityRefused(f"the certificate of {found.name} {clocks}: {remedy}")
+    if now > certificate.not_valid_after_utc:
         raise IdentityRefused(f"the certificate of {found.name} has expired: run `disagg cluster keys rotate`")
     return found
 

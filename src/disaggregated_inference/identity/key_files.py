@@ -1,8 +1,11 @@
 """The files of keys and certificates, written so that a crash leaves the old or the new content."""
 
+import fcntl
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from disaggregated_inference.errors import ConfigError
@@ -11,11 +14,25 @@ from disaggregated_inference.private_files import make_private_folder
 OPEN_TO_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
-def make_folder(path: Path) -> None:
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time. A process that ends, or is killed, frees the lock; the empty file stays."""
+    try:
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; it must belong to this user") from error
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)
+
+
+def make_folder(path: Path, remedy: str) -> None:
     try:
         make_private_folder(path)
     except OSError as error:
-        raise ConfigError(f"cannot make the folder {path}: {error.strerror}; choose another folder") from error
+        raise ConfigError(f"cannot make the folder {path}: {error.strerror}; {remedy}") from error
 
 
 def write_private(path: Path, content: bytes) -> None:

@@ -90,8 +90,8 @@ def run_node(settings: NodeSettings, announce: Announce = announce_as_json) -> N
     hosts = settings.kv_address or [settings.host] if settings.role != "decode" else []
     addresses = [parse_address(text, settings.kv_port, min_port=0) for text in hosts]
     kv_hosts = [host for host, _ in addresses]
-    require_token([settings.host, *kv_hosts], settings.token, settings.insecure)
     require_trusted_link([settings.host, *kv_hosts], kv_hosts, trust)
+    require_token([settings.host, *kv_hosts], trust, settings.insecure)
     _require_free((settings.host, port), addresses, "--kv-address" if settings.kv_address else "--host")
     role: Role = "prefill" if settings.role == "prefill" else "decode" if settings.role == "decode" else "both"
     model, engine = _model_name(settings), _engine_name(settings)
@@ -151,13 +151,14 @@ def _load_node(settings: NodeSettings, addresses: list[Address], begin: Begin, t
         raise
 
 
-def require_token(hosts: list[str], token: str, insecure: bool) -> None:
-    """The HTTP port gives out tickets, and a ticket's secret opens the KV port: one token protects both."""
+def require_token(hosts: list[str], trust: Trust, insecure: bool) -> None:
+    """The HTTP port gives out tickets, and a ticket's secret opens the KV port: one token protects both. With an
+    identity, TLS knows every client."""
     open_hosts = [host for host in hosts if not is_loopback(host)]
-    if open_hosts and not (token or insecure):
+    if open_hosts and not (trust.identity or trust.token or insecure):
         raise BadRequest(
-            f"refusing to listen on {open_hosts[0]} without a token: set DISAGG_TOKEN or --token-file, or"
-            " --insecure if you mean it"
+            f"refusing to listen on {open_hosts[0]} without a token: set DISAGG_TOKEN or --token-file, or give an"
+            " identity (--identity), or --insecure if you mean it"
         )
 
 

@@ -20,9 +20,9 @@ def run_ollama_node(settings: NodeSettings, port: int, announce: Announce) -> No
         slots=settings.ollama_slots,
         queue=settings.queue,
     )
-    require_token([settings.host], settings.token, settings.insecure)
     trust = open_trust(settings)
     require_trusted_link([settings.host], [], trust)
+    require_token([settings.host], trust, settings.insecure)
     node.identity, node.trusted_link = trust.identity.name if trust.identity else "", trust.trusted_link
     require_free_port(settings.host, port)
     asyncio.run(node.require_model())

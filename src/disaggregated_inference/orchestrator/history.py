@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 Record = dict[str, Any]  # a `RequestRecord` as plain values; a file may hold rows of other versions
 Row = tuple[float, str, bool, float | None, str]
 
+_CALLER = "caller"
 _MAX_PENDING = 4096
 _MAX_UNWRITTEN = 1000  # after failed writes; beyond it the oldest are dropped
 _FILE_TIMES = 100  # as many rows in the file as there are in memory
@@ -49,9 +50,10 @@ class History:
         if file and size:
             self._open(Path(file).expanduser())
 
-    def add(self, record: Record) -> None:
-        """Known fields: time (now, if not given), model, ok, total_time."""
-        kept = {"time": time.time()} | record
+    def add(self, record: Record, caller: str = "") -> None:
+        """Known fields: time (now, if not given), model, ok, total_time. The caller is kept to filter by, and not part
+        of the records that are given out."""
+        kept = {"time": time.time()} | record | ({_CALLER: caller} if caller else {})
         with self._changed:
             self._recent.append(kept)
             if self._writer is None or self._closing:
@@ -62,9 +64,11 @@ class History:
             else:
                 self.lost += 1
 
-    def recent(self, count: int, model: str | None = None) -> list[Record]:
-        """Newest first."""
-        return self._of(model)[::-1][: max(0, count)]
+    def recent(self, count: int, model: str | None = None, caller: str | None = None) -> list[Record]:
+        """Newest first; those of one model, those of one caller."""
+        kept = [record for record in self._of(model) if caller is None or record.get(_CALLER) == caller]
+        newest = kept[::-1][: max(0, count)]
+        return [{name: value for name, value in record.items() if name != _CALLER} for record in newest]
 
     def percentiles(self, field: str, model: str | None = None) -> dict[str, float]:
         """p50, p95 and p99 of a field over the records in memory that have it; empty if none has."""

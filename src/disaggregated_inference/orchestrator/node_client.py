@@ -37,6 +37,7 @@ _PATIENCE = 8  # times its recent latency: a busy machine is slow for all client
 WRONG_TOKEN = "unauthorized"  # the code of the error
 _REFUSED_TOKEN = "it refused the token (401): `token` in the cluster file, else DISAGG_TOKEN, is not the node's"
 _NEEDS_TOKEN = "it needs a token (401): set DISAGG_TOKEN"
+_OLD = "it is an older version, or a proxy drops the header X-Checksum"
 _DECAY = 0.9  # what is left of a slow answer after the next one
 _MAX_BODY_BYTES = 256 << 20  # of a small request's answer; a tokenizer has some tens of MB
 _MAX_ERROR_BYTES = 1 << 20
@@ -115,7 +116,8 @@ class NodeClient:
             async with self._post("/prefill", request, request_id) as response:
                 body = await self._read(response)
                 if not body_is_proven(response.headers, body):
-                    raise self._bad_answer("its answer has no checksum that fits")
+                    why = "" if CHECKSUM_HEADER in response.headers else f": {_OLD}"
+                    raise self._bad_answer(f"its answer has no checksum that fits{why}")
         except NodeRefused as error:
             if error.status != 504:
                 raise
@@ -175,7 +177,7 @@ class NodeClient:
     def _proven(self, response: aiohttp.ClientResponse) -> Callable[[bytes], bytes]:
         """What of the stream is proven by its checksums."""
         if CHECKSUM_HEADER not in response.headers:
-            raise self._bad_answer("its stream has no checksums")
+            raise self._bad_answer(f"its stream has no checksums: {_OLD}")
         reader = ChecksumReader()
 
         def feed(data: bytes) -> bytes:

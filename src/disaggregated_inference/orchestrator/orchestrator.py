@@ -306,7 +306,7 @@ class DisaggregatedInference:
         detail = ErrorDetail(getattr(error, "code", outcome), str(error)) if error else None
         record = recorder.finish(servers, self.config.policies, outcome, detail)
         self._outcomes.counts[outcome] += 1
-        self.history.add(record.row())
+        self.history.add(record.row(), record.caller)
         for callback in self.on_end:
             callback(record)
         return record

@@ -17,6 +17,7 @@ from disaggregated_inference.cluster import Server
 _LIMIT_BYTES = 4096
 _PLAIN_HTTP = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")  # by versions of OpenSSL
 _CHECK = "check `tls` in its entry"
+_NOT_YET_VALID = 9  # X509_V_ERR_CERT_NOT_YET_VALID
 _MAY_WANT_TLS = "if it has an identity, name ours: `identity` in the cluster file, or DISAGG_IDENTITY"
 
 
@@ -83,6 +84,8 @@ def _why_no_tls(cause: Exception) -> str:
     """Empty if TLS is not the reason."""
     if isinstance(cause, ssl.SSLCertVerificationError):
         message = getattr(cause, "verify_message", None) or str(cause)
+        if getattr(cause, "verify_code", 0) == _NOT_YET_VALID:
+            return "its certificate is not valid yet by this machine's clock: set the clock here, or the authority's"
         return f"its certificate is not valid here: {message}; see `disagg cluster keys list`, or check `tls`"
     if "_ALERT_" in str(cause):
         return f"it refuses our certificate ({cause}); both need one of the same cluster"

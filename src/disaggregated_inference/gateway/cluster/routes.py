@@ -137,12 +137,14 @@ async def _cluster(request: Request) -> Response:
     context.caller.require_all()
     core, status = context.core, await context.core.status()
     records = core.history.recent(core.config.policies.history)
-    return json_response(status | {"history": records[:_RECENT_RECORDS], "targets": targets(records, status["nodes"])})
+    seen = core.history.recent(_RECENT_RECORDS, caller=context.caller.only_own)
+    return json_response(status | {"history": seen, "targets": targets(records, status["nodes"])})
 
 
 async def _events(request: Request) -> Response:
     context, events = RequestContext(request), request.app.state.feed
     context.caller.require_all()
     events.require_room()
+    content = events.listen(context.caller.only_own)
     # Without another queue in between: a client that stops reading must fill its queue in `events`, and be dropped.
-    return StreamingResponse(events.listen(), headers=UNBUFFERED_HEADERS, media_type="text/event-stream")
+    return StreamingResponse(content, headers=UNBUFFERED_HEADERS, media_type="text/event-stream")
