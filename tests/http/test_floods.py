@@ -1,22 +1,29 @@
 """Clients without a token that hold connections open cannot shut a server off: a node, a gateway, an Ollama node."""
 
 import http.client
+import json
 import resource
+import select
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from disaggregated_inference.http.limits import raise_file_limit
+from disaggregated_inference.identity import Identity
 from tests.support.cluster import Process, config_of, free_port, ready_line
+from tests.support.command import read_output
 from tests.support.gateway import GatewayProcess
+from tests.support.identities import Cluster, ask
 from tests.support.waiting import until
 
 pytestmark = [
@@ -141,6 +148,80 @@ def test_a_request_that_is_being_served_keeps_its_connection() -> None:
             process.wait()
             assert process.stdout
             process.stdout.close()
+
+
+class Reopened(threading.Thread):
+    """Holds silent connections from an address of its own. What the server closes is opened again, until the end."""
+
+    def __init__(self, port: int, count: int) -> None:
+        super().__init__(daemon=True)
+        self._address, self._count, self._held = ("127.0.0.1", port), count, list[socket.socket]()
+        self.opened, self._ended = 0, threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.is_set():
+            while len(self._held) < self._count and not self._ended.is_set():
+                with suppress(OSError):
+                    self._held.append(socket.create_connection(self._address, 1, ("127.0.0.2", 0)))
+                    self.opened += 1
+            gone, _, _ = select.select(self._held, [], [], 0.05)
+            for sock in gone:
+                self._held.remove(sock)
+                sock.close()
+
+    def __enter__(self) -> "Reopened":
+        assert raise_file_limit() > self._count
+        self.start()
+        assert until(lambda: self.opened > self._count, 60), "the server closes the oldest"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.join()
+        for sock in self._held:
+            sock.close()
+
+
+@contextmanager
+def few_files(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any], Callable[[], str]]]:
+    """A server with 400 file descriptors, its ready line, and its log."""
+    with tempfile.TemporaryFile("w+") as log:
+        command = ["bash", "-c", 'ulimit -n 400; exec "$@"', "bash", sys.executable, "-m", "disaggregated_inference"]
+        process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=log)
+        try:
+            assert process.stdout
+            yield process, ready_line(process.stdout), lambda: read_output(log)
+        finally:
+            process.kill()
+            process.wait()
+            if process.stdout:
+                process.stdout.close()
+
+
+@pytest.mark.parametrize("server", ["node", "gateway"])
+def test_silent_connections_before_the_tls_handshake(server: str, tmp_path: Path) -> None:
+    """They count from the first moment: the server keeps its file descriptors, and members get their answers."""
+    cluster = Cluster(tmp_path / "keys")
+    folder, client = cluster.folder_of("d"), Identity(cluster.client)
+    arguments = ["serve", "--role", "decode", "--engine", "simulated", "--model", MODEL, "--identity", str(folder)]
+    if server == "gateway":
+        config = tmp_path / "cluster.json"
+        config.write_text(json.dumps({"decode_servers": [{"host": "127.0.0.1", "port": 9, "model": MODEL}]}))
+        files = "--tls-cert", str(folder / "node.pem"), "--tls-key", str(folder / "node.key")
+        arguments = ["gateway", "--config", str(config), *files]
+    with few_files(*arguments, "--port", str(port := free_port())) as (process, _, said):
+        flooded, url = Flooded(port, process.pid, ""), f"https://127.0.0.1:{port}/health"
+        with held(port, 500, b""):
+            assert ask(url, client)[0] == 200
+            assert flooded.descriptors < 350
+        with Reopened(port, 500) as flood:
+            for _ in range(5):
+                before = flood.opened
+                assert ask(url, client)[0] == 200
+                assert flooded.descriptors < 350
+                assert until(lambda before=before: flood.opened > before + 20, 60)
+        assert until(lambda: flooded.descriptors < 100, 60)
+        assert "Too many open files" not in said()
 
 
 def test_the_ollama_node_has_the_same_limits() -> None:

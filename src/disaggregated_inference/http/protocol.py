@@ -45,10 +45,15 @@ class HeadDeadlineProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received = True
-        if self._require_peer and not self._is_answering and not self._is_welcome(self._require_peer):
-            return
         super().data_received(data)
         self._update_timer()
+
+    def handle_events(self) -> None:
+        """All requests pass here, also those that came during the answer to another one."""
+        if self._require_peer and not self._is_answering and self.conn.trailing_data[0]:
+            if not self._is_welcome(self._require_peer):
+                return
+        super().handle_events()
 
     @property
     def _is_answering(self) -> bool:
@@ -83,7 +88,7 @@ class HeadDeadlineProtocol(H11Protocol):
             self._stop_timer()
         elif not self._timer:
             self._timer = self.loop.call_later(self._read_s, self._expire)
-            self._connections.head_began(self)
+            self._connections.head_began(self, self._address)
 
     def _stop_timer(self) -> None:
         self._connections.head_ended(self)
@@ -96,9 +101,10 @@ class HeadDeadlineProtocol(H11Protocol):
         return self.client[0] if self.client else ""
 
     def drop(self) -> None:
-        """Its head is not complete, and too many others have begun theirs since."""
+        """Its head is not complete, and too many others have begun theirs since. A TLS connection that is closed politely
+        would stay until its client agrees."""
         self._stop_timer()
-        self.transport.close()
+        self.transport.abort()
 
     def _expire(self) -> None:
         """A silent connection is closed silently: its client might take an error for its first response."""
