@@ -50,10 +50,9 @@ class HeadDeadlineProtocol(H11Protocol):
 
     def handle_events(self) -> None:
         """All requests pass here, also those that came during the answer to another one."""
-        if self._require_peer and not self._is_answering and self.conn.trailing_data[0]:
-            if not self._is_welcome(self._require_peer):
-                return
-        super().handle_events()
+        require_peer, begins = self._require_peer, not self._is_answering
+        if not require_peer or not (begins and self.conn.trailing_data[0]) or self._is_welcome(require_peer):
+            super().handle_events()
 
     @property
     def _is_answering(self) -> bool:
@@ -101,8 +100,8 @@ class HeadDeadlineProtocol(H11Protocol):
         return self.client[0] if self.client else ""
 
     def drop(self) -> None:
-        """Its head is not complete, and too many others have begun theirs since. A TLS connection that is closed politely
-        would stay until its client agrees."""
+        """Its head is not complete, and too many others have begun theirs since. A polite end of TLS would wait for the
+        client."""
         self._stop_timer()
         self.transport.abort()
 
