@@ -49,6 +49,11 @@ class Reopened(threading.Thread):
                 self._held.remove(sock)
                 sock.close()
 
+    def goes_on(self) -> bool:
+        """Whether the server closes connections and takes others still."""
+        before = self.opened
+        return until(lambda: self.opened > before + 20, 60)
+
     def __enter__(self) -> "Reopened":
         assert raise_file_limit() > self._count
         self.start()

@@ -1,4 +1,4 @@
-"""The start of a TLS connection. asyncio's own servers tell nobody of a connection before its handshake has ended: here
+"""The start of a TLS connection. asyncio's own servers know no connection before its handshake has ended: with this one
 it counts from the first moment, as one with an unfinished head."""
 
 import asyncio

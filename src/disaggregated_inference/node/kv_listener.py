@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 _WILDCARDS = ("0.0.0.0", "::", "")
 _MAX_UNADMITTED = 512
-_DROPPED_S = 1.0  # for the thread of a dropped connection to end
+_DROPPED_S = 1.0  # for the threads of dropped connections to end
 
 
 class _Unadmitted:
@@ -44,7 +44,7 @@ class KVListener:
         self._serve = serve
         limit = min(limit, _spare_descriptors())
         self._connections = threading.BoundedSemaphore(limit)
-        self._max_unadmitted = min(_MAX_UNADMITTED, limit // 2)
+        self._max_unadmitted = min(_MAX_UNADMITTED, max(1, limit // 2))
         self._unfinished = Unfinished(self._max_unadmitted)
         self._unadmitted: dict[socket.socket, _Unadmitted] = {}  # also those that were dropped, until they end
         self._changed = threading.Condition()
@@ -107,7 +107,7 @@ class KVListener:
             sock.close()
 
     def _has_place(self, sock: socket.socket, address: str) -> bool:
-        """Waits for the end of the connection that this one replaces: threads have a limit too."""
+        """Waits where too many dropped connections have not ended yet: threads have a limit too."""
         try:
             connection = _Unadmitted(sock)
         except OSError:  # out of file descriptors
@@ -116,7 +116,7 @@ class KVListener:
             self._unadmitted[sock] = connection
             if oldest := self._unfinished.began(connection, address):
                 oldest.drop()
-            self._changed.wait_for(lambda: len(self._unadmitted) <= self._max_unadmitted, _DROPPED_S)
+            self._changed.wait_for(lambda: len(self._unadmitted) <= self._max_unadmitted * 5 // 4, _DROPPED_S)
         return self._connections.acquire(blocking=False)
 
     def admitted(self, sock: socket.socket) -> None:

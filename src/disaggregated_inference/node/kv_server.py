@@ -49,7 +49,7 @@ class UnadmittedLog:
             if (now := time.monotonic()) < self._next_at:
                 return
             count, self._count, self._next_at = self._count, 0, now + self._every_s
-        message = "%d KV connections ended before they were admitted, the last of them: %s"
+        message = "KV connections ended before they were admitted (%d since the last such line): %s"
         log.warning(message, count, error, extra={"code": error.code})
 
 
