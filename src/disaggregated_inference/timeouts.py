@@ -22,6 +22,7 @@ class TransferTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     min_renew_s: float = 0.1
     hello_s: float = 3.0  # for the whole HELLO of a new connection
     handshake_s: float = 3.0  # for the TLS handshake of a connection that another node opened
+    log_unadmitted_s: float = 60.0  # connections that end before their HELLO is accepted: one line in the log per this
     heartbeat_s: float = 0.2  # a sender that waits for its engine sends ALIVE this often
     last_words_s: float = 0.2  # for the peer's error after a failed send
     poll_copy_s: float = 0.0002  # how often the sender checks whether a device copy has finished

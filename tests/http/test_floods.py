@@ -1,22 +1,25 @@
 """Clients without a token that hold connections open cannot shut a server off: a node, a gateway, an Ollama node."""
 
 import http.client
+import json
 import resource
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 
-from disaggregated_inference.http.limits import raise_file_limit
+from disaggregated_inference.identity import Identity
 from tests.support.cluster import Process, config_of, free_port, ready_line
+from tests.support.floods import Reopened, few_files, held
 from tests.support.gateway import GatewayProcess
+from tests.support.identities import Cluster, ask
 from tests.support.waiting import until
 
 pytestmark = [
@@ -66,20 +69,6 @@ def flooded(request: pytest.FixtureRequest, node: Process, tmp_path: Path) -> It
         yield Flooded(int(gateway.url.rpartition(":")[2]), gateway.process.pid, "/v1/chat/completions")
     finally:
         gateway.end()
-
-
-@contextmanager
-def held(port: int, count: int, content: bytes) -> Iterator[list[socket.socket]]:
-    """Connections that sent this much and stay."""
-    assert raise_file_limit() > count
-    with ExitStack() as stack:
-        found = []
-        for _ in range(count):
-            sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), 60))
-            with suppress(OSError):
-                sock.sendall(content)
-            found.append(sock)
-        yield found
 
 
 def test_two_thousand_half_sent_heads(flooded: Flooded) -> None:
@@ -141,6 +130,38 @@ def test_a_request_that_is_being_served_keeps_its_connection() -> None:
             process.wait()
             assert process.stdout
             process.stdout.close()
+
+
+@pytest.mark.parametrize("server", ["node", "gateway"])
+def test_silent_connections_before_the_tls_handshake(server: str, tmp_path: Path) -> None:
+    """They count from the first moment: the server keeps its file descriptors, and members get their answers."""
+    cluster = Cluster(tmp_path / "keys")
+    folder, client = cluster.folder_of("d"), Identity(cluster.client)
+    arguments = ["serve", "--role", "decode", "--engine", "simulated", "--model", MODEL, "--identity", str(folder)]
+    if server == "gateway":
+        config = tmp_path / "cluster.json"
+        config.write_text(json.dumps({"decode_servers": [{"host": "127.0.0.1", "port": 9, "model": MODEL}]}))
+        files = "--tls-cert", str(folder / "node.pem"), "--tls-key", str(folder / "node.key")
+        arguments = ["gateway", "--config", str(config), *files]
+    with few_files(*arguments, "--port", str(port := free_port())) as (process, _, said):
+        flooded, url = Flooded(port, process.pid, ""), f"https://127.0.0.1:{port}/health"
+        with held(port, 500, b""):
+            assert ask(url, client)[0] == 200
+            assert flooded.descriptors < 350
+        with Reopened(port, 500) as flood:
+            for _ in range(5):
+                assert ask(url, client)[0] == 200
+                assert flooded.descriptors < 350
+                assert flood.goes_on()
+        with ExitStack() as stack:  # those that end their handshake, and then send half a head
+            for _ in range(200):
+                sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), 60))
+                with suppress(OSError):
+                    tls = client.client_context.wrap_socket(sock, server_hostname="127.0.0.1")
+                    stack.enter_context(tls).sendall(HALF_HEAD)
+            assert ask(url, client)[0] == 200
+        assert until(lambda: flooded.descriptors < 100, 60)
+        assert "Too many open files" not in said()
 
 
 def test_the_ollama_node_has_the_same_limits() -> None:

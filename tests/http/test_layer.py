@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from disaggregated_inference.errors import BadRequest, DisaggError, KVMemoryFull
+from disaggregated_inference.errors import BadRequest, DisaggError, IdentityRefused, KVMemoryFull
 from disaggregated_inference.http import (
     KEEPALIVE_COMMENT,
     Bearer,
@@ -269,3 +270,35 @@ def test_unfinished_bodies_have_a_limit_in_sum() -> None:
         for sock in (first, second, third):
             sock.close()
         assert until(lambda: server.ask("/double", {"n": 4})[0] == 200)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_revoked_client_gets_no_further_answer(together: bool) -> None:
+    """Also for a request that came before the answer to the one before had ended."""
+    begun, may_end, revoked = threading.Event(), threading.Event(), threading.Event()
+
+    async def slow(request: Request) -> Response:
+        begun.set()
+        await asyncio.to_thread(may_end.wait, 60)
+        return json_response({"n": 1})
+
+    def require_peer(certificate: bytes | None) -> None:
+        if revoked.is_set():
+            raise IdentityRefused("the certificate was revoked")
+
+    server = OnThread(Starlette(routes=[Route("/slow", slow)]), require_peer=require_peer)
+    request = b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n"
+    try:
+        with opened(server, request * 2 if together else request) as sock:
+            assert begun.wait(30)
+            if not together:
+                sock.sendall(request)
+            revoked.set()
+            may_end.set()
+            found = received(sock)
+        assert found.count(b"HTTP/1.1 200 ") == 1
+        assert found.count(b"HTTP/1.1 403 ") == 1
+        assert found.endswith(b"}")
+    finally:
+        may_end.set()
+        server.end()

@@ -277,11 +277,15 @@ class OnThread:
     """An app on a thread of this process, by HTTP."""
 
     def __init__(
-        self, app: Starlette, timeouts: HttpTimeouts = HttpTimeouts(), limits: HttpLimits = HttpLimits()
+        self,
+        app: Starlette,
+        timeouts: HttpTimeouts = HttpTimeouts(),
+        limits: HttpLimits = HttpLimits(),
+        **options: Any,  # of HttpServer
     ) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
-        hooks: Any = {"on_ready": lambda port: None, "on_stop": lambda: None, "lifespan": "auto"}
+        hooks: Any = {"on_ready": lambda port: None, "on_stop": lambda: None, "lifespan": "auto"} | options
         self._server = HttpServer(app, "127.0.0.1", self.port, 1, **hooks, timeouts=timeouts, limits=limits)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

@@ -2,7 +2,7 @@
 
 from disaggregated_inference.http.body import BODY_LIMIT_BYTES, read_body, read_json
 from disaggregated_inference.http.checksums import StreamChecksums
-from disaggregated_inference.http.limits import HttpLimits
+from disaggregated_inference.http.limits import HttpLimits, Unfinished
 from disaggregated_inference.http.listening import is_free, is_loopback, listen_error, require_free_port
 from disaggregated_inference.http.middleware import Bearer, RequestId, request_id
 from disaggregated_inference.http.responses import error_body, error_headers, error_response, json_response
@@ -31,6 +31,7 @@ __all__ = [
     "HttpServer",
     "RequestId",
     "StreamChecksums",
+    "Unfinished",
     "announce_as_json",
     "error_body",
     "error_headers",

@@ -25,12 +25,43 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     connections: int = 4096
     connections_per_address: int = 2048  # a reverse proxy is one address
-    unfinished_heads: int = 512  # when one more comes, the oldest is closed
+    unfinished_heads: int = 512  # and TLS handshakes; when one more comes, the oldest is closed
     unfinished_body_bytes: int = 128 << 20  # of all request bodies that have not arrived completely
 
 
 class Closable(Protocol):
     def drop(self) -> None: ...
+
+
+class Unfinished:
+    """Connections from which no complete request has come yet. When one more comes than there may be, the oldest is
+    dropped: of the same address, where that one has three quarters of the places."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._limit_per_address = limit, max(1, limit * 3 // 4)
+        self._addresses: dict[Closable, str] = {}  # in the order in which they began
+        self._by_address: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    def began(self, connection: Closable, address: str) -> Closable | None:
+        """Returns the one to drop; it is in the list no more."""
+        self._addresses[connection] = address
+        self._by_address[address] += 1
+        if self._by_address[address] > self._limit_per_address:
+            oldest = next(one for one, place in self._addresses.items() if place == address)
+        elif len(self) > self._limit:
+            oldest = next(iter(self._addresses))
+        else:
+            return None
+        self.ended(oldest)
+        return oldest
+
+    def ended(self, connection: Closable) -> None:
+        address = self._addresses.pop(connection, None)
+        if address is not None:
+            _count_down(self._by_address, address)
 
 
 class Connections:
@@ -39,7 +70,7 @@ class Connections:
     def __init__(self, limits: HttpLimits = HttpLimits()) -> None:
         self._limits = limits
         self._by_address: Counter[str] = Counter()
-        self._unfinished: dict[Closable, None] = {}  # in the order in which their heads began
+        self._unfinished = Unfinished(limits.unfinished_heads)
 
     def __len__(self) -> int:
         return self._by_address.total()
@@ -54,19 +85,20 @@ class Connections:
         return ""
 
     def closed(self, address: str) -> None:
-        self._by_address[address] -= 1
-        if not self._by_address[address]:
-            del self._by_address[address]
+        _count_down(self._by_address, address)
 
-    def head_began(self, connection: Closable) -> None:
-        self._unfinished[connection] = None
-        if len(self._unfinished) > self._limits.unfinished_heads:
-            oldest = next(iter(self._unfinished))
-            self.head_ended(oldest)
+    def head_began(self, connection: Closable, address: str) -> None:
+        if oldest := self._unfinished.began(connection, address):
             oldest.drop()
 
     def head_ended(self, connection: Closable) -> None:
-        self._unfinished.pop(connection, None)
+        self._unfinished.ended(connection)
+
+
+def _count_down(counts: Counter[str], address: str) -> None:
+    counts[address] -= 1
+    if not counts[address]:
+        del counts[address]
 
 
 class UnfinishedBodies:
@@ -90,6 +122,14 @@ class UnfinishedBodies:
             raise ServerBusy(
                 f"unfinished request bodies hold {self._limit_bytes} bytes already: send the request again later"
             )
+
+
+def within_file_limit(limits: HttpLimits) -> HttpLimits:
+    """As many connections as there are file descriptors for. Unfinished heads get half of them at most."""
+    files = raise_file_limit()
+    return msgspec.structs.replace(
+        limits, connections=min(limits.connections, files), unfinished_heads=min(limits.unfinished_heads, files // 2)
+    )
 
 
 def raise_file_limit() -> int:

@@ -45,10 +45,14 @@ class HeadDeadlineProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received = True
-        if self._require_peer and not self._is_answering and not self._is_welcome(self._require_peer):
-            return
         super().data_received(data)
         self._update_timer()
+
+    def handle_events(self) -> None:
+        """All requests pass here, also those that came during the answer to another one."""
+        require_peer, begins = self._require_peer, not self._is_answering
+        if not require_peer or not (begins and self.conn.trailing_data[0]) or self._is_welcome(require_peer):
+            super().handle_events()
 
     @property
     def _is_answering(self) -> bool:
@@ -83,7 +87,7 @@ class HeadDeadlineProtocol(H11Protocol):
             self._stop_timer()
         elif not self._timer:
             self._timer = self.loop.call_later(self._read_s, self._expire)
-            self._connections.head_began(self)
+            self._connections.head_began(self, self._address)
 
     def _stop_timer(self) -> None:
         self._connections.head_ended(self)
@@ -96,9 +100,10 @@ class HeadDeadlineProtocol(H11Protocol):
         return self.client[0] if self.client else ""
 
     def drop(self) -> None:
-        """Its head is not complete, and too many others have begun theirs since."""
+        """Its head is not complete, and too many others have begun theirs since. A polite end of TLS would wait for the
+        client."""
         self._stop_timer()
-        self.transport.close()
+        self.transport.abort()
 
     def _expire(self) -> None:
         """A silent connection is closed silently: its client might take an error for its first response."""

@@ -15,18 +15,21 @@ from functools import partial
 from types import FrameType
 from typing import Any, Literal
 
-import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from disaggregated_inference.http.limits import Connections, HttpLimits, UnfinishedBodies, raise_file_limit
+from disaggregated_inference.http.handshake import TlsHandshake
+from disaggregated_inference.http.limits import Connections, HttpLimits, UnfinishedBodies, within_file_limit
 from disaggregated_inference.http.protocol import DescribeHeadError, HeadDeadlineProtocol, RequirePeer
 from disaggregated_inference.http.responses import error_body
 from disaggregated_inference.http.tls import Certificate
 from disaggregated_inference.timeouts import HttpTimeouts
 
 log = logging.getLogger(__name__)
+
+_ACCEPTED_AT_ONCE = 16  # asyncio takes this many connections before it tells of the first: each is a file descriptor
+_WAITING = 2048  # connections that the system keeps until they are accepted
 
 
 class _Mounted:
@@ -62,7 +65,8 @@ class HttpServer(uvicorn.Server):
         limits: HttpLimits = HttpLimits(),
     ) -> None:
         """`peers`: mutual TLS instead of a public certificate; `require_peer` then sees each client's certificate."""
-        limits = msgspec.structs.replace(limits, connections=min(limits.connections, raise_file_limit()))
+        limits = within_file_limit(limits)
+        self._connections = Connections(limits)
         last_words_s = timeouts.last_words_s if on_drain_end else 0
         self._mounted = _Mounted(app)
         config = uvicorn.Config(
@@ -73,7 +77,7 @@ class HttpServer(uvicorn.Server):
                 HeadDeadlineProtocol,
                 read_s=timeouts.read_s,
                 error_body=describe,
-                connections=Connections(limits),
+                connections=self._connections,
                 require_peer=require_peer,
             ),
             ws="none",
@@ -81,6 +85,7 @@ class HttpServer(uvicorn.Server):
             log_config=None,
             log_level="warning",
             access_log=False,
+            backlog=_ACCEPTED_AT_ONCE,
             timeout_graceful_shutdown=drain_s + round(last_words_s),
             ssl_certfile=certificate.cert or None if certificate else None,
             ssl_keyfile=certificate.key or None if certificate else None,
@@ -130,13 +135,31 @@ class HttpServer(uvicorn.Server):
                 connection.transport.abort()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self.config.ssl:  # uvicorn passes no such limit on, and asyncio's own is a minute
+        if self.config.ssl:
             loop = asyncio.get_running_loop()
-            limited = partial(loop.create_server, ssl_handshake_timeout=self._timeouts.handshake_s)
-            loop.create_server = limited  # type: ignore[method-assign]
+            loop.create_server = partial(self._create_tls_server, loop.create_server)  # type: ignore[method-assign]
         await super().startup(sockets)
+        for server in self.servers if self.started else ():
+            for listener in server.sockets:
+                with listener.dup() as same:
+                    same.listen(_WAITING)
         if self.started:
             self._on_ready(self.servers[0].sockets[0].getsockname()[1])
+
+    async def _create_tls_server(
+        self,
+        create_server: Callable[..., Awaitable[asyncio.Server]],
+        serve: Callable[[], asyncio.Protocol],
+        *,
+        ssl: ssl.SSLContext,
+        **options: Any,
+    ) -> asyncio.Server:
+        """asyncio's own would count connections after their handshake, and give that a minute."""
+
+        def begin() -> TlsHandshake:
+            return TlsHandshake(serve, ssl, self._connections, self._timeouts.handshake_s)
+
+        return await create_server(begin, **options)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._on_stop()

@@ -10,21 +10,44 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from disaggregated_inference.errors import BadRequest
-from disaggregated_inference.http import listen_error
+from disaggregated_inference.http import Unfinished, listen_error
 from disaggregated_inference.kv_transfer import Address
 
 log = logging.getLogger(__name__)
 
 _WILDCARDS = ("0.0.0.0", "::", "")
+_MAX_UNADMITTED = 512
+_DROPPED_S = 1.0  # for the threads of dropped connections to end
+
+
+class _Unadmitted:
+    """A connection without an accepted HELLO. It has a descriptor of its own: TLS takes that of the socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._same = sock.dup()
+
+    def drop(self) -> None:
+        with suppress(OSError):
+            self._same.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._same.close()
 
 
 class KVListener:
-    """Listens on all `addresses` (port 0: any free port) and calls `serve` for every connection, on a new thread."""
+    """Listens on all `addresses` (port 0: any free port) and calls `serve` for every connection, on a new thread.
+
+    Until `admitted` a connection may be anyone's: half of the places are for those, and each new one beyond drops the
+    oldest of them."""
 
     def __init__(self, addresses: Sequence[Address], serve: Callable[[socket.socket], None], limit: int) -> None:
         self._serve = serve
-        self._connections = threading.BoundedSemaphore(min(limit, _spare_descriptors()))
-        self._lock = threading.Lock()
+        limit = min(limit, _spare_descriptors())
+        self._connections = threading.BoundedSemaphore(limit)
+        self._max_unadmitted = min(_MAX_UNADMITTED, max(1, limit // 2))
+        self._unfinished = Unfinished(self._max_unadmitted)
+        self._unadmitted: dict[socket.socket, _Unadmitted] = {}  # also those that were dropped, until they end
+        self._changed = threading.Condition()
         self._serving = 0
         self._closing = threading.Event()
         self._sockets: list[socket.socket] = []
@@ -60,7 +83,7 @@ class KVListener:
     def _accept(self, listener: socket.socket) -> None:
         while not self._closing.is_set():
             try:
-                sock, _ = listener.accept()
+                sock, peer = listener.accept()
             except TimeoutError:
                 continue
             except OSError as error:
@@ -68,26 +91,50 @@ class KVListener:
                     log.warning("cannot accept KV connections: %s", error)
                     time.sleep(0.1)
                 continue
-            self._start(sock)
+            self._start(sock, peer[0] if peer else "")
 
-    def _start(self, sock: socket.socket) -> None:
-        if not self._connections.acquire(blocking=False):
+    def _start(self, sock: socket.socket, address: str) -> None:
+        if not self._has_place(sock, address):
+            self.admitted(sock)
             sock.close()  # the decode node tries its next path
             return
         try:
             threading.Thread(target=self._run, args=(sock,), name="kv-send", daemon=True).start()
         except RuntimeError as error:
             log.warning("cannot start a thread for a KV connection: %s", error)
+            self.admitted(sock)
             self._connections.release()
             sock.close()
 
+    def _has_place(self, sock: socket.socket, address: str) -> bool:
+        """Waits where too many dropped connections have not ended yet: threads have a limit too."""
+        try:
+            connection = _Unadmitted(sock)
+        except OSError:  # out of file descriptors
+            return False
+        with self._changed:
+            self._unadmitted[sock] = connection
+            if oldest := self._unfinished.began(connection, address):
+                oldest.drop()
+            self._changed.wait_for(lambda: len(self._unadmitted) <= self._max_unadmitted * 5 // 4, _DROPPED_S)
+        return self._connections.acquire(blocking=False)
+
+    def admitted(self, sock: socket.socket) -> None:
+        """Its peer has proven what it may do, or it has ended: it is not dropped any more."""
+        with self._changed:
+            if connection := self._unadmitted.pop(sock, None):
+                self._unfinished.ended(connection)
+                connection.close()
+                self._changed.notify_all()
+
     def _run(self, sock: socket.socket) -> None:
-        with self._lock:
+        with self._changed:
             self._serving += 1
         try:
             self._serve(sock)
         finally:
-            with self._lock:
+            self.admitted(sock)
+            with self._changed:
                 self._serving -= 1
             self._connections.release()
 

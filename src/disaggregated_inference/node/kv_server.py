@@ -2,6 +2,8 @@
 
 import logging
 import socket
+import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -34,6 +36,23 @@ log = logging.getLogger(__name__)
 _MAX_CONNECTIONS = 1024
 
 
+class UnadmittedLog:
+    """Connections that ended before their HELLO was accepted. Anyone can make them: they get few lines."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s, self._next_at, self._count = every_s, 0.0, 0
+        self._lock = threading.Lock()
+
+    def add(self, error: DisaggError) -> None:
+        with self._lock:
+            self._count += 1
+            if (now := time.monotonic()) < self._next_at:
+                return
+            count, self._count, self._next_at = self._count, 0, now + self._every_s
+        message = "KV connections ended before they were admitted (%d since the last such line): %s"
+        log.warning(message, count, error, extra={"code": error.code})
+
+
 class KVServer:
     """`find_job` returns the job of a ticket, or raises `TicketRefused`."""
 
@@ -50,6 +69,7 @@ class KVServer:
         self.epoch, self._tickets, self._prefill, self._find_job = epoch, tickets, prefill, find_job
         self._timeouts, self._trust = timeouts, trust
         self.canary: Outbox | None = None
+        self._unadmitted = UnadmittedLog(timeouts.transfer.log_unadmitted_s)
         self.listener = KVListener(addresses, self._serve, _MAX_CONNECTIONS)
 
     def welcome(self, job: PrefillJob, codec: str) -> Welcome:
@@ -80,6 +100,7 @@ class KVServer:
             if isinstance(secured, TlsSocket):
                 self._trust.require_fetcher(secured.peer_certificate)
             job = self._admit(hello)
+            self.listener.admitted(sock)
             served.append((hello, job))
             codec = next((name for name in hello.codecs if name in CODECS), "raw")
             return self.welcome(job, codec), job.outbox
@@ -97,7 +118,10 @@ class KVServer:
             self._tickets.cancel(served[0][0].ticket)
             log.info("a fetch was cancelled: %s", error, extra=_log_fields(served))
         except DisaggError as error:
-            log.warning("a fetch failed: %s", error, extra=_log_fields(served) | {"code": error.code})
+            if served:
+                log.warning("a fetch failed: %s", error, extra=_log_fields(served) | {"code": error.code})
+            else:
+                self._unadmitted.add(error)
         finally:
             if served and served[0][0].canary:
                 self._prefill.cancel(served[0][1])
