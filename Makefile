@@ -51,7 +51,8 @@ bench: $(READY)
 # Frames, handshakes, tapes and contexts of any shape, for some minutes.
 fuzz: $(READY)
 	DISAGG_FUZZ_EXAMPLES=$${DISAGG_FUZZ_EXAMPLES:-5000} $(BIN)/python -m pytest tests/kv_transfer/test_fuzz.py \
-	tests/kv_transfer/test_altered_frames.py tests/http/test_altered_requests.py tests/orchestrator/test_altered_lines.py
+	tests/kv_transfer/test_altered_frames.py tests/http/test_altered_requests.py tests/orchestrator/test_altered_lines.py \
+	tests/identity/test_altered_records.py
 
 # Ten minutes of random faults, every answer checked; then tests in which nodes die, for longer than in `make test`.
 chaos: $(READY)

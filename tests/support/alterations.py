@@ -4,7 +4,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-_TIMES = max(1, int(os.environ.get("DISAGG_FUZZ_EXAMPLES", "150")) // 150)
+TIMES = max(1, int(os.environ.get("DISAGG_FUZZ_EXAMPLES", "150")) // 150)
 
 Alteration = Callable[[bytes, int, random.Random], bytes]
 
@@ -54,7 +54,7 @@ ALTERATIONS: tuple[Alteration, ...] = (
 def altered(data: bytes, cases: int, seed: int, parts: Sequence[tuple[int, int]] = ()) -> Iterator[bytes]:
     """`cases` altered copies. `parts`: the classes of positions, each of which gets as many cases as any other."""
     chance, places = random.Random(seed), parts or [(0, len(data))]
-    for number in range(cases * _TIMES):
+    for number in range(cases * TIMES):
         start, stop = places[number % len(places)]
         at = chance.randrange(start, stop)
         changed = chance.choice(ALTERATIONS)(data, at, chance)
