@@ -115,7 +115,18 @@ LIES: dict[str, Lie] = {
 }
 
 
-COMPLETE = ("no end", "a token after the end", "two ends")  # the answer may be complete before
+# The answer may be complete before the lie: it depends on whether the last token came with the end, or before it.
+COMPLETE = (
+    "no end",
+    "a token after the end",
+    "two ends",
+    "a token after the finish reason",
+    "the end without metrics",
+    "metrics below zero",
+    "metrics in words",
+    "metrics beyond all numbers",
+    "more cached than there is",
+)
 
 
 @pytest.fixture(scope="module")
