@@ -15,7 +15,7 @@ demo: $(READY)
 # Two processes, a file at a time; tests/conftest.py puts the longest files first.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Everything: under 15 minutes on two cores.
+# Everything: about 20 minutes on two cores.
 test: check
 	$(PYTEST)
 

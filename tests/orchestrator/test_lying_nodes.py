@@ -187,16 +187,15 @@ def test_a_node_that_keeps_lying_is_taken_out(
     liar: LyingNode, client: DisaggregatedClient, right: dict[str, Any], name: str
 ) -> None:
     """60 of 60 answers are right, and the breaker spares most of them the detour."""
-    before, liar.lie = liar.lies, LIES[name]
+    before, liar.lie, states = liar.lies, LIES[name], set()
     for _ in range(60):
         metrics = answer_of(client)
         assert (metrics["tokens"], metrics["response"]) == (right["tokens"], right["response"])
-        if liar.lies == before + 3:
-            state = next(node for node in client.status()["nodes"] if node["name"] == "liar")
-            assert state["breaker"] != "closed"
+        states |= {node["breaker"] for node in client.status()["nodes"] if node["name"] == "liar"}
+    assert states & {"open", "half_open"}, states
     assert 3 <= liar.lies - before < 30
     liar.lie = None
-    assert until(lambda: client.generate(**ASK)[1]["decode_node"] == "liar", 60), "one trial brings it back"
+    assert until(lambda: client.generate(**ASK)[1]["decode_node"] == "liar", 120), "one trial brings it back"
 
 
 @pytest.mark.slow
