@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from disaggregated_inference.errors import DisaggError, TicketRefused, WireError
-from disaggregated_inference.kv import Fingerprint, KVLayout, KVSlice, LayerPlan, Weights
+from disaggregated_inference.kv import KVSlice
 from disaggregated_inference.kv_transfer import (
     Connection,
     End,
@@ -24,30 +24,9 @@ from disaggregated_inference.kv_transfer import (
 from disaggregated_inference.kv_transfer.frames import CHECKSUM, HEADER, Kind
 from tests.support.alterations import altered
 from tests.support.kv_frames import message, split_frames, tcp_pair
+from tests.support.small_transfer import LAYOUT, MODEL, TOKENS, VOCABULARY, slices
 
-TOKENS, VOCABULARY = 20, 32
-LAYOUT = KVLayout(layers=(LayerPlan(), LayerPlan("sliding", 8)), kv_heads=2, head_dim=4)
-MODEL = Fingerprint(
-    architecture="altered",
-    layout=LAYOUT,
-    rope_frequencies=(1.0, 0.5),
-    rope_scale=1.0,
-    vocabulary=VOCABULARY,
-    tokenizer="t",
-    chat_template="c",
-    weights=Weights(norms="n", format="f", sample="s"),
-)
 LOGITS = np.arange(VOCABULARY, dtype=np.float32)
-
-
-def slices() -> list[KVSlice]:
-    rows = np.arange(2 * TOKENS * 8, dtype=np.float32).reshape(2, TOKENS, 2, 4)
-    return [
-        KVSlice(layer, first, "float32", rows[0, first:stop], rows[1, first:stop])
-        for start, stop in [(0, 16), (16, TOKENS)]
-        for layer, plan in enumerate(LAYOUT.layers)
-        for first in [plan.first_row(start, stop)]
-    ]
 
 
 def recording() -> bytes:

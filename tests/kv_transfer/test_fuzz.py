@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disaggregated_inference.errors import DisaggError, TicketRefused, WireError
-from disaggregated_inference.kv import Fingerprint, KVLayout, KVSlice, LayerPlan, Weights
+from disaggregated_inference.kv import KVSlice
 from disaggregated_inference.kv_transfer import (
     Connection,
     End,
@@ -34,36 +34,14 @@ from disaggregated_inference.kv_transfer import (
 from disaggregated_inference.kv_transfer.frames import CHECKSUM, HEADER, Frame, Kind
 from disaggregated_inference.node.context import PrefillContext
 from tests.support.kv_frames import encode, message, split_frames, tcp_pair
+from tests.support.small_transfer import LAYOUT, MODEL, TOKENS, VOCABULARY, slices
 
 EXAMPLES = int(os.environ.get("DISAGG_FUZZ_EXAMPLES", "150"))
-TOKENS, VOCABULARY = 20, 32
-LAYOUT = KVLayout(layers=(LayerPlan(), LayerPlan("sliding", 8)), kv_heads=2, head_dim=4)
-MODEL = Fingerprint(
-    architecture="fuzz",
-    layout=LAYOUT,
-    rope_frequencies=(1.0, 0.5),
-    rope_scale=1.0,
-    vocabulary=VOCABULARY,
-    tokenizer="t",
-    chat_template="c",
-    weights=Weights(norms="n", format="f", sample="s"),
-)
-
-
-def _slices() -> list[KVSlice]:
-    rows = np.arange(2 * TOKENS * 8, dtype=np.float32).reshape(2, TOKENS, 2, 4)
-    chunks = [(0, 16), (16, TOKENS)]
-    return [
-        KVSlice(layer, first, "float32", rows[0, first:stop], rows[1, first:stop])
-        for start, stop in chunks
-        for layer, plan in enumerate(LAYOUT.layers)
-        for first in [plan.first_row(start, stop)]
-    ]
 
 
 def _recording() -> bytes:
     outbox = Outbox(range(TOKENS))
-    for piece in _slices():
+    for piece in slices():
         outbox.put(piece)
     outbox.put_logits(np.zeros(VOCABULARY, np.float32))
     outbox.finish(End(prompt_tokens=TOKENS))
@@ -187,7 +165,7 @@ def test_the_unharmed_tape_is_whole() -> None:
     end = InlineReader(TAPE, MODEL, LAYOUT, VOCABULARY, TOKENS).read_into(taken.sink)
     assert end.prompt_tokens == TOKENS
     assert taken.logits == 1
-    expected = {(p.layer, p.start): p.keys.tobytes() + p.values.tobytes() for p in _slices()}
+    expected = {(p.layer, p.start): p.keys.tobytes() + p.values.tobytes() for p in slices()}
     assert taken.rows == expected
 
 
@@ -236,7 +214,7 @@ def test_the_context(word: str) -> None:
 @pytest.mark.parametrize("where", ["rows", "logits"])
 def test_what_is_no_number_is_refused(where: str) -> None:
     outbox = Outbox(range(TOKENS))
-    for piece in _slices():
+    for piece in slices():
         keys = piece.keys.copy()
         keys[0] = np.nan if where == "rows" else 0
         outbox.put(KVSlice(piece.layer, piece.start, "float32", keys, piece.values))

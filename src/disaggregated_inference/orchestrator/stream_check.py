@@ -5,6 +5,7 @@ failed leg: the request goes to another node, and what came before stays right.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -34,7 +35,7 @@ class BadEvents(Exception):
         self.tainted = tainted
 
 
-class StreamCheck:
+class StreamCheck(ABC):
     """Of one attempt. `check` raises `BadEvents`."""
 
     def __init__(self) -> None:
@@ -70,8 +71,8 @@ class StreamCheck:
             if isinstance(value, int | float) and name != "seed" and not 0 <= value < _LARGEST:
                 raise BadEvents(f"{name} is {value:g}")
 
-    def _output(self, event: StreamEvent) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _output(self, event: StreamEvent) -> None: ...
 
     def _progress(self, progress: Progress) -> None:
         raise BadEvents("it reports progress that was not asked for")
