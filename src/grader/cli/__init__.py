@@ -1,0 +1,1 @@
+"""The `disagg-grade` command."""

@@ -1,0 +1,145 @@
+"""`grade`: files into the grade book, a worker process, and its progress."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bars
+
+from disaggregated_inference.errors import DisaggError
+from grader.cli.options import open_book
+from grader.cli.show import as_data, batch_line, grade_table
+from grader.errors import GraderError
+from grader.grading import GradeSettings, grades, parse_rubric
+from grader.intake import read_files, read_roster, take_in
+from grader.models import ModelSettings, require_models
+from grader.sandbox import require_sandbox
+from grader.store import Assignment, Database, Progress, finished_since
+from grader.worker import Watched, WorkerOptions, queue_all, run_batch
+
+_LINE_S = 10.0  # where there is no terminal: a line this often
+
+
+def grade_files(
+    book: Path,
+    name: str,
+    files: list[Path],
+    models: ModelSettings | None,
+    rerun: bool,
+    roster: Path | None,
+    jobs: int,
+    patience_s: float,
+    as_json: bool,
+) -> None:
+    database, assignment = open_book(book, name)
+    out = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    if rerun or parse_rubric(assignment.rubric.content).rerun:
+        require_sandbox()
+    if models:
+        check_models(models)
+    known = read_roster(roster.read_text(encoding="utf-8")) if roster else {}
+    taken = take_in(database, assignment, read_files(files, known))
+    if files:
+        out.print(f"{taken.files} files, {taken.new} of them new, {taken.replaced} replace older ones")
+    queue_all(database, assignment, GradeSettings(models=models, rerun=rerun))
+    options = WorkerOptions(model_threads=jobs, patience_s=patience_s)
+    run_and_report(database, assignment, options, out, as_json)
+
+
+def check_models(models: ModelSettings) -> None:
+    try:
+        require_models(models)
+    except DisaggError as error:
+        raise GraderError(f"{error}; or grade with --endpoint URL, or with --no-models") from None
+
+
+def run_and_report(
+    database: Database, assignment: Assignment, options: WorkerOptions, out: Console, as_json: bool
+) -> None:
+    began_at = time.time()
+    with watching(out) as look:
+        state = run_batch(database, assignment, options, look)
+    found = grades(database, assignment)
+    if as_json:
+        print(json.dumps({"assignment": assignment.name, "grades": [as_data(one) for one in found]}))
+        return
+    plain_out = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    plain_out.print(grade_table(found))
+    checked = finished_since(database, began_at, "checks"), finished_since(database, began_at, "models")
+    plain_out.print(
+        f"done now: {checked[0]} checked, {checked[1]} read by the models, in {time.time() - began_at:.1f} s"
+    )
+    _say_what_is_left(plain_out, database, state, len([one for one in found if one.score.needs_review]))
+
+
+def _say_what_is_left(out: Console, database: Database, state: Progress, open_count: int) -> None:
+    for pseudonym, error in state.failures:
+        out.print(f"{pseudonym} failed: {error}")
+    if state.models.left:
+        out.print(
+            f"{state.models.left} wait for the models ({state.waiting_reason}); the same command goes on with them"
+        )
+    folder = database.path.parent
+    if open_count:
+        out.print(f"{open_count} need a look: disagg-grade review --book {folder} PSEUDONYM")
+    out.print(f"nothing is released before you approve it: disagg-grade review --book {folder} --approve-all")
+
+
+@contextmanager
+def watching(out: Console) -> Iterator[Callable[[Watched], None]]:
+    """A bar for each stage on a terminal, else a line now and then."""
+    if out.is_terminal:
+        with _Bars(out) as bars:
+            yield bars.look
+        return
+    yield _Lines(out).look
+
+
+class _Lines:
+    def __init__(self, out: Console) -> None:
+        self._out, self._next_s = out, 0.0
+
+    def look(self, seen: Watched) -> None:
+        if seen.elapsed_s >= self._next_s and not seen.progress.is_over:
+            self._next_s = seen.elapsed_s + _LINE_S
+            self._out.print(f"{batch_line(seen.progress)}{_eta(seen)}")
+
+
+class _Bars:
+    def __init__(self, out: Console) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        self._bars = Bars(*columns, console=out)
+        self._checks = self._bars.add_task("checks", total=None, note="")
+        self._models = self._bars.add_task("models", total=None, note="", visible=False)
+
+    def __enter__(self) -> "_Bars":
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def look(self, seen: Watched) -> None:
+        state = seen.progress
+        checked, read = state.checks, state.models
+        self._bars.update(self._checks, total=checked.total, completed=checked.done + checked.failed, note=_eta(seen))
+        note = f"waiting: {state.waiting_reason}" if state.waiting_reason and not read.running else ""
+        total = max(read.total, checked.total) if read.total else 0
+        done = read.done + read.failed
+        self._bars.update(self._models, total=total, completed=done, visible=bool(read.total), note=note)
+
+
+def _eta(seen: Watched) -> str:
+    if seen.eta_s is None:
+        return ""
+    minutes, seconds = divmod(round(seen.eta_s), 60)
+    return f", about {minutes} min {seconds:02d} s left" if minutes else f", about {seconds} s left"

@@ -1,0 +1,52 @@
+"""A student's report: one HTML file without scripts or links to other files. Everything in it is escaped."""
+
+from decimal import Decimal
+from functools import cache
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+
+from grader.grading import Grade
+from grader.points import plain
+from grader.scoring import Component
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+def report_html(grade: Grade, title: str, name: str) -> str:
+    """`name`: the pseudonym, or the student's own after a reveal. Private notes of the instructor stay out."""
+    return _template().render(
+        title=title,
+        name=name,
+        grade=grade,
+        score=grade.score,
+        groups=_groups(grade),
+        comments=grade.review.comments,
+        feedback=grade.feedback,
+        draft=not grade.approved,
+    )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["points"] = _shown
+    return environment.get_template("report.html")
+
+
+def _shown(points: Decimal) -> str:
+    return plain(points)
+
+
+def _groups(grade: Grade) -> list[tuple[str, list[Component]]]:
+    """In the order of the rubric; caps, late policy and the like at the end."""
+    groups: dict[str, list[Component]] = {}
+    for component in grade.score.components:
+        groups.setdefault(component.group, []).append(component)
+    return list(groups.items())

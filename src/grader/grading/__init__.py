@@ -1,0 +1,43 @@
+"""From stored results to a grade, and what people do with it."""
+
+from grader.grading.alike import resemblances
+from grader.grading.cards import AnswerRecord, CombinedCard, ModelCard, answer_records, combined_card, model_card
+from grader.grading.checks import check_notebook
+from grader.grading.compare import GradeChange, ItemChange, changes_since
+from grader.grading.decisions import Approved, DecisionRefused, approve_all, approve_grade, override
+from grader.grading.figures import ModelFigures, figures_line, model_figures
+from grader.grading.final import Grade, grade_of, grades, merged, overridden, parse_rubric
+from grader.grading.results import ChecksResult, GradeRecord, GradeSettings, grading_key, record_of
+
+__all__ = [
+    "AnswerRecord",
+    "Approved",
+    "ChecksResult",
+    "CombinedCard",
+    "DecisionRefused",
+    "Grade",
+    "GradeChange",
+    "GradeRecord",
+    "GradeSettings",
+    "ItemChange",
+    "ModelCard",
+    "ModelFigures",
+    "answer_records",
+    "approve_all",
+    "approve_grade",
+    "changes_since",
+    "check_notebook",
+    "combined_card",
+    "figures_line",
+    "grade_of",
+    "grades",
+    "grading_key",
+    "merged",
+    "model_card",
+    "model_figures",
+    "overridden",
+    "override",
+    "parse_rubric",
+    "record_of",
+    "resemblances",
+]

@@ -1,0 +1,66 @@
+"""Layers 1 and 2 for one stored submission, with the sandboxed re-run where it is asked for."""
+
+import tempfile
+import threading
+from pathlib import Path
+
+import msgspec
+
+from grader.errors import KernelUnavailable, SandboxUnavailable
+from grader.grading.results import ChecksResult
+from grader.layers import Submission, check_items, submission_flags
+from grader.notebook import Notebook, read_notebook
+from grader.rubric import CodeTests, OutputMatch, Rubric
+from grader.sandbox import Rerun, rerun_for
+from grader.store import Assignment, Database, StoredSubmission, blob, known_rerun, put_rerun
+from grader.verdicts import Flag
+
+_solution_lock = threading.Lock()  # many submissions wait for one run of the solution
+
+
+def check_notebook(
+    database: Database, assignment: Assignment, rubric: Rubric, work: StoredSubmission, wanted: bool
+) -> ChecksResult:
+    notebook = read_notebook(blob(database, work.blob_sha), work.pseudonym)
+    given = Submission(
+        notebook=notebook,
+        solution=_file(database, assignment.solution_sha, "solution"),
+        template=_file(database, assignment.template_sha, "template"),
+    )
+    refused: tuple[Flag, ...] = ()
+    if notebook.readable and (wanted or rubric.rerun):
+        given, refused = _with_reruns(database, assignment, rubric, work.blob_sha, given)
+    flags = (*submission_flags(given), *refused)
+    return ChecksResult(verdicts=check_items(rubric, given), flags=flags, readable=notebook.readable)
+
+
+def _file(database: Database, sha: str | None, name: str) -> Notebook | None:
+    return read_notebook(blob(database, sha), name) if sha else None
+
+
+def _with_reruns(
+    database: Database, assignment: Assignment, rubric: Rubric, sha: str, given: Submission
+) -> tuple[Submission, tuple[Flag, ...]]:
+    """Without a sandbox or a kernel nothing runs: a flag says so, and tests go to review."""
+    try:
+        own = _rerun(database, assignment, rubric, sha, given.notebook)
+        with _solution_lock:
+            model = given.solution and _rerun(database, assignment, rubric, assignment.solution_sha, given.solution)
+    except (SandboxUnavailable, KernelUnavailable) as error:
+        return given, (Flag(code="not_rerun", message=str(error)),)
+    return msgspec.structs.replace(given, rerun=own, solution_rerun=model), ()
+
+
+def _rerun(database: Database, assignment: Assignment, rubric: Rubric, sha: str | None, notebook: Notebook) -> Rerun:
+    """The same file with the same limits, data, tests and probes runs once."""
+    assert sha
+    asked = [item.check for item in rubric.items if isinstance(item.check, CodeTests | OutputMatch)]
+    settings = msgspec.to_builtins([rubric.limits, assignment.inputs, asked])
+    if known := known_rerun(database, sha, settings):
+        return msgspec.json.decode(known, type=Rerun)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content_sha in assignment.inputs.items():
+            (Path(folder) / name).write_bytes(blob(database, content_sha))
+        result = rerun_for(rubric, notebook, Path(folder))
+    put_rerun(database, sha, settings, msgspec.json.encode(result).decode())
+    return result

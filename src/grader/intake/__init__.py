@@ -1,0 +1,21 @@
+"""Submissions on their way in: files, folders, ZIPs of learning platforms, rosters."""
+
+from grader.intake.file_names import Owner, Roster, RosterInvalid, owner_of, read_roster
+from grader.intake.files import FileRefused, Incoming, IntakeLimits, read_archive, read_files, read_uploads
+from grader.intake.take_in import TakenIn, take_in
+
+__all__ = [
+    "FileRefused",
+    "Incoming",
+    "IntakeLimits",
+    "Owner",
+    "Roster",
+    "RosterInvalid",
+    "TakenIn",
+    "owner_of",
+    "read_archive",
+    "read_files",
+    "read_roster",
+    "read_uploads",
+    "take_in",
+]

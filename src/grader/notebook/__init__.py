@@ -1,0 +1,23 @@
+"""Notebooks of students: untrusted files, parsed into values."""
+
+from grader.notebook.model import Cell, CellKind, Language, Notebook, Output, OutputKind
+from grader.notebook.reader import MAX_OUTPUT_CHARS, read_notebook, read_outputs
+from grader.notebook.sections import Passage, in_section, markdown_lines, names_section, passages, words_of
+
+__all__ = [
+    "MAX_OUTPUT_CHARS",
+    "Cell",
+    "CellKind",
+    "Language",
+    "Notebook",
+    "Output",
+    "OutputKind",
+    "Passage",
+    "in_section",
+    "markdown_lines",
+    "names_section",
+    "passages",
+    "read_notebook",
+    "read_outputs",
+    "words_of",
+]

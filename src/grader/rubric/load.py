@@ -1,0 +1,129 @@
+"""A rubric file becomes a `Rubric`, or a list of all its mistakes with their lines."""
+
+import contextlib
+import difflib
+import re
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+import yaml
+
+from grader.errors import RubricInvalid
+from grader.problems import Problem
+from grader.rubric.checks import CHECK_KINDS
+from grader.rubric.located import Located, Path, read_located
+from grader.rubric.schema import Cap, Item, Letter, Rubric
+from grader.rubric.validate import rubric_problems
+
+_PATH = re.compile(r" - at `(?:key in )?\$(.*?)`$")
+_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
+_UNKNOWN = re.compile(r"unknown field `(.+?)`")
+_WORDS = {"Invalid decimal string": "Not a number", "Object missing": "Missing", "`decimal`": "a number"}
+_PARTS: dict[str, type[msgspec.Struct]] = {"items": Item, "caps": Cap, "letters": Letter}
+
+
+def load_rubric(text: str, source: str = "rubric") -> Rubric:
+    """Raises RubricInvalid with every problem, not only the first."""
+    located = read_located(text, source)
+    if not isinstance(located.data, dict):
+        raise RubricInvalid(source, [located.problem((), "A rubric is a mapping with `assignment` and `items`.")])
+    problems = _shape_problems(located)
+    if problems:
+        problems += _rule_problems(located)
+        raise RubricInvalid(source, sorted(problems, key=lambda problem: (problem.line, problem.column)))
+    rubric = msgspec.convert(located.data, Rubric, strict=False)
+    found = [located.problem(path, message) for path, message in rubric_problems(rubric)]
+    if found:
+        raise RubricInvalid(source, sorted(found, key=lambda problem: (problem.line, problem.column)))
+    return rubric
+
+
+def _shape_problems(located: Located) -> list[Problem]:
+    """Each item by itself, so that one mistake does not hide the next."""
+    problems, rest = list[Problem](), dict(located.data)
+    for name, kind in _PARTS.items():
+        if isinstance(rest.get(name), list):
+            for i, entry in enumerate(rest[name]):
+                problems += _problems_of(located, entry, kind, (name, i))
+            rest[name] = []
+    return problems + _problems_of(located, rest, Rubric, ())
+
+
+def _rule_problems(located: Located) -> list[Problem]:
+    """Of the items that can be read, beside others that cannot: all mistakes are told at once."""
+    entries = located.data.get("items")
+    found = dict[int, Item]()
+    for i, entry in enumerate(entries if isinstance(entries, list) else []):
+        with contextlib.suppress(msgspec.ValidationError):
+            found[i] = msgspec.convert(entry, Item, strict=False)
+    places, rubric = list(found), Rubric(assignment="-", items=tuple(found.values()), ai_share_max=Decimal(1))
+    broken = [(path, message) for path, message in rubric_problems(rubric) if path[0] == "items" and len(path) > 1]
+    return [located.problem(("items", places[int(path[1])], *path[2:]), message) for path, message in broken]
+
+
+def _problems_of(located: Located, data: Any, kind: type[msgspec.Struct], path: Path) -> list[Problem]:
+    try:
+        msgspec.convert(data, kind, strict=False)
+    except msgspec.ValidationError as error:
+        return [_problem(located, str(error), kind, path)]
+    return []
+
+
+def _problem(located: Located, message: str, kind: type[msgspec.Struct], path: Path) -> Problem:
+    found = _PATH.search(message)
+    message = _PATH.sub("", message)
+    inner = _STEP.findall(found[1]) if found else []
+    here = path + tuple(int(index) if index else name for name, index in inner)
+    unknown = _UNKNOWN.search(message)
+    if unknown:
+        near = difflib.get_close_matches(unknown[1], _fields(kind, here, path), n=1)
+        hint = f"; did you mean `{near[0]}`?" if near else ""
+        return located.problem((*here, unknown[1]), f"Unknown field `{unknown[1]}`{hint}", key=True)
+    if here and here[-1] == "kind":
+        message = f"{message}. Kinds of check: {', '.join(sorted(CHECK_KINDS))}"
+    return located.problem(here, _plain(message))
+
+
+def _plain(message: str) -> str:
+    for theirs, ours in _WORDS.items():
+        message = message.replace(theirs, ours)
+    return message
+
+
+def _fields(kind: type[msgspec.Struct], here: Path, path: Path) -> list[str]:
+    """Names that the place could have; of a check, those of all checks."""
+    inside = here[len(path) :]
+    if inside[:1] == ("check",):
+        return sorted({name for check in CHECK_KINDS.values() for name in (*check.__struct_fields__, "kind")})
+    return list(kind.__struct_fields__)
+
+
+def dump_rubric(rubric: Rubric) -> str:
+    """YAML without fields that have their default."""
+    data = _without_defaults(rubric)
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _without_defaults(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        data = dict[str, Any]()
+        tag = value.__struct_config__.tag
+        if tag is not None:
+            data["kind"] = tag
+        for field in msgspec.structs.fields(value):
+            here = getattr(value, field.name)
+            default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+            if here != default:
+                data[field.encode_name] = _without_defaults(here)
+        return data
+    if isinstance(value, tuple | list):
+        return [_without_defaults(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _without_defaults(each) for key, each in value.items()}
+    return msgspec.to_builtins(value) if not hasattr(value, "as_tuple") else _number(value)
+
+
+def _number(value: Any) -> int | float | str:
+    whole = value == value.to_integral_value()
+    return int(value) if whole else float(value) if str(float(value)) == f"{value.normalize():f}" else str(value)

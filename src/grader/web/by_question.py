@@ -1,0 +1,52 @@
+"""All answers to one item of the rubric."""
+
+from typing import Any
+
+import streamlit as st
+
+from grader.grading import Grade, override
+from grader.points import plain
+from grader.store import Assignment, Database
+from grader.web.session import all_grades, note, refusals, who
+
+
+def by_question(database: Database, chosen: Assignment) -> None:
+    found = all_grades(database, chosen)
+    if not found:
+        return
+    item = st.selectbox("Item", [one.id for one in found[0].rubric.items])
+    rubric_item = found[0].rubric.item(item)
+    st.text(f"{rubric_item.title} ({plain(rubric_item.points)} points)")
+    only_open = st.checkbox("Only open ones")
+    answers = [row for one in found if (row := _row(one, item)) and not (only_open and row["status"] != "needs review")]
+    st.dataframe(answers, hide_index=True, height=min(560, 38 + 35 * len(answers)))
+    _set_points(database, found, item)
+
+
+def _row(grade: Grade, item: str) -> dict[str, Any] | None:
+    """None: this work was graded by a rubric without the item."""
+    verdict = next((one for one in grade.verdicts if one.item_id == item), None)
+    if verdict is None:
+        return None
+    return {
+        "student": grade.submission.pseudonym,
+        "points": float(verdict.points),
+        "status": verdict.status.replace("_", " "),
+        "reason": verdict.reason,
+        "evidence": "\n".join(one.quote for one in verdict.evidence if one.quote)[:300],
+    }
+
+
+def _set_points(database: Database, found: list[Grade], item: str) -> None:
+    with st.form("by-question"):
+        names = [one.submission.pseudonym for one in found]
+        first, second, third = st.columns([2, 1, 4])
+        name = first.selectbox("Student", names)
+        points = second.text_input("Points")
+        why = third.text_input("Reason")
+        if not st.form_submit_button("Set points"):
+            return
+    with refusals():
+        override(database, found[names.index(name)], item, points.strip(), who(), why)
+        note(f"{name}, {item}: {points} points.")
+        st.rerun()

@@ -1,0 +1,112 @@
+"""A changed rubric touches only its items; a human's points win and are never lost."""
+
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from grader.grading import (
+    DecisionRefused,
+    Grade,
+    approve_all,
+    approve_grade,
+    changes_since,
+    grade_of,
+    grades,
+    override,
+)
+from grader.rubric import dump_rubric, load_rubric
+from grader.store import Assignment, Database, StudentIdentity, add_submission, save_rubric
+from tests.support.grade_books import RUBRIC, grade_here, graded_book, known_points, work
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> tuple[Database, Assignment]:
+    return graded_book(tmp_path)
+
+
+def _by_id(database: Database, assignment: Assignment) -> dict[int, Grade]:
+    return {one.submission.id: one for one in grades(database, assignment)}
+
+
+def _changed(database: Database, old: str, new: str) -> Assignment:
+    assert old in RUBRIC
+    assignment = save_rubric(database, "sales", dump_rubric(load_rubric(RUBRIC.replace(old, new))))
+    grade_here(database, assignment)
+    return assignment
+
+
+def test_points_equal_the_known_ones(book: tuple[Database, Assignment]) -> None:
+    assert {one: grade.score.total for one, grade in _by_id(*book).items()} == {
+        one: known_points(one) for one in range(1, 5)
+    }
+
+
+def test_a_human_wins_over_every_regrade(book: tuple[Database, Assignment]) -> None:
+    database, assignment = book
+    override(database, _by_id(*book)[1], "mean", "3", "ann", "a rounding error")
+    assert _by_id(*book)[1].score.total == 5
+    assert _by_id(*book)[1].machine.total == 2  # the machine's score stays visible
+    assignment = _changed(database, "points: 4\n    check: {kind: output", "points: 2\n    check: {kind: output")
+    after = _by_id(database, assignment)
+    assert after[1].score.total == 5  # 3 of 2: what the human gave, although the item is worth less now
+    assert after[2].score.total == 4
+    assert "set by ann: a rounding error" in next(one.reason for one in after[1].verdicts if one.item_id == "mean")
+
+
+def test_a_regrade_shows_what_changed_and_why(book: tuple[Database, Assignment]) -> None:
+    database, _ = book
+    assignment = _changed(database, "names: [sales]", "names: [sales, regions]")
+    changes = changes_since(database, assignment)
+    assert len(changes) == 4
+    assert {item.item_id for change in changes for item in change.items} == {"data"}
+    assert "regions" in changes[0].items[0].reason
+
+
+def test_a_changed_title_changes_no_grade(book: tuple[Database, Assignment]) -> None:
+    assignment = _changed(book[0], "title: Clear names", "title: Names that are clear")
+    assert changes_since(book[0], assignment) == []
+
+
+def test_decisions_that_do_not_fit_are_refused(book: tuple[Database, Assignment]) -> None:
+    grade = _by_id(*book)[1]
+    with pytest.raises(DecisionRefused, match="no item maen; it has data, mean"):
+        override(book[0], grade, "maen", "1", "ann", "why")
+    with pytest.raises(DecisionRefused, match="takes 0 to 4 points, not 5"):
+        override(book[0], grade, "mean", "5", "ann", "why")
+    with pytest.raises(DecisionRefused, match="must be a number"):
+        override(book[0], grade, "mean", "all", "ann", "why")
+    with pytest.raises(DecisionRefused, match="open items: names, style"):
+        approve_grade(book[0], grade, "ann")
+
+
+def test_approve_all_leaves_what_needs_a_look(book: tuple[Database, Assignment]) -> None:
+    database, assignment = book
+    add_submission(database, assignment.id, StudentIdentity(key="broken"), "x.ipynb", b"no notebook")
+    grade_here(database, assignment)
+    for one in (1, 2):
+        for item in ("names", "style"):
+            override(database, _by_id(*book)[one], item, "2", "ann", "fine")
+    done = approve_all(database, grades(*book), "ann")
+    assert (done.approved, done.left_open) == (2, 3)
+
+
+def test_identical_files_are_both_graded_and_both_flagged(book: tuple[Database, Assignment]) -> None:
+    database, assignment = book
+    for key in ("first", "second"):
+        add_submission(database, assignment.id, StudentIdentity(key=key), "x.ipynb", work(words="the same"))
+    grade_here(database, assignment)
+    flagged = [one for one in grades(*book) if any(flag.code == "identical" for flag in one.flags)]
+    assert len(flagged) == 2
+    assert {one.score.total for one in flagged} == {Decimal(6)}
+
+
+def test_components_sum_to_the_total(book: tuple[Database, Assignment]) -> None:
+    override(book[0], _by_id(*book)[1], "style", "1.37", "ann", "odd points")
+    for grade in grades(*book):
+        assert sum(one.points for one in grade.score.components) == grade.score.total
+
+
+def test_ungraded_work_has_no_grade(book: tuple[Database, Assignment]) -> None:
+    new = add_submission(book[0], book[1].id, StudentIdentity(key="new"), "x.ipynb", work(words="new"))
+    assert grade_of(book[0], new) is None

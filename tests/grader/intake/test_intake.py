@@ -1,0 +1,125 @@
+"""Files of students: whose they are, and what is refused."""
+
+import io
+import stat
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from grader.intake import (
+    FileRefused,
+    IntakeLimits,
+    RosterInvalid,
+    owner_of,
+    read_archive,
+    read_files,
+    read_roster,
+    take_in,
+)
+from grader.store import Database, blob, save_assignment, submissions
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "name", "lms_id", "late_days"),
+    [
+        ("doejane_12345_67890_hw1.ipynb", "12345", "doejane", "12345", 0),
+        ("doejane_LATE_12345_67890_hw1-2.ipynb", "12345", "doejane", "12345", 1),
+        ("Jane Doe_4711_assignsubmission_file_/hw1.ipynb", "4711", "Jane Doe", "4711", 0),
+        ("Jane Doe_4711_assignsubmission_file_hw1.ipynb", "4711", "Jane Doe", "4711", 0),
+        ("submitted/bitdiddle/ps1/problem1.ipynb", "bitdiddle", "", "", 0),
+        ("anything.ipynb", "anything", "", "", 0),
+        ("alice/hw1.ipynb", "alice/hw1", "", "", 0),
+    ],
+)
+def test_names_of_learning_platforms(path: str, key: str, name: str, lms_id: str, late_days: float) -> None:
+    owner = owner_of(path, {})
+    assert (owner.identity.key, owner.identity.name, owner.identity.lms_id) == (key, name, lms_id)
+    assert owner.late_days == late_days
+
+
+def test_a_roster_knows_better() -> None:
+    roster = read_roster("\ufeffkey,name,email,lms_id,late_days\nDoeJane,Jane Doe,jane@example.edu,12345,2.5\n")
+    for path in ("doejane_99_1_hw1.ipynb", "Other_12345_assignsubmission_file_/x.ipynb"):
+        owner = owner_of(path, roster)
+        assert (owner.identity.name, owner.late_days) == ("Jane Doe", 2.5)
+    assert owner_of("x.ipynb", read_roster("key,name\n,Nobody\n")).identity.key == "x"
+    late = read_roster("key,name\ndoejane,Jane Doe\n")
+    assert owner_of("doejane_LATE_99_1_hw1.ipynb", late).late_days == 1, "a roster without late_days takes nothing away"
+    with pytest.raises(RosterInvalid, match="column `key`"):
+        read_roster("name\nJane\n")
+    with pytest.raises(RosterInvalid, match="line 2"):
+        read_roster("key,late_days\njane,soon\n")
+
+
+def _zip(files: dict[str, bytes]) -> io.BytesIO:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return buffer
+
+
+def test_a_zip_is_read_without_unpacking(tmp_path: Path) -> None:
+    files = {
+        "../../evil.ipynb": b"1",
+        "/etc/evil2.ipynb": b"2",
+        "__MACOSX/x.ipynb": b"",
+        ".ipynb_checkpoints/y.ipynb": b"",
+        "notes.txt": b"",
+        "a/b.ipynb": b"3",
+    }
+    found = list(read_archive(_zip(files), "all.zip", {}))
+    assert [(one.file_name, one.content) for one in found] == [
+        ("evil.ipynb", b"1"),
+        ("evil2.ipynb", b"2"),
+        ("b.ipynb", b"3"),
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bombs_links_and_rubbish_are_refused() -> None:
+    limits = IntakeLimits(file_bytes=1000, archive_bytes=1500, archive_files=3)
+    with pytest.raises(FileRefused, match="unpacks to more than"):
+        list(read_archive(_zip({"a.ipynb": bytes(5000)}), "bomb.zip", {}, limits))
+    with pytest.raises(FileRefused, match="unpacks to more than"):
+        list(read_archive(_zip({"a.ipynb": bytes(900), "b.ipynb": bytes(900)}), "bomb.zip", {}, limits))
+    with pytest.raises(FileRefused, match="4 files; the limit is 3"):
+        list(read_archive(_zip({f"{n}.ipynb": b"" for n in range(4)}), "many.zip", {}, limits))
+    with pytest.raises(FileRefused, match="cannot be unpacked"):
+        list(read_archive(io.BytesIO(b"PK\x03\x04 nothing"), "broken.zip", {}))
+    link = zipfile.ZipInfo("link.ipynb")
+    link.external_attr = (stat.S_IFLNK | 0o777) << 16
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr(link, "/etc/passwd")
+    assert list(read_archive(buffer, "links.zip", {})) == []
+
+
+def test_folders_and_files(tmp_path: Path) -> None:
+    folder = tmp_path / "class"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "b.ipynb").write_bytes(b"b")
+    (folder / "sub" / "a.ipynb").write_bytes(b"a")
+    (folder / "link.ipynb").symlink_to("/etc/passwd")
+    (tmp_path / "not-a-notebook.pdf").write_bytes(b"pdf")
+    found = list(read_files([folder, tmp_path / "not-a-notebook.pdf"], {}))
+    assert [one.file_name for one in found] == ["b.ipynb", "a.ipynb", "not-a-notebook.pdf"]
+    with pytest.raises(FileRefused, match="does not exist"):
+        list(read_files([tmp_path / "missing"], {}))
+
+
+def test_the_newest_file_of_a_student_counts_and_equal_names_do_not_clash(tmp_path: Path) -> None:
+    book = Database.create(tmp_path / "book")
+    assignment = save_assignment(book, "hw1", "{}")
+    files = {"doe_1_20_hw1-1.ipynb": b"new", "doe_1_10_hw1.ipynb": b"old", "a/hw1.ipynb": b"a", "b/hw1.ipynb": b"b"}
+    taken = take_in(book, assignment, read_archive(_zip(files), "all.zip", {}))
+    assert (taken.files, taken.new, taken.replaced) == (4, 3, 0)
+    assert {blob(book, one.blob_sha) for one in submissions(book, assignment.id)} == {b"new", b"a", b"b"}
+    again = take_in(book, assignment, read_archive(_zip({"doe_1_30_hw1-2.ipynb": b"newer"}), "more.zip", {}))
+    assert (again.new, again.replaced) == (1, 1)
+    for folder, content in (("x", b"1"), ("y", b"2")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "hw1.ipynb").write_bytes(content)
+    with pytest.raises(FileRefused, match="a name of its own"):
+        take_in(book, assignment, read_files([tmp_path / "x" / "hw1.ipynb", tmp_path / "y" / "hw1.ipynb"], {}))

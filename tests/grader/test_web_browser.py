@@ -1,0 +1,254 @@
+"""`disagg-grade web` in a real browser, with the embedded model: from a rubric to an export, with hostile uploads."""
+
+import csv
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from grader.grading import grades
+from grader.local_cluster import local_cluster
+from grader.store import Assignment, Database, assignment, history, progress, reveals, submissions
+from tests.support.browser import WatchedPage, browser
+from tests.support.cluster import free_port
+from tests.support.grade_books import RUBRIC, work
+from tests.support.notebooks import code, notebook_bytes, printed, text
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Download, Locator, Page
+
+pytest.importorskip("streamlit", reason="Streamlit is not installed")
+pytestmark = pytest.mark.slow
+
+PASSWORD = "open sesame"
+SOON_MS = 60_000
+MODELS_S = 300.0  # for the embedded model on a busy machine; it takes seconds on a quiet one
+EVIL = "<img src=x onerror=window.taken=1><script>window.taken=1</script>[link](javascript:window.taken=1) **bold** $x$"
+
+
+@contextmanager
+def web(book: Path, config: str = "") -> Iterator[str]:
+    """The command itself, as a process."""
+    port = free_port()
+    command = [sys.executable, "-m", "grader.cli", "web", "--book", str(book), "--port", str(port), "--who", "teacher"]
+    environ = os.environ | {"GRADER_WEB_PASSWORD": PASSWORD}
+    url = f"http://127.0.0.1:{port}"
+    process = subprocess.Popen([*command, *(["--config", config] if config else [])], env=environ)
+    try:
+        assert until(lambda: _answers(url), 120)
+        yield url
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/login", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@contextmanager
+def opened(url: str) -> Iterator["Page"]:
+    """Logged in. Nothing that a student wrote may run, or become a picture or a link."""
+    with browser() as found:
+        page = found.new_page(viewport={"width": 1024, "height": 900}, accept_downloads=True)
+        page.set_default_timeout(SOON_MS)
+        watched = WatchedPage(page)
+        page.goto(url)
+        page.get_by_label("Password").fill(PASSWORD)
+        page.get_by_role("button", name="Open").click()
+        page.get_by_role("heading", name="Assignments").wait_for()
+        yield page
+        assert page.evaluate("window.taken") is None
+        assert not [error for error in watched.errors if "taken" in error]
+
+
+def visit(page: "Page", name: str) -> None:
+    """By the navigation, as a person does: the session stays."""
+    page.get_by_test_id("stSidebarNav").get_by_role("link", name=name).click()
+    page.get_by_role("heading", name=name, level=1).wait_for()
+    settle(page)
+
+
+def settle(page: "Page") -> None:
+    page.locator("[data-testid=stApp][data-test-script-state=notRunning]").wait_for()
+
+
+def fill(page: "Page", field: "Locator", value: str) -> None:
+    field.fill(value)
+    field.press("Control+Enter" if field.evaluate("each => each.tagName") == "TEXTAREA" else "Enter")
+    settle(page)
+
+
+def upload(page: "Page", label: str, name: str, content: bytes) -> None:
+    box = page.get_by_test_id("stFileUploader").filter(has_text=label)
+    given = {"name": name, "mimeType": "application/octet-stream", "buffer": content}
+    box.locator("input[type=file]").set_input_files(given)  # type: ignore[arg-type]
+    box.get_by_text(name).first.wait_for()
+    settle(page)
+
+
+def press(page: "Page", name: str) -> None:
+    page.get_by_role("button", name=name, exact=True).first.click()
+    settle(page)
+
+
+def class_zip() -> bytes:
+    """Names as Canvas gives them. One is hostile in its name, its code, its text and its outputs."""
+    evil = notebook_bytes(text(EVIL), code(f"sales = [1]  # {EVIL}", printed(EVIL)), code(f"mean_sales = '{EVIL}'"))
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("../../../tmp/escape_101_1_hw.ipynb", work())
+        archive.writestr(f"{EVIL.replace('/', '')}.ipynb", evil)
+        archive.writestr("__MACOSX/._escape_101_1_hw.ipynb", b"rubbish")
+    return buffer.getvalue()
+
+
+def test_a_class_from_rubric_to_export(tmp_path: Path) -> None:
+    with local_cluster() as cluster, web(tmp_path, cluster.config) as url, opened(url) as page:
+        book = Database.open(tmp_path)
+        _make_assignment(page)
+        chosen = assignment(book, "sales")
+        _take_in(page, book, chosen)
+        _grade(page, book, chosen)
+        _decide(page, book, chosen)
+        _export(page, book)
+
+
+def _make_assignment(page: "Page") -> None:
+    editor = page.get_by_label("Rubric (YAML or JSON)")
+    flat = {"Loads": {"points": 2, "description": EVIL}, "Plots": {"points": "3 pts"}}
+    upload(page, "Start from a file", "points.json", json.dumps(flat).encode())
+    page.get_by_text("2 items are graded by a human").wait_for()
+    page.get_by_text("5 points. Models may decide 0 of them.").wait_for()
+    assert "id: plots" in editor.input_value()
+    fill(page, editor, RUBRIC.replace("points: 4", "pionts: 4"))
+    page.get_by_text("did you mean `points`?").wait_for()
+    page.get_by_text(re.compile(r"line 10, column \d+")).first.wait_for()
+    fill(page, editor, RUBRIC)
+    page.get_by_text("10 points. Models may decide 2 of them.").wait_for()
+    upload(page, "Solution", "solution.ipynb", work())
+    press(page, "Save the assignment")
+    page.get_by_text("Saved: rubric version 1, 10 points.").first.wait_for()
+
+
+def _take_in(page: "Page", book: Database, chosen: Assignment) -> None:
+    visit(page, "Submissions")
+    upload(page, "Notebooks and ZIPs", "bomb.zip", _bomb())
+    press(page, "Take in")
+    page.get_by_text("unpacks to more than 50 MiB").wait_for()
+    assert submissions(book, chosen.id) == []
+    upload(page, "Notebooks and ZIPs", "class.zip", class_zip())
+    press(page, "Take in")
+    page.get_by_text("2 files, 2 of them new").first.wait_for()
+    assert not list(Path("/tmp").glob("escape_101*"))
+
+
+def _bomb() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("a.ipynb", "w") as entry:
+        for _ in range(60):
+            entry.write(bytes(1 << 20))
+    return buffer.getvalue()
+
+
+def _grade(page: "Page", book: Database, chosen: Assignment) -> None:
+    page.get_by_text("Ask the models (layers 3 and 4)").click()
+    settle(page)
+    page.get_by_text("Which models").click()
+    fill(page, page.get_by_label("Code model", exact=True), "smollm2")
+    fill(page, page.get_by_label("Feedback model", exact=True), "smollm2")
+    fill(page, page.get_by_label("Longest answer of the code model, tokens"), "40")
+    fill(page, page.get_by_label("Longest feedback, tokens"), "40")
+    press(page, "Grade")
+    page.get_by_text("2 new in the queue.").first.wait_for()
+    page.get_by_text(re.compile("checked: . of 2")).wait_for()
+    page.reload()  # in the middle of it, as a rule
+    page.get_by_text(re.compile("checked: . of 2")).wait_for()
+    page.goto("about:blank")
+    assert until(lambda: progress(book, chosen.id).is_over, MODELS_S), progress(book, chosen.id)
+    page.go_back()
+    page.get_by_text("The batch is over. See Results.").wait_for()
+    page.get_by_text("read by the models: 2 of 2").wait_for()
+    assert not progress(book, chosen.id).failures
+
+
+def _decide(page: "Page", book: Database, chosen: Assignment) -> None:
+    visit(page, "Results")
+    page.get_by_test_id("stMetric").filter(has_text="Graded").get_by_text("2", exact=True).wait_for()
+    visit(page, "Review")
+    works = submissions(book, chosen.id)
+    for place, one in enumerate(works):
+        page.wait_for_url(f"**student={one.pseudonym}*")
+        settle(page)
+        assert until(lambda: page.locator(".nb").count() == 1, SOON_MS / 1000)
+        assert page.locator(".nb img, .nb script, .nb a, .nb strong").count() == 0
+        if place < len(works) - 1:
+            press(page, "Next")
+    last = works[-1]
+    before = {one.submission.id: one for one in grades(book, chosen)}[last.id].score.total
+    _set_points(page, "data", "0.5", "")
+    page.get_by_text("needs a reason").wait_for()
+    _set_points(page, "data", "0.5", f"by hand {EVIL}")
+    press(page, "Undo")
+    page.get_by_text("Taken back: points data").first.wait_for()
+    assert {one.submission.id: one for one in grades(book, chosen)}[last.id].score.total == before
+    for item in ("data", "mean", "names", "style"):
+        _set_points(page, item, "1.5", "by hand")
+    press(page, "Approve")
+    page.get_by_text(re.compile("6 of 10 points: approved")).wait_for()
+    assert [one.undone for one in history(book, last.id)][:1] == [True]
+    grade = {one.submission.id: one for one in grades(book, chosen)}[last.id]
+    assert grade.approved
+    assert grade.score.total == 6
+
+
+def _set_points(page: "Page", item: str, points: str, why: str) -> None:
+    box = page.get_by_test_id("stExpander").filter(has=page.locator("summary", has_text=f"{item}:"))
+    assert until(lambda: box.get_by_label("Points").count() == 1, SOON_MS / 1000)  # those of before are gone
+    if not box.get_by_label("Points").is_visible():
+        box.locator("summary").click()
+    box.get_by_label("Points").fill(points)
+    box.get_by_label("Reason").fill(why)
+    box.get_by_role("button", name="Set points").click()
+    settle(page)
+
+
+def _export(page: "Page", book: Database) -> None:
+    visit(page, "Cluster")
+    page.locator(".cards .ok").wait_for()  # live health of the embedded model's nodes
+    visit(page, "Export")
+    page.get_by_text("1 of 2 grades are approved.").wait_for()
+    page.get_by_text("With names, and tables for Canvas and Moodle").click()
+    press(page, "Make the files")
+    rows = list(csv.DictReader(io.StringIO(_downloaded(page, "grades.csv").decode("utf-8-sig"))))
+    assert [(row["total"], row["state"]) for row in rows] == [("6", "approved")]
+    names = zipfile.ZipFile(io.BytesIO(_downloaded(page, "all.zip"))).namelist()
+    assert {"grades.csv", "canvas.csv", "moodle.csv"} < set(names)
+    assert len(names) == 4
+    assert len(reveals(book)) == 1
+
+
+def _downloaded(page: "Page", name: str) -> bytes:
+    with page.expect_download() as started:
+        page.get_by_role("button", name=name).click()
+    found: Download = started.value
+    return Path(found.path()).read_bytes()
