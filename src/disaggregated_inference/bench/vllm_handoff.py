@@ -1,0 +1,161 @@
+"""`disagg bench handoff --prefill vllm --shape`: vLLM alone, then vLLM behind a prefill node whose KV cache another
+process fetches while it is computed. Both get the same prompts over the same HTTP API, in chunks of the same size, with
+the same graphs."""
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from disaggregated_inference.bench.prompts import token_prompt
+from disaggregated_inference.bench.report import Report, Row, progress
+from disaggregated_inference.bench.streaming import Streamed, receiver, stream_prefill
+from disaggregated_inference.bench.vllm_shapes import SHAPES, ShapeFiles, write_plugin, write_shape
+from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.vllm_node import (
+    LOGITS_PROCESSOR,
+    Border,
+    Completions,
+    EngineOptions,
+    Staging,
+    VllmProcess,
+    find_python,
+    kv_transfer_config,
+    open_vllm_prefill,
+    probe,
+    serve_arguments,
+    serve_environment,
+)
+
+_GOALS = {1500: 0.93, 8192: 0.97, 32768: 0.97}  # of vLLM alone
+_MAX_EXPOSED_MS = 5.0
+_WINDOW = 36864
+_STAGING_BYTES = 12 << 30
+T = TypeVar("T")
+
+
+def bench_vllm(shape: str, chunk: int, streams: int, repeats: int, alone: bool = True) -> Report:
+    """Without `alone`, the baseline is the same vLLM, whose connector has nothing to do: that saves a start."""
+    if shape not in SHAPES:
+        raise DisaggError(f"unknown shape {shape!r}; there are {', '.join(SHAPES)}")
+    lengths = (64, 200, 600) if shape == "tiny" else tuple(_GOALS)
+    with tempfile.TemporaryDirectory(prefix="disagg-bench-") as folder:
+        write_plugin(Path(folder) / "plugin")
+        model = write_shape(shape, Path(folder) / shape)
+        bench = _Bench(model, Path(folder), chunk, repeats)
+        bare = bench.measure_alone(lengths) if alone else {}
+        report = Report(f"vLLM {bench.build.version} prefills, {shape}, chunks of {chunk}, {streams} connections")
+        for length, (idle, streamed) in bench.measure_streamed(lengths, streams).items():
+            _rows(report, length, bare.get(length, []), idle, streamed)
+        return report
+
+
+def _rows(report: Report, length: int, alone: list[float], idle: list[float], streamed: list[Streamed]) -> None:
+    against, bare = ("vLLM alone", statistics.median(alone)) if alone else ("idle", statistics.median(idle))
+    if alone:
+        report.add(Row(f"prefill {length}, vLLM alone", length / bare, "tok/s"))
+    report.add(Row(f"prefill {length}, connector idle", length / statistics.median(idle), "tok/s"))
+    total = statistics.median(run.total_s for run in streamed)
+    computed = statistics.median(run.total_s - run.exposed_s for run in streamed)
+    name = f"prefill {length}, while another process fetches the KV"
+    report.add(Row(name, length / computed, "tok/s", length / bare, against, _GOALS.get(length)))
+    report.add(Row("  until the last byte has arrived", length / total, "tok/s", length / bare, against))
+    exposed = [run.exposed_s * 1e3 for run in streamed]
+    report.add(Row("  exposed transfer", statistics.median(exposed), "ms", goal=_MAX_EXPOSED_MS, at_most=True))
+    report.add(Row("  exposed transfer, worst", max(exposed), "ms"))
+    size = streamed[0].fetched.payload_bytes / 1e6
+    goodput = max(run.fetched.goodput_bytes_s for run in streamed)
+    report.add(Row(f"  goodput while slices arrive ({size:.0f} MB)", goodput / 1e9, "GB/s"))
+
+
+class _Bench:
+    def __init__(self, model: ShapeFiles, folder: Path, chunk: int, repeats: int) -> None:
+        self._model, self._folder, self._chunk, self._repeats = model, folder, chunk, repeats
+        self._python = find_python("")
+        self.build = probe(self._python)
+        self._prompts = 0
+
+    def measure_alone(self, lengths: tuple[int, ...]) -> dict[int, list[float]]:
+        progress(f"starting vLLM {self.build.version} alone")
+        with self._running(None) as server:
+            completions = Completions(lambda: (server.url, server.key), self._model.name)
+            try:
+                return {length: self._repeated(partial(self._alone, completions), length) for length in lengths}
+            finally:
+                completions.close()
+
+    def measure_streamed(self, lengths: tuple[int, ...], streams: int) -> dict[int, tuple[list[float], list[Streamed]]]:
+        """Prompts whose KV stays and prompts whose KV is fetched, in turn."""
+        progress(f"starting vLLM {self.build.version} with the connector")
+        staging = Staging(_STAGING_BYTES)
+        border = Border(self._folder / "border.sock", self._model.spec, staging)
+        with self._running(border.path) as server:
+            node = open_vllm_prefill(
+                self._model, border, staging, lambda: (server.url, server.key), served_name=self._model.name
+            )
+            completions = Completions(lambda: (server.url, server.key), self._model.name)
+            try:
+                with receiver(node.engine.fingerprint, streams) as pipe:
+                    measures = partial(self._alone, completions), partial(stream_prefill, node, pipe)
+                    return {length: self._in_turn(*measures, length) for length in lengths}
+            finally:
+                completions.close()
+                node.close()
+                node.scheduler.stop()
+
+    @staticmethod
+    def _alone(completions: Completions, tokens: list[int]) -> float:
+        began_at = time.perf_counter()
+        completions.start("", tokens).result()
+        return time.perf_counter() - began_at
+
+    def _repeated(self, measure: Callable[[list[int]], T], length: int) -> list[T]:
+        """Without the first two: vLLM compiles kernels when it first needs them."""
+        progress(f"prompts of {length} tokens")
+        return [measure(self._prompt(length)) for _ in range(self._repeats + 2)][2:]
+
+    def _in_turn(
+        self, first: Callable[[list[int]], float], second: Callable[[list[int]], Streamed], length: int
+    ) -> tuple[list[float], list[Streamed]]:
+        pairs = self._repeated(lambda tokens: (first(tokens), second(self._prompt(length))), length)
+        return [one for one, _ in pairs], [other for _, other in pairs]
+
+    def _prompt(self, length: int) -> list[int]:
+        """Each is new: equal prompts would choose the same experts, and a prefix cache would know them."""
+        self._prompts += 1
+        return token_prompt(length, self._prompts, self._model.spec.vocabulary)
+
+    @contextmanager
+    def _running(self, border: Path | None) -> Iterator[VllmProcess]:
+        """With `border`: the connector and the logits processor are loaded, and meet the node there."""
+        options = EngineOptions(
+            model=str(self._model.path),
+            name=self._model.name,
+            port=0,
+            window=min(_WINDOW, self._model.spec.context_window),
+            batched_tokens=self._chunk,
+            prefix_caching=False,
+            kv_transfer=kv_transfer_config(border, decodes=False) if border else {},
+            logits_processors=(LOGITS_PROCESSOR,) if border else (),
+            more="--load-format dummy",
+        )
+
+        def launch(port: int, key: str, folder: str) -> tuple[list[str], dict[str, str]]:
+            arguments = serve_arguments(msgspec.structs.replace(options, port=port), self.build)
+            command = [str(self._python), "-m", "vllm.entrypoints.cli.main", "serve", *arguments]
+            paths = [folder, str(self._folder / "plugin")]
+            return command, serve_environment(os.environ, key, paths, self.build)
+
+        server = VllmProcess(launch, self.build)
+        try:
+            server.start(progress)
+            yield server
+        finally:
+            server.stop()

@@ -1,0 +1,170 @@
+"""What the connector inside vLLM and the node say to each other, over a Unix socket (SOCK_SEQPACKET): one message is
+one packet. KV and logits go through shared memory (`region`).
+
+The connector dials. Every process of vLLM has its own connection: the scheduler's half of the connector, and each
+worker. The first packet is `AttachScheduler` or `AttachWorker`; the node answers `Accept`, with the shared memory as a
+file descriptor, or `Refuse`; the connector says `Ready`. For a prompt, the node sends `Grant` to all connections and
+then the request to vLLM's HTTP port, with the ticket in `kv_transfer_params`. Workers write only into memory that is
+granted.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+PROTOCOL = 1
+MAX_PACKET_BYTES = 65536
+TICKET_PARAM = "disagg_ticket"  # in `kv_transfer_params` of a request to vLLM
+SOCKET_OPTION = "disagg_socket"  # in `kv_connector_extra_config`: the path of the node's socket
+DECODES_OPTION = "disagg_decodes"  # likewise: this vLLM also writes answers, so it keeps full CUDA graphs
+
+KVDType = Literal["bfloat16", "float16", "float32"]
+
+
+class SentHeads(msgspec.Struct, frozen=True, array_like=True):
+    """The KV heads of one layer that a worker sends. Of workers that hold the same heads, one sends them."""
+
+    layer: int
+    first: int
+    count: int
+
+
+class AttachScheduler(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """The half of the connector beside vLLM's scheduler."""
+
+    protocol: int
+    vllm_version: str
+    engine: str  # the same in all processes of one vLLM, another after a restart
+    pid: int
+    workers: int  # how many will attach
+    max_tokens: int  # of prompt and completion together
+    max_step_tokens: int  # one step computes no more, of all requests together
+    block_tokens: int
+    blocks: int
+    prefix_caching: bool
+
+
+class AttachWorker(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """One worker: a rank of tensor and pipeline parallelism."""
+
+    protocol: int
+    vllm_version: str
+    engine: str
+    pid: int
+    rank: int
+    device: str
+    pages: str  # name of the page layout that was found
+    dtype: KVDType
+    kv_heads: int  # of the model, not of this rank
+    head_dim: int
+    vocabulary: int  # length of the logits
+    heads: tuple[SentHeads, ...]  # empty: another worker sends the same heads
+    sends_logits: bool
+
+
+class Accept(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Comes with the file descriptor of the shared memory."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    windows: tuple[int, ...]  # of each layer; 0: full attention
+    vocabulary: int
+    region_bytes: int
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """The connector has the shared memory: pinning it for a GPU takes seconds. Only now it takes grants."""
+
+
+class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    reason: str
+
+
+class Grant(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """The memory at `offset` belongs to this ticket until `ReleaseTicket`."""
+
+    ticket: str
+    offset: int
+    tokens: int  # of the prompt
+
+
+class ReleaseTicket(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """The node no longer wants this ticket's KV. Workers answer `Released` when they no longer write."""
+
+    ticket: str
+
+
+class Released(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    ticket: str
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """vLLM's scheduler has taken the prompt from its queue. `cached_tokens` were in its prefix cache."""
+
+    ticket: str
+    cached_tokens: int
+
+
+class ExportedRows(msgspec.Struct, frozen=True, array_like=True):
+    """The rows of [start, stop) that this layer keeps are in shared memory."""
+
+    ticket: str
+    layer: int
+    start: int
+    stop: int
+
+
+class Exported(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    rows: tuple[ExportedRows, ...]
+
+
+class LogitsReady(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """The logits after the prompt's last token are in shared memory."""
+
+    ticket: str
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """The connector could not export this ticket's KV; vLLM itself goes on."""
+
+    ticket: str
+    reason: str
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """vLLM's scheduler has ended the request and freed its blocks. `computed_tokens` of the prompt went through the
+    model; more than the prompt has where vLLM preempted the request."""
+
+    ticket: str
+    computed_tokens: int
+    exported_tokens: int
+    status: str  # vLLM's own word
+
+
+Attach = AttachScheduler | AttachWorker
+ToNode = Attach | Ready | Started | Exported | LogitsReady | Failed | Ended | Released
+ToVllm = Accept | Refuse | Grant | ReleaseTicket
+
+
+class InvalidMessage(Exception):
+    """The peer sent something else than the protocol allows."""
+
+
+def encode(message: ToNode | ToVllm) -> bytes:
+    packet = msgspec.msgpack.encode(message)
+    assert len(packet) <= MAX_PACKET_BYTES, f"a packet of {len(packet)} bytes"
+    return packet
+
+
+class Decoder:
+    """`kinds` are the messages that may come: `ToNode` or `ToVllm`."""
+
+    def __init__(self, kinds: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kinds)
+
+    def decode(self, packet: bytes) -> Any:
+        try:
+            return self._decoder.decode(packet)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise InvalidMessage(f"a packet of {len(packet)} bytes is no message: {error}") from error

@@ -1,0 +1,30 @@
+"""A prefill node whose engine is a vLLM in a process of its own, with this project's connector inside."""
+
+from disaggregated_inference.vllm_node.arguments import EngineOptions, serve_arguments, serve_environment
+from disaggregated_inference.vllm_node.attach import VllmPrefillNode, open_vllm_prefill
+from disaggregated_inference.vllm_node.border import Border
+from disaggregated_inference.vllm_node.completion import Completions
+from disaggregated_inference.vllm_node.engine import VllmEngine
+from disaggregated_inference.vllm_node.loading import VllmLoader
+from disaggregated_inference.vllm_node.process import VllmProcess
+from disaggregated_inference.vllm_node.settings import LOGITS_PROCESSOR, kv_transfer_config
+from disaggregated_inference.vllm_node.staging import Staging
+from disaggregated_inference.vllm_node.versions import find_python, probe
+
+__all__ = [
+    "LOGITS_PROCESSOR",
+    "Border",
+    "Completions",
+    "EngineOptions",
+    "Staging",
+    "VllmEngine",
+    "VllmLoader",
+    "VllmPrefillNode",
+    "VllmProcess",
+    "find_python",
+    "kv_transfer_config",
+    "open_vllm_prefill",
+    "probe",
+    "serve_arguments",
+    "serve_environment",
+]

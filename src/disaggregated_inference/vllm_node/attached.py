@@ -1,0 +1,87 @@
+"""A vLLM that the user already runs, with this project's connector in its `--kv-transfer-config`."""
+
+import asyncio
+import logging
+import os
+import shlex
+import threading
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from disaggregated_inference.errors import BadRequest, DisaggError, EngineUnavailable
+from disaggregated_inference.timeouts import VllmTimeouts
+from disaggregated_inference.vllm_node.client import ServedModel, VllmAddress, VllmClient
+from disaggregated_inference.vllm_node.process import State
+from disaggregated_inference.vllm_node.versions import require_known
+
+log = logging.getLogger(__name__)
+
+
+class AttachedVllm:
+    """The same interface as `VllmProcess`. Starting and restarting it is the user's own business."""
+
+    def __init__(self, url: str, advice: str, timeouts: VllmTimeouts = VllmTimeouts()) -> None:
+        """`advice`: what that vLLM must be started with."""
+        self.url, self.key = _base_url(url), os.environ.get("VLLM_API_KEY", "")
+        self._advice, self._timeouts = advice, timeouts
+        self.state: State = "loading"
+        self.reason = f"waiting for vLLM at {self.url}"
+        self.model = ServedModel(id="")
+        self._answered_at = time.monotonic()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="vllm", daemon=True)
+
+    @property
+    def stalled_s(self) -> float:
+        silent = time.monotonic() - self._answered_at
+        return silent if self.state == "ready" and silent > 2 * self._timeouts.health_s else 0.0
+
+    def start(self, begin: Callable[[str], None] = lambda step: None) -> None:
+        """Wait until it answers; one that loads is waited for. Raises if it is another version, or no vLLM."""
+        begin(self.reason)
+        deadline = time.monotonic() + self._timeouts.attach_s
+        while True:
+            try:
+                asyncio.run(self._look())
+                break
+            except EngineUnavailable as error:
+                if time.monotonic() > deadline or "is not supported" in str(error):
+                    raise EngineUnavailable(f"{error}. Start it with: {self._advice}") from error
+                time.sleep(self._timeouts.poll_s)
+        self.state, self.reason = "ready", ""
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._closing.set()
+        self.state = "stopped"
+
+    async def _look(self) -> None:
+        client = VllmClient(lambda: VllmAddress(self.url, self.key), self._timeouts)
+        require_known(await client.version())
+        if not (models := await client.models()):
+            raise EngineUnavailable(f"vLLM at {self.url} serves no model")
+        self.model, self._answered_at = models[0], time.monotonic()
+
+    def _watch(self) -> None:
+        while not self._closing.wait(self._timeouts.health_s):
+            try:
+                asyncio.run(self._look())
+                self.state, self.reason = "ready", ""
+            except DisaggError as error:
+                if self.state == "ready":
+                    log.error("vLLM is away: %s", error)
+                self.state, self.reason = "crashed", str(error)
+
+
+def start_command(model: str, kv_transfer: str, logits_processor: str) -> str:
+    """What to type for a vLLM that a node can attach to."""
+    words = ["vllm", "serve", model, "--kv-transfer-config", kv_transfer, "--logits-processors", logits_processor]
+    return f"pip install --no-deps disaggregated-inference && {shlex.join(words)} --enable-prompt-tokens-details"
+
+
+def _base_url(text: str) -> str:
+    parts = urlsplit(text if "://" in text else f"http://{text}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise BadRequest(f"--vllm-url: {text!r} is no address: give one such as http://127.0.0.1:8000")
+    return f"{parts.scheme}://{parts.netloc}"

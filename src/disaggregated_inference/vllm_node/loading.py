@@ -1,0 +1,113 @@
+"""`disagg serve --engine vllm`: from the options to a running vLLM and the node in front of it."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from starlette.applications import Starlette
+
+from disaggregated_inference.engines import available_bytes
+from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.kv_transfer import Address
+from disaggregated_inference.models import ModelFiles, ModelStore
+from disaggregated_inference.node import Begin, Node, NodeSettings, Trust, parse_size, start_readings
+from disaggregated_inference.vllm_node.answers import WholeAnswers
+from disaggregated_inference.vllm_node.arguments import SEQUENCES
+from disaggregated_inference.vllm_node.attach import VllmPrefillNode, open_vllm_prefill
+from disaggregated_inference.vllm_node.attached import AttachedVllm
+from disaggregated_inference.vllm_node.border import Border
+from disaggregated_inference.vllm_node.client import VllmAddress, VllmClient
+from disaggregated_inference.vllm_node.node import VllmNode, VllmServer, vllm_app
+from disaggregated_inference.vllm_node.settings import VllmSettings, open_server
+from disaggregated_inference.vllm_node.staging import Staging
+
+_STAGING_SHARE = 4  # a quarter of the free memory, for KV on its way from vLLM to decode nodes
+_MAX_STAGING_BYTES = 8 << 30  # by default: with CUDA it is pinned, all of it
+_NOT_OF_VLLM = {
+    "idle_unload_s": "vLLM keeps its model in memory",
+    "prefix_disk": "vLLM has a prefix cache of its own",
+    "profile": "it is of the simulated engine",
+}
+
+
+class VllmLoader:
+    """Made before anything is loaded: raises what is wrong with the options."""
+
+    def __init__(self, settings: NodeSettings) -> None:
+        for name, why in _NOT_OF_VLLM.items():
+            if getattr(settings, name):
+                raise BadRequest(f"leave out --{name.removesuffix('_s').replace('_', '-')}: {why}")
+        self._vllm = VllmSettings(
+            role=settings.role,
+            python=settings.vllm_python,
+            url=settings.vllm_url,
+            arguments=settings.vllm_args,
+            socket=settings.vllm_socket,
+            dtype=settings.dtype,
+            chunk=settings.chunk,
+            threads=settings.threads,
+            prefix_caching=parse_size(settings.prefix_memory) != 0,
+        )
+        self._vllm.require_possible()
+        default = min(available_bytes() // _STAGING_SHARE, _MAX_STAGING_BYTES)
+        self._staging_bytes = parse_size(settings.kv_memory) or default
+        self._opened = ExitStack()  # what is closed after the node
+
+    def app(self, served: Node, token: str | None) -> Starlette:
+        return vllm_app(served, token)
+
+    def load(self, settings: NodeSettings, addresses: Sequence[Address], begin: Begin, trust: Trust) -> Node:
+        name = settings.model
+        begin(f"looking for {name}")
+        files = ModelStore().resolve(name, lambda step, part: begin(f"{name}: {step} {part:.0%}"), "safetensors")
+        staging = Staging(self._staging_bytes)
+        self._opened.callback(staging.close)
+        border = Border(self._vllm.socket_path(), files.spec, staging)
+        self._opened.callback(border.close)
+        server = open_server(self._vllm, files, border.path)
+        self._opened.callback(server.stop)
+        server.start(begin)
+        begin("waiting for the connector inside vLLM")
+        prefill = open_vllm_prefill(
+            files,
+            border,
+            staging,
+            lambda: (server.url, server.key),
+            served_name=_served_name(server, files),
+            kv_addresses=addresses,
+            queue=settings.queue,
+            lease_s=settings.lease_s,
+            stopped=lambda: server.reason if server.state != "ready" else "",
+            trust=trust,
+        )
+        return self._node(settings, files, server, prefill, begin)
+
+    def _node(
+        self, settings: NodeSettings, files: ModelFiles, server: VllmServer, prefill: VllmPrefillNode, begin: Begin
+    ) -> Node:
+        assert prefill.border.engine
+        client = VllmClient(lambda: VllmAddress(server.url, server.key))
+        window = prefill.border.engine.scheduler.max_tokens
+        slots = min(SEQUENCES, settings.chunk or SEQUENCES)
+        answers = WholeAnswers(client, files, _served_name(server, files), window, slots, settings.queue)
+        begin("measuring this machine")
+        asyncio.run(answers.measure(prefill.chunked_prefill.rates))
+        readings = start_readings(prefill.kv_memory.engine)
+        return VllmNode(
+            model=files,
+            kv_memory=prefill.kv_memory,
+            prefill=prefill,
+            readings=readings,
+            server=server,
+            answers=answers,
+            attached=prefill.trouble,
+            stalled_s=lambda: prefill.stalled_s,
+        )
+
+    def close(self) -> None:
+        """After the node has drained. vLLM and its processes end here."""
+        self._opened.close()
+
+
+def _served_name(server: VllmServer, files: ModelFiles) -> str:
+    return server.model.id if isinstance(server, AttachedVllm) else files.name

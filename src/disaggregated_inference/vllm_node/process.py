@@ -1,0 +1,196 @@
+"""A vLLM that this node starts: in an environment of its own, watched, restarted with back-off, never orphaned."""
+
+import http.client
+import logging
+import random
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import disaggregated_inference
+from disaggregated_inference.errors import DisaggError, EngineFailed
+from disaggregated_inference.timeouts import VllmTimeouts
+from disaggregated_inference.vllm_node.log_lines import VllmLog, failure
+from disaggregated_inference.vllm_node.versions import VllmBuild
+
+log = logging.getLogger(__name__)
+
+State = Literal["loading", "ready", "crashed", "stopped"]
+Launch = Callable[[int, str, str], tuple[list[str], dict[str, str]]]  # port, key, import folder: command, environment
+_PORTS = range(20000, 30000)
+_SIGNALLED = 128  # the guard's exit code for a command that a signal ended, plus the signal
+
+
+class VllmProcess:
+    """`launch` makes the command and the environment of each run. The thread `vllm` owns the process and lives as long
+    as this object; `on_change` is called on it when vLLM becomes ready or has died."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        build: VllmBuild,
+        on_change: Callable[[State], None] = lambda state: None,
+        timeouts: VllmTimeouts = VllmTimeouts(),
+    ) -> None:
+        self._launch, self._on_change, self._timeouts = launch, on_change, timeouts
+        self.key = secrets.token_urlsafe(32)
+        self.state: State = "loading"
+        self.reason = "starting"
+        self.url, self.starts = "", 0
+        self._answered_at = time.monotonic()
+        self._error: DisaggError | None = None
+        self._first, self._closing = threading.Event(), threading.Event()
+        self._guard: subprocess.Popen[str] | None = None
+        self._folder = _import_folder(build)
+        self._thread = threading.Thread(target=self._supervise, name="vllm", daemon=True)
+
+    @property
+    def stalled_s(self) -> float:
+        """How long a ready vLLM has not answered its health check."""
+        silent = time.monotonic() - self._answered_at
+        return silent if self.state == "ready" and silent > 2 * self._timeouts.health_s else 0.0
+
+    def start(self, begin: Callable[[str], None] = lambda step: None) -> None:
+        """Wait until vLLM is ready. Raises why it is not: a first start that fails is not tried again."""
+        self._thread.start()
+        step = ""
+        while not self._first.wait(self._timeouts.poll_s):
+            if self.reason != step:
+                step = self.reason
+                begin(f"vLLM: {step}")
+        if self._error:
+            self.stop()
+            raise self._error
+
+    def stop(self) -> None:
+        """End vLLM and all its processes. In-flight requests are lost: drain before."""
+        self._closing.set()
+        self._end_guard()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(self._timeouts.stop_s + self._timeouts.kill_s)
+        self._folder.cleanup()
+        self._tell("stopped", "the node is stopping")
+
+    def _end_guard(self) -> None:
+        """It sees the end of its standard input, and ends vLLM's whole session."""
+        guard = self._guard
+        if guard and guard.stdin and guard.poll() is None:
+            guard.stdin.close()
+
+    def _supervise(self) -> None:
+        wait_s = self._timeouts.restart_s
+        while not self._closing.is_set():
+            ready_s = self._run()
+            if self._closing.is_set() or not self._first.is_set():
+                break
+            wait_s = self._timeouts.restart_s if ready_s > self._timeouts.settled_s else wait_s
+            self._tell("crashed", f"{self._error}; it starts again in {wait_s:g} s")
+            log.error("vLLM died: %s", self.reason)
+            self._closing.wait(wait_s)
+            wait_s = min(2 * wait_s, self._timeouts.max_restart_s)
+        self._first.set()
+
+    def _run(self) -> float:
+        """One run of vLLM, to its end; returns for how many seconds it was ready."""
+        written, self.starts = VllmLog(), self.starts + 1
+        self._tell("loading", written.step)
+        try:
+            port = free_port()
+            self.url = f"http://127.0.0.1:{port}"
+            self._guard = guard = self._spawn(*self._launch(port, self.key, self._folder.name))
+        except Exception as error:
+            self._error = error if isinstance(error, DisaggError) else EngineFailed(f"vLLM does not start: {error!r}")
+            return 0.0
+        reader = threading.Thread(target=_read, args=(guard, written), name="vllm-log", daemon=True)
+        reader.start()
+        ready_at = self._watch(guard, port, written)
+        reader.join(self._timeouts.kill_s)
+        code = guard.wait()
+        self._error = failure(written.lines, _SIGNALLED - code if code > _SIGNALLED else code)
+        return time.monotonic() - ready_at if ready_at else 0.0
+
+    def _spawn(self, command: Sequence[str], environ: dict[str, str]) -> "subprocess.Popen[str]":
+        script = str(Path(__file__).with_name("guard.py"))
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", script, str(self._timeouts.stop_s), *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environ,
+            start_new_session=True,  # Ctrl-C reaches this process alone
+        )
+
+    def _watch(self, guard: "subprocess.Popen[str]", port: int, written: VllmLog) -> float:
+        """Until the end of the process; returns when vLLM became ready, or 0."""
+        ready_at, began_at = 0.0, time.monotonic()
+        while guard.poll() is None:
+            if self._closing.is_set():
+                self._end_guard()
+            elif _is_healthy(port, self._timeouts.health_s):
+                self._answered_at = time.monotonic()
+                if not ready_at:
+                    ready_at = self._answered_at
+                    self._tell("ready", "")
+                    self._first.set()
+            elif not ready_at:
+                self._tell("loading", written.step)
+                if time.monotonic() - began_at > self._timeouts.load_s:
+                    written.add(f"ERROR TimeoutError: it was not ready within {self._timeouts.load_s:g} s")
+                    self._end_guard()
+            self._closing.wait(self._timeouts.poll_s if not ready_at else self._timeouts.health_s)
+        return ready_at
+
+    def _tell(self, state: State, reason: str) -> None:
+        changed, self.state, self.reason = state != self.state, state, reason
+        if changed:
+            self._on_change(state)
+
+
+def _read(guard: "subprocess.Popen[str]", written: VllmLog) -> None:
+    assert guard.stdout
+    with guard.stdout:
+        for line in guard.stdout:
+            written.add(line)
+
+
+def _is_healthy(port: int, timeout_s: float) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def free_port() -> int:
+    """Below the range of outgoing connections: there, a health check of a port where no server listens yet may connect
+    to itself, and vLLM then finds its port taken."""
+    for port in random.sample(_PORTS, 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise EngineFailed(f"no port between {_PORTS.start} and {_PORTS.stop} is free for vLLM")
+
+
+def _import_folder(build: VllmBuild) -> "tempfile.TemporaryDirectory[str]":
+    """A folder with this package and nothing else, for vLLM's `PYTHONPATH`: the folder that the package really lies in
+    may hold another torch. A nameless vLLM finds its name there."""
+    folder: tempfile.TemporaryDirectory[str] = tempfile.TemporaryDirectory(prefix="disagg-vllm-")
+    package = Path(disaggregated_inference.__file__).parent
+    (Path(folder.name) / package.name).symlink_to(package, target_is_directory=True)
+    if build.nameless:
+        about = Path(folder.name) / f"vllm-{build.version}+cpu.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {build.version}+cpu\n")
+    return folder

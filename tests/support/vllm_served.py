@@ -1,0 +1,68 @@
+"""`disagg serve --engine vllm` with the real vLLM on the CPU, as a child process, and the processes below it."""
+
+from pathlib import Path
+
+from tests.support.cluster import Process
+from tests.support.waiting import until
+
+MEMORY = "--kv-cache-memory-bytes 134217728 --max-model-len 2048"
+CHUNK = 64
+
+
+def serve_vllm(folder: Path, arguments: str = MEMORY, name: str = "spark-1") -> Process:
+    """Not ready yet."""
+    options = ["--dtype", "float32", "--chunk", str(CHUNK), "--kv-memory", "64M", "--threads", "1", "--drain", "5"]
+    return Process(name, "prefill", "vllm", str(folder), *options, "--vllm-args", arguments, "--log-level", "info")
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below this one, without zombies."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if state != "Z":
+            parents[int(path.parent.name)] = int(parent)
+    found, new = [], [pid]
+    while new:
+        new = [child for child, parent in parents.items() if parent in new]
+        found += new
+    return found
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def engine_cores(pid: int) -> list[int]:
+    """vLLM names its processes: `VLLM::EngineCore`."""
+    return [child for child in descendants(pid) if "EngineCore" in command_of(child)]
+
+
+def kill_and_watch(node: Process, seconds: float = 120.0) -> list[str]:
+    """Kill a node, which no code of it can handle. Returns what of its vLLM is left: processes and shared memory."""
+    below = descendants(node.process.pid)
+    assert len(below) >= 3, "the guard, the API server and the engine"
+    shared = {word for pid in below for word in _maps_of(pid).split() if word.startswith("/dev/shm/")}
+    node.process.kill()
+    until(lambda: not any(map(runs, below)), seconds)
+    return [command_of(pid) for pid in below if runs(pid)] + [name for name in shared if Path(name).exists()]
+
+
+def _maps_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return ""

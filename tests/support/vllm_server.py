@@ -1,0 +1,151 @@
+"""Real vLLM servers on the CPU, in an environment of their own, for tests. DISAGG_VLLM_PYTHON says which."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from disaggregated_inference.models import ModelFiles
+from disaggregated_inference.vllm_connector.messages import DECODES_OPTION, SOCKET_OPTION
+from tests.support.cluster import free_port
+
+_ROOT = Path(__file__).parents[2]
+NO_VLLM = "DISAGG_VLLM_PYTHON is not set: `make vllm` runs these tests"
+START_S = 300.0  # two cores may be busy with other tests
+BUSY_S = 120.0  # the same for what takes a moment
+
+
+def vllm_python() -> Path | None:
+    given = os.environ.get("DISAGG_VLLM_PYTHON")
+    return Path(given) if given else None
+
+
+class VllmForker:
+    """Starts servers that share one import of vLLM."""
+
+    def __init__(self, python: Path, log: Path) -> None:
+        bare = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONHOME")}
+        environment = bare | {
+            "PYTHONPATH": str(_ROOT / "src"),
+            "PATH": f"{python.parent}:{bare.get('PATH', '')}",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_CPU_CI_ENV": "1",  # no warm-up
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        script = Path(__file__).parent / "vllm_forker.py"
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [str(python), str(script)],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        try:
+            self._answer("ready")
+        except ValueError as error:
+            raise RuntimeError(f"vLLM cannot be imported: {log.read_text()[-3000:]}") from error
+
+    def start(self, arguments: list[str], environment: dict[str, str], log: Path) -> int:
+        assert self._process.stdin
+        order = {"arguments": arguments, "environment": environment, "log": str(log)}
+        print(json.dumps(order), file=self._process.stdin, flush=True)
+        return int(self._answer("pid"))
+
+    def _answer(self, key: str) -> Any:
+        """Other lines are what libraries print."""
+        assert self._process.stdout
+        for line in self._process.stdout:
+            with suppress(ValueError, KeyError, TypeError):
+                return json.loads(line)[key]
+        raise ValueError("the forker has ended")
+
+    def close(self) -> None:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+        self._process.stdout.close()
+
+
+class VllmServer:
+    """One `vllm serve` with the connector, which meets its node at `border`."""
+
+    def __init__(self, forker: VllmForker, model: ModelFiles, border: Path, log: Path, *arguments: str) -> None:
+        self._forker, self._model, self._border, self._log = forker, model, border, log
+        self._arguments = arguments
+        self.port = self.pid = 0
+        self.start()
+
+    @property
+    def address(self) -> tuple[str, str]:
+        return f"http://127.0.0.1:{self.port}", ""
+
+    def start(self, port: int = 0) -> None:
+        """At this port, or at a free one, where no outgoing connection can be."""
+        self.port = port or free_port()
+        transfer = {
+            "kv_connector": "DisaggConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_module_path": "disaggregated_inference.vllm_connector.connector",
+            "kv_connector_extra_config": {SOCKET_OPTION: str(self._border), DECODES_OPTION: False},
+        }
+        arguments = ["--model", str(self._model.path), "--host", "127.0.0.1", "--port", str(self.port)]
+        arguments += ["--dtype", "float32", "--enforce-eager", "--kv-transfer-config", json.dumps(transfer)]
+        arguments += ["--logits-processors", "disaggregated_inference.vllm_connector.first_token:FirstToken"]
+        self.pid = self._forker.start([*arguments, *self._arguments], {"VLLM_CPU_KVCACHE_SPACE": "1"}, self._log)
+
+    def why_stopped(self) -> str:
+        """Empty while it runs."""
+        return "" if _alive(self.pid) else f"vLLM has ended: {self.log_tail()}"
+
+    def log_tail(self) -> str:
+        return self._log.read_text(errors="replace")[-3000:] if self._log.exists() else ""
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_S
+        while True:
+            if why := self.why_stopped():
+                raise RuntimeError(why)
+            with suppress(OSError):
+                self.get("/health")
+                return
+            assert time.monotonic() < deadline, self.log_tail()
+            time.sleep(0.1)
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.address[0] + path, timeout=10) as response:
+            return str(response.read().decode())
+
+    def metric(self, name: str) -> float:
+        """The sum over its labels, from vLLM's own /metrics."""
+        found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", self.get("/metrics"), re.MULTILINE)
+        assert found, f"vLLM has no metric {name}"
+        return sum(map(float, found))
+
+    def kill(self) -> None:
+        """All its processes, at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        self.kill()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,259 @@
+"""What happens when vLLM, the receiver or the client goes: a typed error in time, everything freed, the next one right.
+
+One tiny vLLM with few blocks. A long prompt takes many steps of 77 tokens, so that there is time to strike."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from disaggregated_inference.api import GenerationParams
+from disaggregated_inference.errors import BadRequest, DisaggError, EngineFailed, EngineUnavailable, PeerFailed
+from disaggregated_inference.models import ModelFiles
+from disaggregated_inference.node import DecodeNode, Generation, PrefillContext
+from disaggregated_inference.vllm_connector.messages import MAX_PACKET_BYTES, ExportedRows
+from disaggregated_inference.vllm_node.prefill import VllmPrefill
+from tests.support.handoff import prompt_of
+from tests.support.tcp_proxy import Fault, FaultyProxy
+from tests.support.vllm_nodes import DecodeNodes, VllmHome, expected, hand_over, open_home
+from tests.support.vllm_server import BUSY_S, VllmForker
+from tests.support.waiting import until as until_soon
+
+pytestmark = pytest.mark.slow
+
+until = partial(until_soon, seconds=BUSY_S)
+
+LONG = 3000  # 75 steps
+_BLOCKS = 120  # of 32 tokens: one long prompt fits, two do not
+
+
+@pytest.fixture(scope="module")
+def home(
+    vllm_forker: VllmForker, vllm_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmHome]:
+    limits: tuple[str, ...] = ("--max-model-len", "3500", "--max-num-batched-tokens", "77", "--max-num-seqs", "16")
+    # Two prompts share a step, and vLLM takes the second one before it knows that there are blocks for all of it.
+    limits += ("--long-prefill-token-threshold", "40", "--no-scheduler-reserve-full-isl")
+    blocks = ("--num-gpu-blocks-override", str(_BLOCKS), "--block-size", "32")
+    model = ModelFiles("llama", vllm_folder("llama"))
+    folder, size = tmp_path_factory.mktemp("faults"), 128 << 20
+    home = open_home(vllm_forker, model, folder, *limits, *blocks, staging_bytes=size, lease_s=3.0)
+    yield home
+    home.close()
+
+
+@pytest.fixture(scope="module")
+def decode(vllm_folder: Callable[[str], Path]) -> Iterator[DecodeNode]:
+    made = DecodeNodes(ModelFiles("llama", vllm_folder("llama")))
+    yield made["torch"]
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(home: VllmHome, decode: DecodeNode) -> Iterator[None]:
+    """After every test: the next request is right, and nothing is held by anyone."""
+    yield
+    if home.node.trouble():
+        home.restart()
+    prompt = prompt_of(100, seed=99)
+    assert list(hand_over(home, decode, prompt, 4)) == expected(decode, prompt, 4)
+    node = home.node
+    assert until(lambda: not node.tickets and not node.jobs)
+    assert until(lambda: node.scheduler.call(lambda: node.engine.kv_held_bytes) == 0)
+    assert until(lambda: node.kv_memory.reserved_bytes == 0)
+    assert until(lambda: home.server.metric("vllm:num_requests_running") == 0)
+    assert until(lambda: home.server.metric("vllm:kv_cache_usage_perc") == 0)
+
+
+@contextmanager
+def striking(
+    home: VllmHome, part: float, strike: Callable[[], object], last: bool = False
+) -> Iterator[threading.Event]:
+    """Strike when this part of a prompt has arrived, and the event is set: until then nothing more arrives. `last`:
+    what vLLM had sent before it was struck is lost too."""
+    prefill, armed, struck = prefill_of(home), threading.Event(), threading.Event()
+    exported, logits_ready = prefill.exported, prefill.logits_ready
+
+    def export(worker: int, rows: ExportedRows) -> None:
+        if struck.is_set() and last:
+            return
+        exported(worker, rows)
+        running = prefill._running.get(rows.ticket)
+        length = running.job.sequence.length if running and running.job.sequence else 0
+        if running and running.job.ticket and not struck.is_set() and length >= part * len(running.job.tokens):
+            assert armed.wait(BUSY_S)
+            struck.set()
+            strike()
+
+    def take_logits(ticket: str) -> None:
+        if not (struck.is_set() and last):
+            logits_ready(ticket)
+
+    prefill.exported, prefill.logits_ready = export, take_logits  # type: ignore[method-assign]
+    try:
+        yield armed
+        assert struck.is_set()
+    finally:
+        prefill.exported, prefill.logits_ready = exported, logits_ready  # type: ignore[method-assign]
+
+
+def prefill_of(home: VllmHome) -> VllmPrefill:
+    assert isinstance(home.node.chunked_prefill, VllmPrefill)
+    return home.node.chunked_prefill
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.97])
+def test_vllm_is_killed(part: float, home: VllmHome, decode: DecodeNode) -> None:
+    epoch = home.node.epoch
+    with striking(home, part, home.server.kill, last=True) as armed:
+        context, reading = home.node.submit(prompt_of(LONG, seed=int(100 * part)))
+        answer = decode.generate_from_kv(context, GenerationParams(max_tokens=4))
+        armed.set()
+        with pytest.raises((EngineFailed, EngineUnavailable)):
+            reading.result(BUSY_S)
+        with pytest.raises(PeerFailed, match=r"vLLM|this node was restarted"):  # the second, if it came to ask later
+            list(answer)
+    assert until(lambda: home.node.trouble() != "")
+    with pytest.raises(EngineUnavailable, match="not attached"):
+        home.node.submit(prompt_of(10))
+    assert home.node.epoch != epoch, "decode nodes must check the next vLLM again"
+
+
+def test_the_receiver_is_gone(home: VllmHome) -> None:
+    """Nobody fetches: vLLM finishes at its own speed and frees its blocks, the lease ends the rest."""
+    context, reading = home.node.submit(prompt_of(LONG, seed=1))
+    assert reading.result(BUSY_S).prompt_tokens == LONG
+    assert until(lambda: home.server.metric("vllm:kv_cache_usage_perc") == 0), "vLLM holds blocks for a receiver"
+    assert home.node.engine.kv_held_bytes > 0
+    assert home.node.tickets.cancel(context.ticket)
+
+
+def test_a_receiver_that_breaks_off(home: VllmHome, decode: DecodeNode) -> None:
+    answers: list[Generation] = []
+    with striking(home, 0.2, lambda: answers[0].cancel()) as armed:
+        context, reading = home.node.submit(prompt_of(LONG, seed=2))
+        answers.append(decode.generate_from_kv(context, GenerationParams(max_tokens=4)))
+        armed.set()
+        with pytest.raises(DisaggError):
+            reading.result(BUSY_S)
+
+
+@pytest.mark.parametrize("fault", ["cut", "flip"])
+def test_a_broken_connection_is_resumed(fault: Fault, home: VllmHome, decode: DecodeNode) -> None:
+    """From the last whole chunk, out of the node's memory: vLLM computes nothing again."""
+    prompt = prompt_of(600, seed=len(fault))  # its prefix must not be cached: it comes in one chunk then
+    with FaultyProxy(home.node.kv_addresses[0], fault, at=400_000, heals=True) as proxy:  # after the peer check
+        context, _ = home.node.submit(prompt)
+        detour = msgspec.structs.replace(context, addresses=(proxy.address,))
+        answer = decode.generate_from_kv(detour, GenerationParams(max_tokens=4))
+        assert list(answer) == expected(decode, prompt, 4)
+        assert proxy.struck.is_set()
+    assert answer.metrics.resumed
+    assert answer.metrics.prompt_tokens_recomputed == 0
+
+
+@pytest.mark.parametrize("part", [0.0, 0.4])
+def test_a_cancelled_prompt_ends_in_vllm(part: float, home: VllmHome) -> None:
+    """The client is gone, or the request was aborted: both cancel the ticket."""
+    contexts: list[PrefillContext] = []
+    with striking(home, part, lambda: home.node.tickets.cancel(contexts[0].ticket)) as armed:
+        context, reading = home.node.submit(prompt_of(LONG, seed=3))
+        contexts.append(context)
+        armed.set()
+        with pytest.raises(DisaggError, match="cancelled"):
+            reading.result(BUSY_S)
+    assert until(lambda: home.server.metric("vllm:num_requests_running") == 0)
+
+
+def test_out_of_blocks(home: VllmHome, decode: DecodeNode) -> None:
+    """Four prompts, two at a time, and blocks for one and a half: vLLM preempts some and computes them again."""
+    before = home.server.metric("vllm:num_preemptions_total")
+    prompts = [prompt_of(2400, seed=20 + number) for number in range(4)]
+    answers = [hand_over(home, decode, prompt, 4) for prompt in prompts]
+    assert [list(answer) for answer in answers] == [expected(decode, prompt, 4) for prompt in prompts]
+    assert home.server.metric("vllm:num_preemptions_total") > before, "the test shows nothing"
+
+
+def test_a_prompt_that_vllm_refuses(home: VllmHome) -> None:
+    """The node's own limit is vLLM's: beyond it the request never gets there."""
+    with pytest.raises(DisaggError, match="3499"):
+        home.node.submit(prompt_of(3500))
+    assert home.node.engine.spec.context_window == 3499
+
+
+def test_vllm_refuses_a_request(home: VllmHome, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = prefill_of(home)
+    monkeypatch.setattr(prefill._completions, "model", "another model")
+    _, reading = home.node.submit(prompt_of(10))
+    with pytest.raises((EngineFailed, BadRequest), match="vLLM"):
+        reading.result(BUSY_S)
+
+
+def test_missing_rows_are_an_error(home: VllmHome, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the connector lost a layer, the prompt must fail, not wait, and never be served."""
+    prefill = prefill_of(home)
+    exported = prefill.exported
+    monkeypatch.setattr(prefill, "exported", lambda worker, rows: rows.layer != 2 and exported(worker, rows))
+    monkeypatch.setattr(prefill, "_timeouts", type(prefill._timeouts)(export_s=0.5))
+    _, reading = home.node.submit(prompt_of(200, seed=4))
+    with pytest.raises(EngineFailed, match="0 of 200 tokens"):
+        reading.result(BUSY_S)
+
+
+def test_a_vllm_that_hangs_is_seen(home: VllmHome) -> None:
+    assert home.node.stalled_s == 0
+    os.killpg(home.server.pid, signal.SIGSTOP)
+    try:
+        _, reading = home.node.submit(prompt_of(50, seed=6))
+        assert until(lambda: home.node.stalled_s > 1)
+    finally:
+        os.killpg(home.server.pid, signal.SIGCONT)
+    reading.result(BUSY_S)
+    assert home.node.stalled_s == 0
+
+
+def test_the_prompt_of_the_peer_check_is_kept(home: VllmHome) -> None:
+    """Later there may be no memory for it."""
+    assert home.node.kv_server.canary is not None
+
+
+def test_a_stranger_on_the_socket(home: VllmHome) -> None:
+    """It is refused, and vLLM stays attached."""
+    for packet in (b"nonsense", b"\x81\xa4type\xa5Grant", b"x" * MAX_PACKET_BYTES):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.settimeout(10)
+            stranger.connect(str(home.border.path))
+            stranger.sendall(packet)
+            assert stranger.recv(100) == b""
+    assert home.node.trouble() == ""
+
+
+def test_a_lost_connection_to_the_connector(home: VllmHome) -> None:
+    """vLLM lives, its connector dials again; prompts of the old connection fail."""
+    with striking(home, 0.1, lambda: home.border._refuse_all("the line is cut"), last=True) as armed:
+        _, reading = home.node.submit(prompt_of(LONG, seed=5))
+        armed.set()
+        with pytest.raises(EngineFailed, match="is gone"):
+            reading.result(BUSY_S)
+    assert until(lambda: home.node.trouble() == "")
+
+
+def test_many_cancelled_at_once(home: VllmHome) -> None:
+    def submit_and_cancel(number: int) -> None:
+        context, _ = home.node.submit(prompt_of(500, seed=30 + number))
+        time.sleep(0.02 * number)
+        home.node.tickets.cancel(context.ticket)
+
+    threads = [threading.Thread(target=submit_and_cancel, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -1,0 +1,72 @@
+"""vLLM reads, other engines write: the tokens are those of the writing engine alone, in float32."""
+
+from functools import partial
+
+import pytest
+
+from disaggregated_inference.api import GenerationParams
+from disaggregated_inference.vllm_node.prefill import VllmPrefill
+from tests.support.engines import ENGINE_OPTIONS, LLAMACPP
+from tests.support.handoff import prompt_of
+from tests.support.vllm_nodes import CHUNK, DecodeNodes, VllmHome, expected, hand_over
+from tests.support.vllm_server import BUSY_S
+from tests.support.waiting import until as until_soon
+
+pytestmark = pytest.mark.slow
+
+until = partial(until_soon, seconds=BUSY_S)
+
+TARGETS = (*ENGINE_OPTIONS, *LLAMACPP)
+ANSWER = 16
+# Around vLLM's block on the CPU, around its chunk, around and past the window of 128.
+PROMPTS = (1, 2, 31, 32, 33, CHUNK, CHUNK + 1, 127, 128, 129, 300, 1000)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("length", PROMPTS)
+def test_token_exact(length: int, target: str, home: VllmHome, decoders: DecodeNodes) -> None:
+    decode, prompt = decoders[target], prompt_of(length, seed=TARGETS.index(target))
+    before = decode.engine.counters.prompt_tokens - decode.kv_source.peer_checks.tokens_computed
+    answer = hand_over(home, decode, prompt, ANSWER)
+    assert list(answer) == expected(decode, prompt, ANSWER)
+    assert answer.metrics.prompt_tokens_recomputed == 0
+    assert decode.engine.counters.prompt_tokens - decode.kv_source.peer_checks.tokens_computed == before
+
+
+def test_a_prefix_that_vllm_held_is_sent_from_its_pages(home: VllmHome, decoders: DecodeNodes) -> None:
+    decode, base = decoders[TARGETS[0]], prompt_of(400, seed=11)
+    for length in (300, 400):  # then the first 300 tokens, or most of them, are in vLLM's prefix cache
+        prompt = base[:length]
+        context, reading = home.node.submit(prompt)
+        answer = decode.generate_from_kv(context, GenerationParams(max_tokens=ANSWER))
+        assert list(answer) == expected(decode, prompt, ANSWER)
+        cached = reading.result(BUSY_S).cached_tokens
+    assert 0 < cached < 400
+    again = hand_over(home, decode, prompt, ANSWER)
+    assert list(again) == expected(decode, prompt, ANSWER)
+
+
+def test_each_prompt_token_goes_through_the_model_once(home: VllmHome, decoders: DecodeNodes) -> None:
+    prefill = home.node.chunked_prefill
+    assert isinstance(prefill, VllmPrefill)
+    assert until(lambda: not prefill.uncounted)
+    before, prompt = home.node.engine.counters.prompt_tokens, prompt_of(333, seed=12)
+    assert list(hand_over(home, decoders[TARGETS[0]], prompt, 4))
+    assert until(lambda: not prefill.uncounted)
+    assert home.node.engine.counters.prompt_tokens == before + 333
+
+
+def test_sixteen_at_once(home: VllmHome, decoders: DecodeNodes) -> None:
+    decode = decoders[TARGETS[-1] if TARGETS[-1] != "llamacpp" else TARGETS[0]]
+    prompts = [prompt_of(20 + 37 * number, seed=13) for number in range(16)]
+    answers = [hand_over(home, decode, prompt, ANSWER) for prompt in prompts]
+    assert [list(answer) for answer in answers] == [expected(decode, prompt, ANSWER) for prompt in prompts]
+
+
+def test_nothing_is_left(home: VllmHome, decoders: DecodeNodes) -> None:
+    """After all of the above: no ticket, no memory of the node, no block of vLLM."""
+    assert until(lambda: not home.node.tickets and not home.node.jobs)
+    assert until(lambda: home.node.scheduler.call(lambda: home.node.engine.kv_held_bytes) == 0)
+    assert home.node.kv_memory.reserved_bytes == 0
+    assert until(lambda: home.server.metric("vllm:num_requests_running") == 0)
+    assert until(lambda: home.server.metric("vllm:kv_cache_usage_perc") == 0)

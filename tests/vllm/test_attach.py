@@ -1,0 +1,84 @@
+"""`--vllm-url`: a node in front of a vLLM that the user runs. Either may come first, and either may go."""
+
+import json
+import signal
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disaggregated_inference.engines import load_engine
+from disaggregated_inference.models import ModelFiles
+from tests.support.cluster import Process
+from tests.support.engines import ENGINE_OPTIONS
+from tests.support.handoff import alone, prompt_of
+from tests.support.vllm_nodes import LIMITS
+from tests.support.vllm_server import START_S, VllmForker, VllmServer
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def socket_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("attach") / "vllm.sock"
+
+
+@pytest.fixture(scope="module")
+def running_vllm(vllm_forker: VllmForker, served_folder: Path, socket_path: Path) -> Iterator[VllmServer]:
+    """Started before its node."""
+    server = VllmServer(
+        vllm_forker, ModelFiles("llama", served_folder), socket_path, socket_path.parent / "log", *LIMITS
+    )
+    server.wait_until_ready()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def attached(running_vllm: VllmServer, served_folder: Path, socket_path: Path) -> Iterator[Process]:
+    url = ["--vllm-url", running_vllm.address[0], "--vllm-socket", str(socket_path), "--kv-memory", "64M"]
+    node = Process("spark-2", "prefill", "vllm", str(served_folder), *url)
+    yield node.ready()
+    node.end()
+
+
+def _generate(node: Process, tokens: list[int], count: int) -> Any:
+    body = json.dumps({"tokens": tokens, "max_tokens": count, "ignore_eos": True}).encode()
+    with urllib.request.urlopen(f"http://127.0.0.1:{node.port}/generate", body, timeout=240) as response:
+        return json.loads(response.read())["tokens"]
+
+
+def test_a_running_vllm_is_used_as_it_is(attached: Process, served_folder: Path) -> None:
+    oracle = load_engine("torch", ModelFiles("llama", served_folder), **ENGINE_OPTIONS["torch"])
+    prompt = prompt_of(90, seed=21)
+    assert _generate(attached, prompt, 8) == alone(oracle, prompt, 8)
+    status = attached.status()
+    assert (status["status"], status["backend"], status["whole_answers"]) == ("healthy", "vllm", True)
+    assert status["rates"]["prefill"]
+    assert until(lambda: bool(_generate(attached, prompt, 8)) and bool(attached.status()["rates"]["decode"]))
+
+
+def test_a_vllm_that_goes_makes_the_node_unhealthy_until_it_is_back(
+    attached: Process, running_vllm: VllmServer
+) -> None:
+    epoch, port = attached.status()["epoch"], running_vllm.port
+    running_vllm.kill()
+    assert until(lambda: attached.status()["status"] == "unhealthy", 60)
+    assert "vLLM" in attached.status()["reason"]
+    running_vllm.start(port)
+    running_vllm.wait_until_ready()
+    assert until(lambda: attached.status()["status"] == "healthy", START_S), attached.status()
+    assert attached.status()["epoch"] != epoch
+    assert len(_generate(attached, prompt_of(20), 4)) == 4
+
+
+def test_a_node_that_stops_leaves_the_users_vllm_alone(
+    attached: Process, running_vllm: VllmServer, socket_path: Path
+) -> None:
+    attached.process.send_signal(signal.SIGTERM)
+    assert attached.process.wait(timeout=120) == 0
+    assert not socket_path.exists()
+    running_vllm.wait_until_ready()

@@ -1,0 +1,101 @@
+"""The guard: no process of the command survives it, and none survives the process that started it."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from disaggregated_inference.vllm_node import guard
+from tests.support.waiting import until
+
+GUARD = str(Path(guard.__file__))
+# A process that ignores SIGTERM, with a child that does too. It writes the numbers of both.
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if child := os.fork():
+    with open(sys.argv[1], "a") as file:
+        file.write(f"{os.getpid()}\\n{child}\\n")
+time.sleep(600)
+"""
+pytestmark = pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="it looks into /proc")
+
+
+@pytest.fixture
+def numbers(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "numbers"
+    path.touch()
+    yield path
+    for pid in _pids(path):
+        if _runs(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _pids(path: Path) -> list[int]:
+    return [int(line) for line in path.read_text().splitlines()]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _start(grace_s: float, *command: str) -> "subprocess.Popen[str]":
+    arguments = [sys.executable, "-I", "-S", GUARD, str(grace_s), *command]
+    return subprocess.Popen(arguments, stdin=subprocess.PIPE, text=True)
+
+
+def _code(started: "subprocess.Popen[str]") -> int:
+    """Its standard input stays open until its end: it is what keeps it running."""
+    code = started.wait(60)
+    assert started.stdin
+    started.stdin.close()
+    return code
+
+
+def _stubborn(numbers: Path, grace_s: float = 0.2) -> "subprocess.Popen[str]":
+    started = _start(grace_s, sys.executable, "-c", STUBBORN, str(numbers))
+    assert until(lambda: len(_pids(numbers)) == 2, 60)
+    return started
+
+
+@pytest.mark.parametrize("how", ["closed input", "SIGTERM"])
+def test_the_whole_session_ends(numbers: Path, how: str) -> None:
+    started = _stubborn(numbers)
+    assert started.stdin
+    started.stdin.close() if how == "closed input" else started.terminate()
+    assert _code(started) == 128 + signal.SIGKILL
+    assert not [pid for pid in _pids(numbers) if _runs(pid)]
+
+
+def test_children_of_a_command_that_died_are_ended(numbers: Path) -> None:
+    started = _stubborn(numbers, 60)
+    os.kill(_pids(numbers)[0], signal.SIGKILL)
+    assert _code(started) == 128 + signal.SIGKILL
+    assert not [pid for pid in _pids(numbers) if _runs(pid)]
+
+
+def test_the_exit_code_is_that_of_the_command() -> None:
+    started = _start(5, sys.executable, "-c", "import sys; sys.exit(7)")
+    assert _code(started) == 7
+
+
+def test_a_killed_parent_takes_all_with_it(numbers: Path) -> None:
+    """The parent is killed: nobody tells the guard, but its standard input ends."""
+    script = (
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-I', '-S', {GUARD!r}, '0.2', sys.executable, '-c', {STUBBORN!r},"
+        f" {str(numbers)!r}], stdin=subprocess.PIPE)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script])
+    assert until(lambda: len(_pids(numbers)) == 2, 60)
+    parent.kill()
+    parent.wait()
+    assert until(lambda: not [pid for pid in _pids(numbers) if _runs(pid)], 60)
