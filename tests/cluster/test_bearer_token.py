@@ -92,3 +92,15 @@ def test_the_tokens_of_servers(
 def test_the_environment_of_this_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISAGG_TOKEN", "variable")
     assert load_config(SERVERS).servers[0].token == "variable"
+
+
+def test_a_cluster_file_names_files_of_tokens(file: str) -> None:
+    servers = [{"host": "a", "model": "m"}, {"host": "b", "model": "m", "token_file": file}]
+    config = load_config({"decode_servers": servers, "token": "shared"}, {})
+    assert [server.token for server in config.servers] == ["shared", "from-file"]
+    config = load_config({"decode_servers": servers[:1], "token_file": file}, {"DISAGG_TOKEN": "other"})
+    assert [server.token for server in config.servers] == ["from-file"]
+    with pytest.raises(ConfigError, match=r"config: token_file: choose one of token and token_file"):
+        load_config({"decode_servers": servers, "token": "x", "token_file": file}, {})
+    with pytest.raises(ConfigError, match=r"decode_servers\[0\].token_file: /no/file cannot be read: No such file"):
+        load_config({"decode_servers": [servers[0] | {"token_file": "/no/file"}]}, {})

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from disaggregated_inference.cli.config import config_app
 from disaggregated_inference.cluster import ModelOptions, Policies, Server
 from disaggregated_inference.cluster.config import ClusterFile, Link
+from disaggregated_inference.cluster.machines import ClusterMachine, GatewayService, ModelSource
 from disaggregated_inference.cluster.reference import _section
 from disaggregated_inference.errors import ConfigError
 
@@ -21,7 +22,10 @@ def test_the_page_is_what_the_command_prints() -> None:
     assert run.stdout == PAGE.read_text(), "run `disagg config reference > docs/CLUSTER_FILE.md`"
 
 
-@pytest.mark.parametrize("kind", [ClusterFile, Server, Link, ModelOptions, Policies])
+MACHINE_KINDS = (ClusterMachine, ModelSource, GatewayService)
+
+
+@pytest.mark.parametrize("kind", [ClusterFile, Server, Link, ModelOptions, Policies, *MACHINE_KINDS])
 def test_every_field_has_a_type_a_default_and_a_sentence(kind: type[msgspec.Struct]) -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text().splitlines() if "|" in line]
     for field in msgspec.structs.fields(kind):

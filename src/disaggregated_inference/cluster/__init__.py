@@ -10,7 +10,7 @@ from disaggregated_inference.cluster.config import (
     load_config,
 )
 from disaggregated_inference.cluster.model_match import ModelMatch, bare_name
-from disaggregated_inference.cluster.reader import read_file
+from disaggregated_inference.cluster.reader import read_file, split_address
 from disaggregated_inference.cluster.reference import reference
 
 __all__ = [
@@ -25,5 +25,6 @@ __all__ = [
     "read_file",
     "read_token",
     "reference",
+    "split_address",
     "without_token",
 ]

@@ -19,11 +19,11 @@ def read_token(given: str = "", file: str = "", environ: Mapping[str, str] = os.
             " --token-file FILE, and change this token if others use the machine"
         )
     if file:
-        return _from_file(file, "--token-file")
+        return token_of_file(file, "--token-file")
     if token := environ.get("DISAGG_TOKEN"):
         return _checked(token, "DISAGG_TOKEN")
     named = environ.get("DISAGG_TOKEN_FILE")
-    return _from_file(named, "DISAGG_TOKEN_FILE") if named else ""
+    return token_of_file(named, "DISAGG_TOKEN_FILE") if named else ""
 
 
 def without_token(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -35,7 +35,7 @@ def is_header_text(token: str) -> bool:
     return token.isascii() and token.isprintable()
 
 
-def _from_file(path: str, source: str) -> str:
+def token_of_file(path: str, source: str) -> str:
     try:
         with Path(path).expanduser().open("rb") as file:
             content = file.read(_MAX_BYTES + 1)

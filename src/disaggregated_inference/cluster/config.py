@@ -14,6 +14,8 @@ import msgspec
 from msgspec import Meta
 
 from disaggregated_inference.cluster.bearer_token import read_token
+from disaggregated_inference.cluster.machine_checks import require_machines
+from disaggregated_inference.cluster.machines import ClusterMachine, GatewayService, ModelSource
 from disaggregated_inference.cluster.model_match import ModelMatch, bare_name, find_model
 from disaggregated_inference.cluster.reader import (
     Reader,
@@ -52,7 +54,9 @@ _Count = Annotated[int, Meta(ge=0, le=10**9, description="an integer >= 0")]
 _Seconds = Annotated[float, Meta(gt=0, le=1e9, description="a number of seconds > 0")]
 _Watts = Annotated[float, Meta(ge=0, le=1e9, description="watts, such as 240")]
 _Price = Annotated[float, Meta(ge=0, le=1e9, description="a number >= 0, such as 0.25")]
+_Years = Annotated[float, Meta(gt=0, le=100, description="a number of years > 0, such as 4")]
 _Gbps = Annotated[float, Meta(gt=0, le=1e6, description="gigabits per second, such as 10")]
+_Options = Annotated[tuple[str, ...], Meta(description='a list such as ["--kv-memory", "8G"]')]
 _PrefillServer = Annotated[str, Meta(description="the name of a prefill server")]
 _DecodeServer = Annotated[str, Meta(description="the name of a decode server")]
 
@@ -67,10 +71,17 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     role: _Role  # what the node does; default: from the list that the server is in
     engine: _Text = ""  # the engine that status shows until the node reports its own
     token: _Secret = ""  # the node's bearer token; default: the cluster's token
+    token_file: _Text = ""  # file with the node's token, in place of `token`
     kv_addresses: _Addresses = ()  # addresses for KV transfers, fastest link first; default: those of the node
-    power_w: _Watts | None = None  # the machine's power draw under load, for energy per request
-    price_per_hour: _Price | None = None  # the price of the machine, for cost per request
+    power_w: _Watts | None = None  # the machine's power draw under load, for the energy of requests without a meter
+    idle_power_w: _Watts | None = None  # the machine's power draw without load, for the comparison with one machine
+    price_per_hour: _Price | None = None  # the price of an hour of the machine; default: from `price`
+    price: _Price | None = None  # what the machine cost, for cost per request
+    lifetime_years: _Years = 4.0  # the years over which `price` is spread
     tls: _Flag | None = None  # whether the node is reached by HTTPS; default: true if the cluster has an identity
+    machine: _Text = ""  # the machine that `disagg cluster` starts it on; default: the one with its `host`
+    source: ModelSource = ModelSource()  # where that machine has the model from
+    arguments: _Options = ()  # further options of `disagg serve` there
 
     @property
     def address(self) -> str:
@@ -122,7 +133,9 @@ class Policies(msgspec.Struct, frozen=True, kw_only=True):
     health_timeout_s: _Seconds = 1.0  # time limit for one status poll
     stuck_s: _Seconds = 30.0  # a node whose engine makes no progress for this long is taken out of use
     history: _Count = 1000  # how many finished requests are kept in memory
-    history_file: _Text = ""  # SQLite file that keeps a hundred times as many finished requests
+    history_file: _Text = ""  # SQLite file that keeps more finished requests, and keeps them over restarts
+    history_rows: _Count = 0  # the most requests in that file; 0 means a hundred times `history`
+    history_days: _Count = 0  # how many days that file keeps a request; 0 means any age
     electricity_price_per_kwh: _Price | None = None  # the price of electricity, for cost per request
     strict_models: _Flag = False  # whether a node that names its model otherwise gets no requests
     prefix_sharing: _PrefixSharing = "key"  # which API keys share cached prefixes: none, those of a group, all
@@ -137,7 +150,14 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     links: tuple[Link, ...] = ()  # expected bandwidths between servers
     policies: Policies = Policies()  # how requests and nodes are treated
     token: _Secret = ""  # the token of servers without one of their own; default: DISAGG_TOKEN, see [Tokens](#tokens)
+    token_file: _Text = ""  # file with that token, in place of `token`
     identity: _Text = ""  # folder of the certificate that nodes know this program by; default: DISAGG_IDENTITY
+    machines: dict[str, ClusterMachine] = {}  # machines that `disagg cluster` deploys to
+    gateway: GatewayService = GatewayService()  # the gateway that it runs
+    trusted_link: _Text = ""  # why nodes need no certificates, in words, for `--trusted-link` of the nodes it starts
+
+
+_NO_OPTIONS = ModelOptions()
 
 
 class ClusterConfig(ClusterFile, frozen=True, kw_only=True, dict=True):
@@ -171,7 +191,10 @@ class ClusterConfig(ClusterFile, frozen=True, kw_only=True, dict=True):
 
     def match_model(self, name: str | None = None, among: Sequence[str] | None = None) -> ModelMatch:
         """The same, and how the name fits. `among`: only these models exist."""
-        wanted, names = bare_name(name or ""), self.names if among is None else among
+        names = self.names if among is None else among
+        if isinstance(name, str) and (exact := self._spellings.get(name, "")) in names:
+            return ModelMatch(exact)
+        wanted = bare_name(name or "")
         if not wanted and len(names) == 1:
             return ModelMatch(names[0])
         if (exact := self._spellings.get(wanted, "")) in names:
@@ -188,7 +211,8 @@ class ClusterConfig(ClusterFile, frozen=True, kw_only=True, dict=True):
         return tuple(server for server in self.servers if spellings[bare_name(server.model)] == wanted)
 
     def options_of(self, model: str | None = None) -> ModelOptions:
-        return self.models.get(self.resolve_model(model), ModelOptions())
+        name = model if model in self.names else self.resolve_model(model)
+        return self.models.get(name, _NO_OPTIONS)
 
 
 def load_config(
@@ -212,7 +236,10 @@ def _find(environ: Mapping[str, str]) -> str:
         if os.path.isfile(place):
             return place
     places = f"DISAGG_CONFIG is not set, and there is no {', '.join(PLACES)}"
-    raise ConfigError(f"no cluster file: {places}; create one with `disagg config example > cluster.json`")
+    raise ConfigError(
+        f"no cluster file: {places}; create one with `disagg config example > cluster.json`, or"
+        " with `disagg cluster init` from the machines"
+    )
 
 
 class _ClusterReader(Reader):
@@ -227,7 +254,7 @@ class _ClusterReader(Reader):
             raise self.error("", f'expected an object with "prefill_servers" and "decode_servers", got {quote(raw)}')
         self.require_plain_data(raw)
         file = self.struct(ClusterFile, raw | _with_defaults(raw, "prefill") | _with_defaults(raw, "decode"), "")
-        token, identity = self._token(file.token), file.identity or self.environ.get("DISAGG_IDENTITY", "")
+        token, identity = self._token(file), file.identity or self.environ.get("DISAGG_IDENTITY", "")
         prefill = {
             place: self._server(item, "prefill", place, token, identity)
             for place, item in _items(file, "prefill_servers")
@@ -246,14 +273,18 @@ class _ClusterReader(Reader):
             policies=file.policies,
             token=token,
             identity=identity,
+            machines=file.machines,
+            gateway=file.gateway,
+            trusted_link=file.trusted_link,
             source=self.file,
         )
+        require_machines(self, config)
         self._warn_unserved(config)
         return msgspec.structs.replace(config, warnings=tuple(self.warnings))
 
-    def _token(self, text: str) -> str:
+    def _token(self, file: ClusterFile) -> str:
         """The environment is not read if the file has a token: a fault there must not matter."""
-        own = self.secret(text, "token")
+        own = self.secret(file.token, "token", file.token_file)
         return own if own and not self._token_file else read_token(file=self._token_file, environ=self.environ)
 
     def _server(self, server: Server, role: Role, place: str, cluster_token: str, identity: str) -> Server:
@@ -265,10 +296,10 @@ class _ClusterReader(Reader):
             if not is_address(address):
                 raise self.invalid(f"{place}.kv_addresses[{index}]", _Address, address)
         host = self._host(server.host, f"{place}.host")
-        token = self.secret(server.token, f"{place}.token") or cluster_token
+        token = self.secret(server.token, f"{place}.token", server.token_file) or cluster_token
         name = server.name.strip() or join_address(host, server.port)
         tls = bool(identity) if server.tls is None else server.tls
-        return msgspec.structs.replace(server, host=host, token=token, name=name, tls=tls)
+        return msgspec.structs.replace(server, host=host, token=token, token_file="", name=name, tls=tls)
 
     def _host(self, text: str, place: str) -> str:
         host = text[1:-1] if text.startswith("[") and text.endswith("]") else text

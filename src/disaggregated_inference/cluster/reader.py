@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 import msgspec
 
-from disaggregated_inference.cluster.bearer_token import is_header_text
+from disaggregated_inference.cluster.bearer_token import is_header_text, token_of_file
 from disaggregated_inference.errors import ConfigError
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
@@ -127,8 +127,12 @@ class Reader:
         except msgspec.ValidationError:
             raise self.invalid(place, hint, raw) from None
 
-    def secret(self, text: str, place: str) -> str:
-        """A token with `${NAME}` replaced from the environment. No message repeats it."""
+    def secret(self, text: str, place: str, file: str = "") -> str:
+        """A token with `${NAME}` replaced from the environment, or that of a file. No message repeats it."""
+        if text and file:
+            raise self.error(f"{place}_file", "choose one of token and token_file")
+        if file:
+            return token_of_file(file, str(self.error(f"{place}_file", "")))
         for name in _VARIABLE.findall(text):
             if not self.environ.get(name):
                 raise self.error(place, f"{name} is not set in the environment; export {name}=... first")
@@ -153,6 +157,12 @@ def _description(hint: Any) -> str:
 
 def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(text: str, port: int) -> tuple[str, int]:
+    """HOST or HOST:PORT, of a checked file; `port`: where it has none."""
+    match = _ADDRESS.fullmatch(text)
+    return (match[1] or match[2], int(match[3] or port)) if match else (text, port)
 
 
 def is_host(text: str) -> bool:

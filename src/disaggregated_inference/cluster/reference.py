@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin
 import msgspec
 
 from disaggregated_inference.cluster.config import ClusterFile, Link, ModelOptions, Policies, Server
+from disaggregated_inference.cluster.machines import ClusterMachine, GatewayService, ModelSource
 from disaggregated_inference.errors import ConfigError
 
 _SECTIONS: dict[type[msgspec.Struct], str] = {
@@ -22,6 +23,9 @@ _SECTIONS: dict[type[msgspec.Struct], str] = {
     ModelOptions: "Models",
     Link: "Links",
     Policies: "Policies",
+    ClusterMachine: "Machines",
+    ModelSource: "Model sources",
+    GatewayService: "Gateway",
 }
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _COLUMNS = 100  # of the docs
@@ -56,7 +60,7 @@ def _type(hint: Any) -> str:
     if described := [meta.description for meta in getattr(hint, "__metadata__", ()) if meta.description]:
         return _described(_type(hint.__origin__), described[0])
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-        return f"object: see [{_SECTIONS[hint]}](#{_SECTIONS[hint].lower()})"
+        return f"object: see [{_SECTIONS[hint]}](#{_SECTIONS[hint].lower().replace(' ', '-')})"
     if get_origin(hint) is tuple:
         item = get_args(hint)[0]
         return f"list of objects: see {_type(item).partition('see ')[2]}" if _is_struct(item) else "list of strings"

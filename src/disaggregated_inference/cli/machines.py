@@ -1,0 +1,215 @@
+"""`disagg cluster deploy`, `up`, `down`, `restart`, `rollback` and `audit`: what they print."""
+
+import asyncio
+import json
+import shlex
+import sys
+import time
+from collections.abc import Container, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import typer
+
+from disaggregated_inference.cluster import ClusterConfig, load_config
+from disaggregated_inference.cluster.deploy import (
+    AuditEntry,
+    Deployed,
+    Deployment,
+    MachinePlan,
+    MachineSession,
+    Outcome,
+    Package,
+    ServiceChoice,
+    Tell,
+    describe_deploy,
+    merge_audits,
+    on_machines,
+    pack_wheel,
+    pin_dependencies,
+    plan_machines,
+    read_audit,
+    read_wheel,
+    remove_machines,
+)
+from disaggregated_inference.cluster.deploy import operate as operate_machines
+from disaggregated_inference.errors import ConfigError
+from disaggregated_inference.timeouts import DeployTimeouts
+
+
+class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
+    dry_run: bool = False
+    wheel: str = ""
+    constraints: str = ""
+    start: bool = True
+
+
+def planned(
+    config: str | None, only: Sequence[str], token_file: str = ""
+) -> tuple[ClusterConfig, tuple[MachinePlan, ...]]:
+    loaded = load_config(config, token_file=token_file)
+    for warning in loaded.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    return loaded, plan_machines(loaded, only)
+
+
+def teller(plans: Sequence[MachinePlan]) -> Tell:
+    """One line for each step of a machine, with the seconds since the start."""
+    width, began_at = max((len(plan.name) for plan in plans), default=0), time.monotonic()
+
+    def tell(machine: str, text: str) -> None:
+        typer.echo(f"{time.monotonic() - began_at:6.1f} s  {machine.ljust(width)}  {text}")
+        sys.stdout.flush()
+
+    return tell
+
+
+def deploy(config: str | None, token_file: str, only: Sequence[str], settings: DeploySettings) -> bool:
+    loaded, plans = planned(config, only, token_file)
+    package = Package(
+        read_wheel(settings.wheel) if settings.wheel else pack_wheel(),
+        _text(settings.constraints) if settings.constraints else pin_dependencies(),
+    )
+    if settings.dry_run:
+        return _dry_run(loaded, plans, package)
+    outcomes = asyncio.run(Deployment(plans, loaded, package, teller(plans), settings.start).run())
+    typer.echo("")
+    for outcome in outcomes:
+        typer.echo(_deployed(outcome), err=outcome.error is not None)
+    failed = {outcome.machine for outcome in outcomes if outcome.error}
+    wanted = settings.start and not only and len(failed) < len(plans)
+    proven = _prove(loaded, plans, failed) if wanted else True
+    return proven and not failed
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--constraints: {path} cannot be read: {error}") from None
+
+
+def _deployed(outcome: Outcome[Deployed]) -> str:
+    if outcome.error:
+        return f"error: {outcome.error}"
+    assert outcome.result
+    result = outcome.result
+    changed = f"changed: {', '.join(result.changed)}" if result.changed else "nothing to change"
+    previous = f"; before: {result.previous}" if result.previous else ""
+    note = f"\n  note: {result.note}" if result.note else ""
+    return f"{outcome.machine}: {result.release}: {changed}{previous}{note}"
+
+
+def _dry_run(config: ClusterConfig, plans: Sequence[MachinePlan], package: Package) -> bool:
+    async def describe(session: MachineSession) -> list[str]:
+        return await describe_deploy(session, package, DeployTimeouts())
+
+    outcomes = asyncio.run(on_machines(plans, config, describe, _silent))
+    for outcome in outcomes:
+        typer.echo(f"# {outcome.machine}")
+        for line in outcome.result or ():
+            typer.echo(line)
+        if outcome.error:
+            typer.echo(f"error: {outcome.error}", err=True)
+    typer.echo("# nothing was changed; + would be done, = is done")
+    return all(not outcome.error for outcome in outcomes)
+
+
+def _silent(machine: str, text: str) -> None:
+    """For commands whose output is the result alone."""
+
+
+def _prove(config: ClusterConfig, plans: Sequence[MachinePlan], failed: Container[str]) -> bool:
+    """Every pair hands a prompt over, and the gateway answers one; then the endpoint, with a command to try it. What is
+    on machines that failed is left out."""
+    from disaggregated_inference.cli.cluster_test import prove_gateway, prove_pairs
+
+    left_out = {server.name for plan in plans if plan.name in failed for server in plan.servers}
+    has_gateway = bool(config.gateway.machine) and config.gateway.machine not in failed
+    passed = True
+    gateway = prove_gateway(config, left_out) if has_gateway else iter(())
+    for check in chain(prove_pairs(config, left_out), gateway):
+        passed = passed and check.passed
+        typer.echo(check.line(), err=not check.passed)
+    if left_out:
+        typer.echo(f"not proven, because their machines failed: {', '.join(sorted(left_out))}")
+    if has_gateway or not config.gateway.machine:
+        typer.echo(_how_to(config))
+    return passed
+
+
+def _how_to(config: ClusterConfig) -> str:
+    gateway = config.gateway
+    if not gateway.machine:
+        return f"try it: disagg generate --config {shlex.quote(config.source)} --model {config.names[0]} 'Hello'"
+    host = config.machines[gateway.machine].ssh.rpartition("@")[2] or gateway.machine
+    place = gateway.host if gateway.host not in ("0.0.0.0", "::") else host
+    scheme = "https" if "--tls-cert" in gateway.arguments else "http"
+    url = f"{scheme}://{place}:{gateway.port}"
+    body = {"model": config.names[0], "max_tokens": 60, "messages": [{"role": "user", "content": "Hello"}]}
+    key = ' -H "Authorization: Bearer $DISAGG_API_KEY"' if gateway.keys else ""
+    where = f" (on {gateway.machine})" if place in ("127.0.0.1", "localhost") else ""
+    return (
+        f"\nendpoint{where}: {url}/v1 (OpenAI), {url} (Anthropic, Ollama)\n"
+        f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+    )
+
+
+def operate(command: str, config: str | None, only: Sequence[str], role: str, model: str) -> bool:
+    loaded, plans = planned(config, only)
+    chosen = ServiceChoice(role, loaded.resolve_model(model) if model else "")
+    plans = tuple(plan for plan in plans if chosen.may_be_on(plan, loaded))
+    if not plans:
+        raise ConfigError(f"no {role or 'service'} of {chosen.model} in the cluster file: see `disagg config check`")
+    outcomes = asyncio.run(operate_machines(command, plans, loaded, teller(plans), chosen))
+    return _all_succeeded(outcomes)
+
+
+def _all_succeeded(outcomes: Sequence[Outcome[Any]]) -> bool:
+    for outcome in outcomes:
+        if outcome.error:
+            typer.echo(f"error: {outcome.error}", err=True)
+    return all(not outcome.error for outcome in outcomes)
+
+
+def remove(config: str | None, only: Sequence[str], models: bool, is_sure: bool) -> bool:
+    loaded, plans = planned(config, only)
+    kept = "" if models else "; models stay (--models)"
+    typer.echo(f"services, releases, secrets and logs are removed from: {', '.join(plan.name for plan in plans)}{kept}")
+    if not is_sure and not sys.stdin.isatty():
+        raise ConfigError("nothing was removed: there is no terminal for the question; give --yes")
+    if not is_sure and not typer.confirm("remove all of it?"):
+        typer.echo("nothing was removed")
+        return False
+    return _all_succeeded(asyncio.run(remove_machines(plans, loaded, teller(plans), models)))
+
+
+def audit(config: str | None, only: Sequence[str], count: int, as_json: bool) -> None:
+    loaded, plans = planned(config, only)
+
+    async def read(session: MachineSession) -> list[AuditEntry]:
+        return await read_audit(session.shell, session.place.audit)
+
+    outcomes = asyncio.run(on_machines(plans, loaded, read, _silent))
+    entries = merge_audits({outcome.machine: outcome.result or [] for outcome in outcomes})[-count:]
+    if as_json:
+        typer.echo(json.dumps(msgspec.to_builtins(entries), indent=2))
+    else:
+        _print_audit(entries)
+    for outcome in outcomes:
+        if outcome.error:
+            typer.echo(f"error: {outcome.error}", err=True)
+
+
+def _print_audit(entries: Sequence[AuditEntry]) -> None:
+    rows: list[tuple[Any, ...]] = [("time", "who", "command", "release", "machines", "result")]
+    for entry in entries:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.time))
+        rows.append((at, entry.who, entry.command, entry.release, ", ".join(entry.releases), entry.result))
+    widths = [max(len(str(row[column])) for row in rows) for column in range(5)]
+    for row in rows:
+        typer.echo("  ".join(str(cell).ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip())
+    if not entries:
+        typer.echo("nothing was deployed there yet")

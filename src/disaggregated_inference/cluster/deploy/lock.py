@@ -1,0 +1,48 @@
+"""One deploy at a time on a machine.
+
+The lock is a symbolic link: made at once, with its text. The script that holds it ends with the ssh connection, so the
+lock of a deploy that was killed goes by itself. One whose script is gone (the machine was switched off) is taken over.
+"""
+
+import getpass
+import shlex
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from disaggregated_inference.cluster.shell import Shell
+from disaggregated_inference.errors import DeployRefused
+
+# Prints `held`, or `taken TEXT`. $$ is the shell that holds the lock.
+_SCRIPT = """
+lock={lock}; mkdir -p "$(dirname "$lock")" || exit 1; chmod 700 "$(dirname "$lock")"
+take() {{ ln -s "$$ "{text} "$lock" 2>/dev/null; }}
+if ! take; then
+  old=$(readlink "$lock"); pid=${{old%% *}}
+  if [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null; then echo "taken ${{old#* }}"; exit 0; fi
+  rm -f "$lock"; take || {{ echo "taken $(readlink "$lock")"; exit 0; }}
+fi
+trap 'rm -f "$lock"' EXIT; trap 'exit 1' HUP INT TERM PIPE
+echo held
+cat >/dev/null
+"""
+
+
+def who_am_i() -> str:
+    return f"{getpass.getuser()}@{socket.gethostname()}"
+
+
+@asynccontextmanager
+async def machine_lock(shell: Shell, path: str, command: str) -> AsyncIterator[None]:
+    text = f"{who_am_i()}, {command}, since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}"
+    async with shell.hold(_SCRIPT.format(lock=shlex.quote(path), text=shlex.quote(text))) as first:
+        if first.startswith("taken"):
+            holder = first.removeprefix("taken").strip()
+            raise DeployRefused(
+                f"{shell.name}: someone else is at work there: {holder}; wait for the end, or remove {path} there if"
+                " you know that it is over"
+            )
+        if first != "held":
+            raise DeployRefused(f"{shell.name}: {path} cannot be written: check the disk and the rights of its folder")
+        yield

@@ -1,0 +1,43 @@
+"""Services of a machine: systemd, launchd, or our own supervisor; and what they say of themselves."""
+
+from disaggregated_inference.cluster.services import supervise
+from disaggregated_inference.cluster.services.background import Background
+from disaggregated_inference.cluster.services.launchd import Launchd, LaunchdUser
+from disaggregated_inference.cluster.services.service import (
+    SUPERVISOR,
+    Place,
+    Service,
+    ServiceFile,
+    ServiceManager,
+    ServiceState,
+)
+from disaggregated_inference.cluster.services.systemd import Systemd, SystemdUser
+from disaggregated_inference.errors import ConfigError
+
+MANAGERS: dict[str, type[ServiceManager]] = {
+    each.kind: each for each in (Systemd, SystemdUser, Launchd, LaunchdUser, Background)
+}
+
+
+def manager_of(kind: str, place: Place) -> ServiceManager:
+    if kind not in MANAGERS:
+        raise ConfigError(f"unknown service kind {kind!r}: use one of {', '.join(MANAGERS)}")
+    return MANAGERS[kind](place)
+
+
+__all__ = [
+    "MANAGERS",
+    "SUPERVISOR",
+    "Background",
+    "Launchd",
+    "LaunchdUser",
+    "Place",
+    "Service",
+    "ServiceFile",
+    "ServiceManager",
+    "ServiceState",
+    "Systemd",
+    "SystemdUser",
+    "manager_of",
+    "supervise",
+]

@@ -1,0 +1,102 @@
+"""The gateway of this machine, asked on the machine itself: which nodes it can use, and a prompt through it."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+import msgspec
+
+from disaggregated_inference.cluster.config import Server, load_config
+from disaggregated_inference.cluster.services.machine_http import Access, ask, open_url
+from disaggregated_inference.cluster.services.service import Service
+from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.identity import open_identity
+
+_PROMPT = "Say one word about the sea."
+_MAX_TOKENS = 8
+_ANSWER_S = 180.0
+_READY_S = 20.0  # a gateway that has just started does not know its nodes yet
+_POLL_S = 0.5
+_ALL_UP = "all up"
+
+
+class GatewayAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """`needs_key`: it works, and refuses a prompt without an API key."""
+
+    model: str
+    error: str = ""
+    needs_key: bool = False
+    tokens: int = 0
+    seconds: float = 0.0
+    request_id: str = ""
+
+
+def prompt_through(service: Service, model: str, api_key: str) -> GatewayAnswer:
+    began_at = time.monotonic()
+    while True:
+        answer = _prompt(service, model, api_key)
+        elapsed_s = time.monotonic() - began_at
+        if not answer.error or elapsed_s > _READY_S:
+            return msgspec.structs.replace(answer, seconds=elapsed_s)
+        time.sleep(_POLL_S)
+
+
+def _prompt(service: Service, model: str, api_key: str) -> GatewayAnswer:
+    messages = [{"role": "user", "content": _PROMPT}]
+    body = {"model": model, "max_tokens": _MAX_TOKENS, "temperature": 0, "messages": messages}
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    url = f"{service.url}/v1/chat/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    try:
+        with open_url(request, None, _ANSWER_S) as response:
+            usage = json.load(response)["usage"]
+            id = response.headers.get("x-request-id", "")
+            return GatewayAnswer(model=model, tokens=int(usage["completion_tokens"]), request_id=id)
+    except urllib.error.HTTPError as error:
+        with error:
+            needs_key = error.code == 401 and not api_key
+            return GatewayAnswer(model=model, needs_key=needs_key, error="" if needs_key else _refusal(error))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return GatewayAnswer(model=model, error=str(getattr(error, "reason", error)))
+
+
+def _refusal(error: urllib.error.HTTPError) -> str:
+    try:
+        return f"{json.load(error)['error']['message']} (HTTP {error.code})"
+    except (ValueError, KeyError, TypeError, OSError):
+        return f"HTTP {error.code}"
+
+
+def gateway_view(service: Service) -> str:
+    """Why the gateway cannot use all nodes; empty: it can."""
+    try:
+        verdict = str(ask(f"{service.url}/ready", Access()).get("verdict", ""))
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "reason", error))
+    if verdict == _ALL_UP:
+        return ""
+    reasons = [reason for server in _servers(service) if (reason := _not_reached(server, service))]
+    return f"{verdict} ({'; '.join(reasons)})" if reasons else verdict
+
+
+def _servers(service: Service) -> tuple[Server, ...]:
+    file = service.arguments[service.arguments.index("--config") + 1]
+    try:
+        return load_config(file, service.environment).servers
+    except DisaggError:
+        return ()
+
+
+def _not_reached(server: Server, service: Service) -> str:
+    """Why this machine, with the gateway's token and certificate, gets no status of a node."""
+    identity = open_identity(service.environment.get("DISAGG_IDENTITY", "")) if server.tls else None
+    access = Access(server.token, identity.client_context if identity else None)
+    try:
+        told: dict[str, Any] = ask(f"{server.url}/status", access)
+    except (OSError, ValueError, DisaggError) as error:
+        return f"{server.name}: {getattr(error, 'reason', error)}"
+    if "status" in told:
+        return "" if told["status"] == "healthy" else f"{server.name}: {told['status']}"
+    return f"{server.name}: {told.get('error', {}).get('message', 'no status')}"

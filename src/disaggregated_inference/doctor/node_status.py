@@ -1,0 +1,71 @@
+"""What running nodes say of themselves."""
+
+import json
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+from disaggregated_inference.cluster import ClusterConfig, Server
+from disaggregated_inference.doctor.findings import Finding, found, ok
+from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.identity import open_identity
+from disaggregated_inference.timeouts import DoctorTimeouts
+
+_NO_ROUTE = "no route to host"
+_MOST_BYTES = 1 << 22
+
+
+class NodeAnswer(dict[str, Any]):
+    """A node's /status, or {"error": why there is none}."""
+
+    @property
+    def error(self) -> str:
+        return str(self.get("error", ""))
+
+
+def read_status(config: ClusterConfig, server: Server, timeouts: DoctorTimeouts = DoctorTimeouts()) -> NodeAnswer:
+    """`/status`, with the token and the identity of the cluster file."""
+    headers = {"Authorization": f"Bearer {server.token}"} if server.token else {}
+    request = urllib.request.Request(server.url + "/status", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=timeouts.connect_s, context=_tls(config, server)) as response:
+            return NodeAnswer(json.loads(response.read(_MOST_BYTES)))
+    except urllib.error.HTTPError as error:
+        with error:
+            return NodeAnswer(error=_refusal(error, server))
+    except (OSError, ValueError, DisaggError) as error:
+        return NodeAnswer(error=str(getattr(error, "reason", error)))
+
+
+def _tls(config: ClusterConfig, server: Server) -> ssl.SSLContext | None:
+    identity = open_identity(config.identity) if server.tls else None
+    return identity.client_context if identity else None
+
+
+def _refusal(error: urllib.error.HTTPError, server: Server) -> str:
+    if error.code == 401:
+        return "it refuses the token" if server.token else "it needs a token: set DISAGG_TOKEN"
+    try:
+        words = json.loads(error.read(1 << 16))["error"]["message"]
+    except (ValueError, KeyError, TypeError, OSError):
+        words = f"HTTP {error.code}: is it another program?"
+    return str(words)
+
+
+def judge_node(server: Server, status: NodeAnswer) -> Finding:
+    if status.error:
+        return found("error", "node-answers", f"{server.name} at {server.address}: {status.error}")
+    if status.get("status") != "healthy":
+        reason = f": {status['reason']}" if status.get("reason") else ""
+        return found("warning", "node-answers", f"{server.name} at {server.address} is {status.get('status')}{reason}")
+    return ok("node-answers", f"{server.name} at {server.address} is healthy, {status.get('backend')}")
+
+
+def judge_local_network(server: Server, status: NodeAnswer) -> Iterator[Finding]:
+    """A node that has no route to a prefill node, although it answers us over the same network."""
+    for path in status.get("paths", ()):
+        if _NO_ROUTE in str(path.get("last_error") or "").lower():
+            what = f"{server.name} has no route to {path['host']}"
+            yield found("warning", "local-network", f"{what}: if it is a Mac that reaches it by ssh, macOS forbids it")

@@ -1,0 +1,2 @@
+#!/bin/sh
+exec env DISAGG_TOKEN_FILE=/home/ada/.disagg/secrets/disagg-mac-studio-2.token /home/ada/.disagg/current/venv/bin/python -I /home/ada/.disagg/current/supervise.py --detach --log /home/ada/.disagg/logs/disagg-mac-studio-2.log --state /home/ada/.disagg/run/disagg-mac-studio-2.json -- /home/ada/.disagg/current/venv/bin/python -m disaggregated_inference serve --role decode --model qwen3-coder:30b --host 169.254.150.102 --port 8001 --trusted-link 'the 100% "cable" for $5'
