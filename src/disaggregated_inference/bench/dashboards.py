@@ -1,0 +1,143 @@
+"""`disagg bench gateway --dashboards N`: what open dashboards cost the streams beside them.
+
+Steady streams run through the gateway, and short requests beside them end all the time, as each of them is an event for
+every dashboard. Windows with and without open dashboards follow each other, on the same streams.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+
+from disaggregated_inference.bench.crowd import Stream, new_session
+from disaggregated_inference.bench.processes import cpu_s
+from disaggregated_inference.bench.report import Report, Row, percentile, progress
+from disaggregated_inference.bench.rounds import open_streams
+from disaggregated_inference.bench.servers import MODEL, OURS, node_of, serving
+from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.local_nodes import Process, running
+
+_PACE = 10  # tokens per second of one stream
+_SHORT, _SHORT_TOKENS = 4, 8  # requests beside the streams, at once
+_WINDOW_S = 8.0
+_ROUNDS = 5
+_SETTLE_S = 1.0  # for dashboards to open or to leave
+_GOAL = 1.05
+
+_numbers = itertools.count(1_000_000)
+
+
+class _Window(NamedTuple):
+    since: float
+    until: float
+    cpu_s: float
+
+
+def run(dashboards: int, streams: int, output: Path) -> Report:
+    report = Report(f"the gateway with {dashboards} open dashboards, SIMULATED nodes, {streams} streams")
+    profile = f"custom:prefill=1000000,decode={_PACE}"
+    prefill, decode = nodes = [node_of(role, profile) for role in ("prefill", "decode")]
+    with running(nodes), serving(prefill, decode.port, decode.port) as servers:
+        asyncio.run(_measure(report, servers[OURS], dashboards, streams))
+    return report.publish(output / "dashboards.json")
+
+
+async def _measure(report: Report, gateway: Process, dashboards: int, count: int) -> None:
+    tokens = 2 * count + round(_PACE * 2 * _ROUNDS * (_WINDOW_S + 3 * _SETTLE_S))
+    streams = [Stream(next(_numbers), tokens) for _ in range(count)]
+    alone: list[_Window] = []
+    watched: list[_Window] = []
+    progress(f"{count} streams of {_PACE} tokens/s, {2 * _ROUNDS} windows of {_WINDOW_S:g} s")
+    async with new_session() as session:
+        await Stream(next(_numbers), 2).follow(session, gateway.url, MODEL)  # warm-up: peer check, tokenizer
+        requests = (stream.follow(session, gateway.url, MODEL) for stream in streams)
+        steady = open_streams(requests, lambda: all(each.has_started for each in streams))
+        async with steady, _short_requests(session, gateway.url):
+            for _ in range(_ROUNDS):
+                alone.append(await _window(gateway))
+                async with _open_dashboards(session, gateway.url, dashboards):
+                    watched.append(await _window(gateway))
+    _rows(report, [stream.parse(complete=False) for stream in streams], alone, watched)
+
+
+async def _window(gateway: Process) -> _Window:
+    await asyncio.sleep(_SETTLE_S)
+    since, before = time.perf_counter(), cpu_s(gateway.pid)
+    await asyncio.sleep(_WINDOW_S)
+    return _Window(since, time.perf_counter(), cpu_s(gateway.pid) - before)
+
+
+@asynccontextmanager
+async def _short_requests(session: aiohttp.ClientSession, url: str) -> AsyncIterator[None]:
+    async def send() -> None:
+        while True:
+            await Stream(next(_numbers), _SHORT_TOKENS).follow(session, url, MODEL)
+
+    async with _until_the_end([send() for _ in range(_SHORT)]):
+        yield
+
+
+@asynccontextmanager
+async def _open_dashboards(session: aiohttp.ClientSession, url: str, count: int) -> AsyncIterator[None]:
+    """As the page does it: /cluster, then its events."""
+    heard = [0] * count  # bytes of events
+
+    async def watch(number: int) -> None:
+        async with session.get(f"{url}/cluster") as response:
+            await response.read()
+        async with session.get(f"{url}/cluster/events") as response:
+            if response.status != 200:
+                raise DisaggError(f"a dashboard was refused: {response.status} {(await response.text())[:300]}")
+            while data := await response.content.readany():
+                heard[number] += len(data)
+
+    async with _until_the_end([watch(number) for number in range(count)]):
+        yield
+        if not all(heard):
+            raise DisaggError("a dashboard got no event")
+
+
+@asynccontextmanager
+async def _until_the_end(work: list[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Ends them with the block. If one fails meanwhile, that is raised."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        yield
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _rows(report: Report, streams: list[Stream], alone: list[_Window], watched: list[_Window]) -> None:
+    times = sorted(at for stream in streams for at in stream.token_at)
+    if not times:
+        raise DisaggError("no token arrived during the measurement: this machine is too busy")
+    costs = [[_cpu_per_token_s(window, times) for window in windows] for windows in (watched, alone)]
+    ratios = tuple(with_them / without for with_them, without in zip(*costs, strict=True))
+    middle = [percentile(cost, 50) * 1e6 for cost in costs]
+    report.add(Row("CPU per token", middle[0], "µs", middle[1], "without", ratios=ratios))
+    report.add(Row("CPU per token, of that without dashboards", percentile(ratios, 50), "x", goal=_GOAL, at_most=True))
+    silences = [max(_longest_silence_s(window, streams) for window in windows) for windows in (watched, alone)]
+    report.add(Row("longest silence in a stream", silences[0] * 1e3, "ms", silences[1] * 1e3, "without"))
+
+
+def _cpu_per_token_s(window: _Window, times: list[float]) -> float:
+    return window.cpu_s / max(1, sum(window.since <= at < window.until for at in times))
+
+
+def _longest_silence_s(window: _Window, streams: list[Stream]) -> float:
+    gaps = [
+        later - sooner
+        for stream in streams
+        for sooner, later in itertools.pairwise(at for at in stream.token_at if window.since <= at < window.until)
+    ]
+    return max(gaps, default=0.0)

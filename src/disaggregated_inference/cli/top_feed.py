@@ -1,0 +1,150 @@
+"""What `disagg top` shows, from a gateway: first all of it, then its events. Reconnects when the gateway restarts."""
+
+import asyncio
+import json
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+
+from disaggregated_inference.errors import BadRequest, DisaggError, NotForThisKey, Unauthorized
+from disaggregated_inference.timeouts import TopTimeouts
+
+_KEPT = 50  # requests
+_MAX_EVENT_BYTES = 64 << 20
+
+
+class TopState:
+    """The last that is known. `trouble`: why nothing newer came; empty while connected."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.status: dict[str, Any] | None = None
+        self.requests: deque[dict[str, Any]] = deque(maxlen=_KEPT)  # newest first
+        self.summary: dict[str, Any] = {}  # of the last requests: the figures of the cards
+        self.targets: list[dict[str, Any]] = []
+        self.alarms: list[dict[str, Any]] = []
+        self.trouble = "connecting"
+        self.heard_at = time.time()
+
+    def began(self, cluster: dict[str, Any], targets: dict[str, Any]) -> None:
+        self.requests = deque(cluster.pop("history", ()), maxlen=_KEPT)
+        self.summary = cluster.pop("summary", {})
+        self.status, self.trouble, self.heard_at = cluster, "", time.time()
+        self.judged(targets)
+
+    def judged(self, targets: dict[str, Any]) -> None:
+        self.targets, self.alarms = targets.get("targets", []), targets.get("alarms", [])
+
+    def happened(self, event: str, content: dict[str, Any]) -> None:
+        self.heard_at = time.time()
+        if event == "status":
+            self.status = content
+        elif event == "request":
+            self.requests.appendleft(content)
+        elif event == "summary":
+            self.summary = content
+
+
+class TopFeed:
+    """`changed` is called after every change of the state."""
+
+    def __init__(
+        self, state: TopState, token: str, changed: Callable[[], None], timeouts: TopTimeouts = TopTimeouts()
+    ) -> None:
+        self._state, self._changed, self._timeouts = state, changed, timeouts
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    async def once(self) -> dict[str, Any]:
+        """Everything, now. Raises DisaggError if the gateway does not give it."""
+        async with self._session() as session:
+            try:
+                cluster, targets = await self._get(session, "/cluster"), await self._get(session, "/cluster/targets")
+            except (aiohttp.ClientError, OSError, ValueError) as error:
+                raise DisaggError(f"{self._state.url}: no gateway answers there: {_reason(error)}") from error
+        self._state.began(dict(cluster), targets)
+        return cluster
+
+    async def follow(self) -> None:
+        """For ever. Raises DisaggError if the gateway refuses: trying again would not help."""
+        while True:
+            try:
+                async with self._session() as session:
+                    await self._connected(session)
+                self._state.trouble = "the gateway ended the connection"
+            except (aiohttp.ClientError, OSError, ValueError) as error:
+                self._state.trouble = _reason(error)
+            self._changed()
+            await asyncio.sleep(self._timeouts.retry_s)
+
+    async def _connected(self, session: aiohttp.ClientSession) -> None:
+        self._state.began(await self._get(session, "/cluster"), await self._get(session, "/cluster/targets"))
+        self._changed()
+        judging = asyncio.create_task(self._keep_judging(session))
+        try:
+            async for event, content in self._events(session):
+                self._state.happened(event, content)
+                self._changed()
+        finally:
+            judging.cancel()
+            await asyncio.gather(judging, return_exceptions=True)
+
+    async def _keep_judging(self, session: aiohttp.ClientSession) -> None:
+        """Targets and alarms are no events: they change slowly."""
+        while True:
+            await asyncio.sleep(self._timeouts.targets_s)
+            self._state.judged(await self._get(session, "/cluster/targets"))
+            self._changed()
+
+    def _session(self) -> aiohttp.ClientSession:
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=self._timeouts.dial_s, sock_read=self._timeouts.silence_s
+        )
+        return aiohttp.ClientSession(timeout=timeout, headers=self._headers)
+
+    async def _get(self, session: aiohttp.ClientSession, path: str) -> dict[str, Any]:
+        async with session.get(self._state.url + path) as response:
+            _require_answer(response, self._state.url)
+            found = json.loads(await response.read())
+        if not isinstance(found, dict):
+            raise ValueError("it answers as no gateway of ours")
+        return found
+
+    async def _events(self, session: aiohttp.ClientSession) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        async with session.get(f"{self._state.url}/cluster/events") as response:
+            _require_answer(response, self._state.url)
+            waiting = b""
+            async for piece in response.content.iter_any():
+                *whole, waiting = (waiting + piece).split(b"\n\n")
+                for event in whole:
+                    if found := _parsed(event):
+                        yield found
+                if len(waiting) > _MAX_EVENT_BYTES:
+                    raise ValueError("an event is too long")
+
+
+def _parsed(event: bytes) -> tuple[str, dict[str, Any]] | None:
+    """None: a comment."""
+    fields = dict(line.split(b": ", 1) for line in event.split(b"\n") if b": " in line and not line.startswith(b":"))
+    return (fields[b"event"].decode(), json.loads(fields[b"data"])) if b"data" in fields else None
+
+
+def _require_answer(response: aiohttp.ClientResponse, url: str) -> None:
+    if response.status == 401:
+        raise Unauthorized(f"{url} needs an API key: set DISAGG_TOKEN, or give --token-file FILE")
+    if response.status == 403:
+        raise NotForThisKey(f"{url}: this API key is limited to some models, and the whole cluster is shown here")
+    if response.status == 404:
+        raise BadRequest(f"{url} is no gateway of this version: it has no {response.url.path}")
+    response.raise_for_status()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientResponseError):
+        return f"HTTP {error.status}"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return os.strerror(error.os_error.errno) if error.os_error.errno else str(error.os_error)
+    return str(error) or type(error).__name__

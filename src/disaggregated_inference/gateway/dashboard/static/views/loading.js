@@ -1,0 +1,55 @@
+// A view that shows one answer of the gateway, and asks again when requests ended.
+import { Component, html } from "../html.js";
+import { getJson } from "../api.js";
+
+const AGAIN_MS = 5000;
+const IDLE_MS = 30000;
+
+export class Loaded extends Component {
+  state = { found: null, error: "" };
+
+  componentDidMount() {
+    this.props.store.requestListeners.add(this.soon);
+    this.load();
+  }
+
+  componentDidUpdate(before) {
+    if (before.path !== this.props.path) this.load();
+  }
+
+  componentWillUnmount() {
+    this.props.store.requestListeners.delete(this.soon);
+    clearTimeout(this.timer);
+    this.gone = true;
+  }
+
+  soon = () => this.schedule(AGAIN_MS);
+
+  schedule(wait) {
+    const at = Date.now() + wait;
+    if (this.timer && this.timerAt <= at) return;
+    clearTimeout(this.timer);
+    this.timerAt = at;
+    this.timer = setTimeout(() => this.load(), wait);
+  }
+
+  async load() {
+    clearTimeout(this.timer);
+    this.timer = 0;
+    const { path, store } = this.props;
+    try {
+      const found = await getJson(path, { key: store.key });
+      if (!this.gone && path === this.props.path) this.setState({ found, error: "" });
+    } catch (error) {
+      if (!this.gone) this.setState({ error: error.message });
+    }
+    if (!this.gone) this.schedule(IDLE_MS);
+  }
+
+  render({ show, what }, { found, error }) {
+    return html`
+      ${error && html`<p class="banner bad" role="alert"><span aria-hidden="true">✕</span> ${what} cannot be shown: ${error}</p>`}
+      ${!found && !error && html`<p class="notice" role="status">Reading: ${what.toLowerCase()}.</p>`}
+      ${found && show(found)}`;
+  }
+}

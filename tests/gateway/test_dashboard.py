@@ -1,0 +1,420 @@
+"""The dashboard in a real browser, in front of a cluster of simulated nodes."""
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from disaggregated_inference.cluster import Policies
+from disaggregated_inference.gateway.key_file import KeyLimits, new_key
+from disaggregated_inference.timeouts import GatewayTimeouts
+from tests.support.browser import WatchedPage, browser
+from tests.support.cluster import Process, free_port
+from tests.support.command import disagg
+from tests.support.gateway import GatewayProcess, gateway_process, simulated_config, simulated_pair
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = pytest.mark.slow
+
+MODEL = "simulated:tiny"
+PROFILE = "custom:prefill=20000,decode=400"
+SOON_MS = 30_000
+EVIL = "<img src=x onerror=alert(1)>"
+
+
+class Site:
+    """One cluster, one gateway at a fixed port, one browser."""
+
+    def __init__(self, nodes: tuple[Process, Process], gateway: GatewayProcess, found: "Browser") -> None:
+        self.nodes, self.gateway, self.browser = nodes, gateway, found
+
+    @property
+    def url(self) -> str:
+        return self.gateway.url
+
+    def cluster(self) -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(f"{self.url}/cluster", timeout=30).json()
+        return found
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder, port = tmp_path_factory.mktemp("dashboard"), str(free_port())
+    with browser() as found, simulated_pair(PROFILE) as nodes:
+        config = simulated_config(*nodes, history_file=str(folder / "history.db"))
+        site = Site(nodes, GatewayProcess(folder, config, "--port", port), found)
+        try:
+            site.gateway.ready()
+            yield site
+        finally:
+            site.gateway.end()
+
+
+@contextmanager
+def opened(site: Site, path: str = "/dashboard", url: str = "", wait: str = "Live") -> Iterator[WatchedPage]:
+    """A page that must log no error while it is open."""
+    page = site.browser.new_page()
+    page.set_default_timeout(SOON_MS)
+    watched = WatchedPage(page)
+    try:
+        page.goto((url or site.url) + path)
+        if wait:
+            page.locator("header .connection", has_text=wait).wait_for()
+        yield watched
+        assert not watched.errors
+    finally:
+        page.close()
+
+
+def ask(url: str, prompt: str, **headers: str) -> str:
+    """Returns the id of the request."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "ignore_eos": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.headers["x-request-id"]
+
+
+# As format.js writes numbers.
+def seconds(value: float) -> str:
+    if value < 0.0995:
+        return f"{value * 1000:.{1 if value < 0.00995 else 0}f} ms"
+    return f"{value:.2f} s" if value < 9.995 else f"{value:.1f} s"
+
+
+def rate(value: float) -> str:
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
+
+
+def same(shown: str, expected: str) -> bool:
+    """Equal, but for how the two languages round the last digit."""
+    numbers = [[float(each.replace(",", "")) for each in re.findall(r"[\d,.]*\d", text)] for text in (shown, expected)]
+    words = [re.sub(r"[\d,.]*\d", "#", text) for text in (shown, expected)]
+    return words[0] == words[1] and numbers[0] == pytest.approx(numbers[1], rel=0.006)
+
+
+def test_numbers_on_screen_are_those_of_the_cluster(site: Site) -> None:
+    for number in range(3):
+        ask(site.url, f"prompt {number} " * (10 + 30 * number))
+    with opened(site) as watched:
+        page, cluster = watched.page, site.cluster()
+        model, combined = cluster["summary"]["models"][MODEL], cluster["summary"]["combined"]
+        card = page.locator("article.card", has_text=MODEL)
+        figures = card.locator(".figure strong").all_inner_texts()
+        fields = ("prefill_time", "decode_time", "total_time")
+        assert all(map(same, figures, [seconds(model[field]) for field in fields])), figures
+        speeds = card.locator(".figure dd span").all_inner_texts()[:2]
+        expected = [f"{rate(model[field])} tok/s" for field in ("prefill_speed", "decode_speed")]
+        assert all(map(same, speeds, expected)), speeds
+        assert f"served {cluster['served']['ok']} · failed 0" in page.locator(".combined .foot").inner_text()
+        assert same(page.locator("#combined-throughput").inner_text(), rate(combined["tokens_per_s"]))
+        assert same(page.locator("#combined-total").inner_text(), seconds(combined["busy_time"]))
+        assert page.locator("#combined-speedup").inner_text() == "1.00x", "one after another: nothing overlaps"
+        rows = page.locator(".nodes tbody tr").all_inner_texts()
+        for shown, node in zip(rows, cluster["nodes"], strict=True):
+            assert all(text in shown for text in (node["name"], node["state"], node["model"], node["url"][7:]))
+        for record in cluster["history"][:10]:
+            row = page.locator(f"tr[data-request='{record['request_id']}']")
+            assert row.locator("button").inner_text() == f"#{record['number']}"
+            cells = row.locator("td").all_inner_texts()
+            assert cells[0] == MODEL
+            assert same(cells[1], seconds(record["total_time"]))
+            assert same(cells[3], f"{rate(record['prefill_speed'])} → {rate(record['decode_speed'])} tok/s")
+        terminal = disagg("top", "--once", "--url", site.url).stdout
+        assert f"med of {model['answered']}" in terminal, "the same definition on both screens"
+        assert f"{model['total_time']:.2f}s med" in terminal
+        assert f"{combined['busy_time']:.2f}s  last {combined['answered']}" in terminal
+
+
+def test_a_request_appears_and_shows_its_waterfall(site: Site) -> None:
+    with opened(site) as watched:
+        page = watched.page
+        id = ask(site.url, "a request made during the test " * 20)
+        row = page.locator(f"tr[data-request='{id}']")
+        row.wait_for()
+        record = next(each for each in site.cluster()["history"] if each["request_id"] == id)
+        row.locator("button").focus()
+        page.keyboard.press("Enter")
+        dialog = page.locator("dialog[open]")
+        dialog.wait_for()
+        text = dialog.inner_text()
+        assert record["plan"] in text
+        assert f"{record['prompt_tokens']:,} tokens, {record['cached_tokens']:,} cached" in text
+        assert sum(phase["seconds"] for phase in record["waterfall"]) == pytest.approx(record["total_time"])
+        after_s = record["output_token_time"] * (record["completion_tokens"] - 1)
+        assert record["first_token_time"] + after_s == pytest.approx(record["total_time"]), "the exposed transfer, too"
+        assert record["hidden_transfer_time"] <= record["transfer_time"] <= record["fetch_time"]
+        phases = {phase["name"] for phase in record["waterfall"]} - {"overhead"}
+        assert phases <= {each.get_attribute("data-phase") for each in dialog.locator("tr[data-phase]").all()}
+        page.keyboard.press("Escape")
+        dialog.wait_for(state="detached")
+        assert page.evaluate("document.activeElement.closest('tr')?.dataset.request") == id
+
+
+def test_an_operator_may_force_a_way(site: Site) -> None:
+    ids = {way: ask(site.url, f"by {way} " * 30, **{"X-Disagg-Route": way}) for way in ("local", "handover", "auto")}
+    records = {record["request_id"]: record for record in site.cluster()["history"]}
+    assert [records[ids[way]]["method"] for way in ("local", "handover")] == ["local", "disaggregated_simulated"]
+    body = {"model": MODEL, "prompt": "x"}
+    refused = httpx.post(f"{site.url}/v1/completions", json=body, headers={"X-Disagg-Route": "sideways"}, timeout=30)
+    assert (refused.status_code, refused.json()["error"]["message"]) == (
+        400,
+        "x-disagg-route: 'sideways' is no route; give auto, local, handover",
+    )
+
+
+RED_S = 5.0
+TRIES = 3  # a machine that is busy with other tests may be late once
+
+
+def test_what_makes_a_node_red_takes_less_than_five_seconds() -> None:
+    """By its own clocks, whatever this machine does meanwhile: a poll of the node, a look at the cluster, a batch of
+    events. The page draws a node's new state at once."""
+    gateway, policies = GatewayTimeouts(), Policies()
+    slowest_s = policies.poll_s + policies.health_timeout_s + gateway.event_poll_s + gateway.event_batch_s
+    assert slowest_s <= RED_S - 1.0
+
+
+def test_a_killed_node_turns_red_and_green_again(site: Site) -> None:
+    node = site.nodes[1]
+    with opened(site) as watched:
+        red_s = [_red_and_green_again(watched, node)]
+        while min(red_s) > RED_S and len(red_s) < TRIES:
+            red_s.append(_red_and_green_again(watched, node))
+        print(f"red after {', '.join(f'{each:.1f} s' for each in red_s)}")
+        assert min(red_s) <= RED_S
+
+
+def _red_and_green_again(watched: WatchedPage, node: Process) -> float:
+    """Returns how long it took to turn red."""
+    page = watched.page
+    row = page.locator(f".nodes tr[data-node='{node.name}']")
+    page.locator(f".nodes tr[data-node='{node.name}'][data-kind='ok']").wait_for()
+    node.kill()
+    killed_at = time.monotonic()
+    try:
+        page.locator(f".nodes tr[data-node='{node.name}'][data-kind='bad']").wait_for()
+        red_s = time.monotonic() - killed_at
+        assert "unreachable" in row.inner_text()
+        assert "✕" in row.inner_text()  # not by colour alone
+        assert "decode down" in page.locator("#verdict").inner_text()
+        picture = page.locator(f".box[data-node='{node.name}']")
+        assert picture.get_attribute("data-kind") == "bad"
+    finally:
+        node.start()
+        node.ready()
+    page.locator(f".nodes tr[data-node='{node.name}'][data-kind='ok']").wait_for()
+    return red_s
+
+
+def test_the_page_reconnects_after_a_restart_of_the_gateway(site: Site) -> None:
+    port = site.url.rpartition(":")[2]
+    with opened(site) as watched:
+        page = watched.page
+        config = json.loads(site.gateway.config.read_text())
+        site.gateway.end()
+        page.locator("[role=alert]", has_text="Reconnecting").wait_for()
+        assert page.locator(".nodes tbody tr").count() == 2  # the last known figures stay
+        site.gateway = GatewayProcess(site.gateway.config.parent, config, "--port", port).ready()
+        page.locator("header .connection", has_text="Live").wait_for()
+        assert page.locator("[role=alert]", has_text="Reconnecting").count() == 0
+        last = site.cluster()["history"][0]["number"]
+        id = ask(site.url, "after the restart")
+        page.locator(f"tr[data-request='{id}'] button", has_text=f"#{last + 1}").wait_for()
+
+
+def test_text_from_outside_is_never_html(site: Site, tmp_path: Path) -> None:
+    config = simulated_config(*site.nodes)
+    for servers in ("prefill_servers", "decode_servers"):
+        for number, server in enumerate(config[servers]):
+            server |= {"name": f"{EVIL}{servers}{number}", "model": EVIL}
+    config |= {"models": {EVIL: {}}}
+    with gateway_process(tmp_path, config) as gateway, opened(site, url=gateway.url) as watched:
+        page = watched.page
+        page.on("dialog", lambda dialog: watched.errors.append("a dialog opened: " + dialog.message))
+        answer = httpx.post(f"{gateway.url}/v1/completions", json={"model": EVIL, "prompt": EVIL, "max_tokens": 4})
+        assert answer.status_code == 200, answer.text
+        page.locator("tr[data-request] button").first.click()
+        assert EVIL in page.locator("dialog[open] h2").inner_text()
+        assert EVIL in page.locator(".nodes").inner_text()
+        assert page.locator("img").count() == 0
+
+
+def test_a_gateway_with_keys_asks_for_one(site: Site, tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    key = new_key("root", file, **KeyLimits(operator=True))
+    limited, plain = new_key("ann", file, (MODEL,)), new_key("bob", file)
+    with (
+        gateway_process(tmp_path, simulated_config(*site.nodes), "--keys", str(file)) as gateway,
+        opened(site, url=gateway.url, wait="") as watched,
+    ):
+        page = watched.page
+        page.get_by_label("API key").fill("sk-wrong")
+        page.keyboard.press("Enter")
+        page.locator("[role=alert]", has_text="does not know this key").wait_for()
+        page.get_by_label("API key").fill(limited)
+        page.keyboard.press("Enter")
+        page.locator("[role=alert]", has_text="limited to simulated:tiny").wait_for()
+        page.get_by_role("button", name="Use another key").click()
+        page.get_by_label("API key").fill(key)
+        page.keyboard.press("Enter")
+        page.locator("header .connection", has_text="Live").wait_for()
+        headers = {"Authorization": f"Bearer {limited}", "X-Disagg-Route": "local"}
+        refused = httpx.post(f"{gateway.url}/v1/completions", json={"prompt": "x"}, headers=headers, timeout=30)
+        assert (refused.status_code, refused.json()["error"]["message"]) == (
+            403,
+            "x-disagg-route is for operators: leave it out, or send a key with `operator`",
+        )
+        assert key not in page.content()
+        assert key not in page.url
+        assert page.context.cookies() == []
+        page.reload()
+        page.locator("header .connection", has_text="Live").wait_for()
+        page.get_by_role("button", name="Log out").click()
+        page.get_by_label("API key").fill(plain)
+        page.keyboard.press("Enter")
+        page.get_by_role("link", name="Playground").click()
+        page.get_by_text("needs an operator's key").wait_for()
+        assert "its own requests" in page.locator("#own").inner_text()
+        assert page.get_by_label("Compare").count() == 0, "it would be refused"
+        page.get_by_role("button", name="Send").click()
+        page.locator("[data-run=auto][data-state=done]").wait_for()
+
+
+def test_a_gateway_that_does_not_answer_is_shown_as_such(site: Site) -> None:
+    with opened(site, wait="") as watched:
+        page = watched.page
+        page.route("**/cluster", lambda route: route.abort())
+        page.reload()
+        page.get_by_role("heading", name="The gateway cannot be reached").wait_for()
+        page.unroute("**/cluster")
+        page.locator("header .connection", has_text="Live").wait_for()
+
+
+def test_the_playground_shows_both_ways(site: Site) -> None:
+    with opened(site, "/dashboard#playground") as watched:
+        page = watched.page
+        page.get_by_label("Prompt").fill(f"{EVIL} why is the sky blue? " * 20)
+        page.get_by_label("Longest answer").fill("12")
+        page.get_by_role("button", name="Send").click()
+        page.locator("#play-verdict").wait_for()
+        assert "the same, character for character" in page.locator("#play-verdict").inner_text()
+        answers = [page.locator(f"[data-run={kind}] .answer").inner_text() for kind in ("handover", "local")]
+        assert answers[0] == answers[1]
+        assert answers[0].count("[") == 12
+        newest = site.cluster()["history"][:2]
+        assert [record["method"] for record in newest] == ["local", "disaggregated_simulated"]
+        assert newest[1]["plan"] in page.locator("[data-run=handover]").inner_text()
+        assert "the request asks for it" in newest[1]["plan"]
+        longest = max(record["total_time"] for record in newest)
+        scales = [page.locator(f"[data-run={kind}] .scale").inner_text() for kind in ("handover", "local")]
+        assert all(same(text, f"0 to {seconds(longest)}") for text in scales), "one for both"
+        for kind, record in zip(("local", "handover"), newest, strict=True):
+            bar = page.locator(f"[data-run={kind}] tr[data-phase=decode] rect")
+            share = float(bar.get_attribute("width") or 0) / 100
+            written = sum(each["seconds"] for each in record["waterfall"] if each["name"] == "decode")
+            assert share == pytest.approx(written / longest, rel=0.02)
+        assert page.locator("img").count() == 0
+
+
+def test_configurations_name_this_gateway(site: Site) -> None:
+    with opened(site, "/dashboard#clients") as watched:
+        names = ("curl", "OpenAI SDK", "Open WebUI", "Continue", "aider", "Claude Code")
+        texts = {name: watched.page.locator(f"[data-client='{name}'] pre").inner_text() for name in names}
+        assert all(site.url in text for text in texts.values())
+        assert f'model="{MODEL}"' in texts["OpenAI SDK"]
+        namespace: dict[str, Any] = {"print": lambda text: namespace.update(answer=text)}
+        exec(texts["OpenAI SDK"].replace("messages=question", "messages=question, max_tokens=3"), namespace)
+        assert namespace["answer"].count("[") == 3
+
+
+def test_the_history_is_filtered_and_drawn(site: Site) -> None:
+    id = ask(site.url, "one of the history")
+    with opened(site, "/dashboard#requests") as watched:
+        page = watched.page
+        page.locator(f"tr[data-request='{id}']").wait_for()
+        page.get_by_label("Outcome").select_option("failed")
+        page.locator(f"tr[data-request='{id}']").wait_for(state="detached")
+        page.get_by_label("Outcome").select_option("ok")
+        page.locator(f"tr[data-request='{id}'] button").click()
+        page.locator("dialog[open] tr[data-phase=decode]").wait_for()  # asked for: a row has no waterfall
+        page.keyboard.press("Escape")
+        page.get_by_role("link", name="Over time").click()
+        page.locator("[data-chart='Time to first token'] canvas").wait_for()
+        label = page.locator("[data-chart='Time to first token'] [role=img]").get_attribute("aria-label")
+        assert label
+        assert "last p50" in label
+        page.get_by_label("Node", exact=True).select_option(site.nodes[0].name)
+        page.get_by_label("Time", exact=True).select_option("7d")
+        page.get_by_text("one point for 2 h").wait_for()
+
+
+def test_disaggregation_that_silently_does_not_happen_raises_an_alarm(site: Site) -> None:
+    node = site.nodes[0]
+    with opened(site) as watched:
+        page = watched.page
+        node.kill()
+        try:
+            page.locator(f".nodes tr[data-node='{node.name}'][data-kind='bad']").wait_for()
+            for number in range(12):
+                ask(site.url, f"read by the decode node {number}")
+        finally:
+            node.start()
+            node.ready()
+        page.locator("[role=alert]", has_text="were fallbacks").wait_for()
+        page.get_by_role("link", name="Targets").click()
+        page.locator("[data-alarm=fallback_share][data-state=alarm]").wait_for()
+        page.locator(f".nodes tr[data-node='{node.name}']").wait_for(state="detached")
+        shown = page.locator("[data-target=end_to_end]").inner_text()
+        targets = httpx.get(f"{site.url}/cluster/targets?range=1h", timeout=30).json()["targets"]
+        goal = next(target for target in targets if target["name"] == "end_to_end")
+        assert "< 15 s" in shown
+        assert ("yes" in shown) == goal["met"]
+
+
+_NAMELESS = """[...document.querySelectorAll("a, button, input, select, textarea, [role=region], [role=img], dialog")]
+  .filter((each) => !(each.innerText?.trim() || each.getAttribute("aria-label") || each.labels?.length
+    || document.getElementById(each.getAttribute("aria-labelledby"))?.innerText.trim()))
+  .map((each) => each.outerHTML)"""
+
+
+_SIDEWAYS = """[...document.querySelectorAll(".scroll")].filter((each) => each.scrollWidth > each.clientWidth + 1)
+  .map((each) => each.innerText)"""
+VIEWS = ["overview", "cluster", "requests", "time", "targets", "energy", "playground", "clients"]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_have_labels_and_fit_a_phone(site: Site, view: str) -> None:
+    with opened(site, f"/dashboard#{view}") as watched:
+        page = watched.page
+        assert page.locator(f"nav a[href='#{view}'][aria-current=page]").count() == 1
+        page.locator("main .panel").first.wait_for()
+        assert page.locator("main .banner.bad").count() == 0
+        assert page.evaluate(_NAMELESS) == []
+        assert page.locator("h1").count() == 1
+        page.set_viewport_size({"width": 390, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert page.evaluate(_SIDEWAYS) == [], "no table is wider than the phone"
+
+
+def test_the_page_is_used_by_keyboard_alone(site: Site) -> None:
+    with opened(site) as watched:
+        page = watched.page
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
+        page.keyboard.press("Enter")
+        assert page.evaluate("document.activeElement.id") == "main"
+        page.get_by_role("link", name="Cluster").focus()
+        page.keyboard.press("Enter")
+        page.locator(".links").first.wait_for()
+        theme = page.get_by_role("button", name="Theme")
+        theme.focus()
+        page.keyboard.press("Enter")
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
