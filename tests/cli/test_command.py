@@ -33,7 +33,7 @@ def test_models_lists_and_inspects(smollm2: ModelFiles) -> None:
     assert result["memory_bytes"] > result["weights_bytes"] > 500e6
     assert result["engines"] == ["torch", "mlx", "llamacpp"]
     assert "23.04 MB at 1,000 tokens" in disagg("models", "inspect", "smollm2", "--context", "1000").stdout
-    table = disagg("models").stdout.splitlines()  # piped: one line each, whatever the width
+    table = disagg("models", "list").stdout.splitlines()  # piped: one line each, whatever the width
     assert [line.split()[0] for line in table] == ["model", *(row["name"] for row in listed)]
     assert json.loads(disagg("models", "list", "--json").stdout) == listed
 

@@ -20,6 +20,7 @@ from disaggregated_inference.cli.local_cluster import LocalServer, cluster_file,
 from disaggregated_inference.cli.up import UpSettings, _Plan, run
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.cluster import load_config
+from disaggregated_inference.engines.simulated import line_gbps, parse_profile
 from disaggregated_inference.errors import BadRequest, DisaggError
 from disaggregated_inference.local_nodes import LocalNode, Process, as_ready, stopping
 from tests.support.cluster import free_port
@@ -173,7 +174,7 @@ def test_the_gateways_port_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         (UpSettings(simulated="h200,h200", decode_engine="mlx"), "leave out --prefill-engine and --decode-engine"),
         (UpSettings(simulated="h200,h200", model="smollm2"), "cannot serve smollm2:135m: leave out --model"),
         (UpSettings(model="simulated:tiny"), "simulated:tiny has no weights: add --simulated dgx-spark,m3-ultra"),
-        (UpSettings(prefill_engine="vllm"), "--prefill-engine vllm: choose torch, mlx, llamacpp"),
+        (UpSettings(prefill_engine="sglang"), "--prefill-engine sglang: choose torch, mlx, llamacpp, vllm"),
         (UpSettings(model="no-such-model"), "no model 'no-such-model'"),
     ],
 )
@@ -199,6 +200,23 @@ def test_the_cluster_file_of_a_machine_without_one(tmp_path: Path, monkeypatch: 
     assert not path.exists()
 
 
+def test_simulated_machines_have_published_watts_and_a_line_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISAGG_HOME", str(tmp_path))
+    spark, ultra = (parse_profile(name, "qwen3-30b-a3b") for name in ("dgx-spark", "m3-ultra"))
+    made = [
+        LocalServer(name, port, "tiny", "simulated", power_w=machine.power_w, idle_power_w=machine.idle_power_w)
+        for name, port, machine in (("p", 9000, spark), ("d", 9001, ultra))
+    ]
+    with cluster_file(made[0], made[1], line_gbps(spark, ultra)) as path:
+        config = load_config(path)
+    assert [(server.power_w, server.idle_power_w) for server in config.servers] == [(140, None), (295, 10)]
+    assert [(link.prefill, link.decode, link.gbps) for link in config.links] == [("p", "d", 10)], "the slower port"
+    custom = parse_profile("custom:prefill=2000,decode=50", "tiny")
+    assert (custom.power_w, line_gbps(custom, ultra)) == (None, None), "nothing is published of it"
+
+
 def test_a_second_cluster_leaves_the_first_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gateway reads the file again on SIGHUP."""
     monkeypatch.setenv("DISAGG_HOME", str(tmp_path))
@@ -215,7 +233,7 @@ def test_options_that_cannot_be() -> None:
     for settings, reason in (
         (
             UpSettings(prefill_engine="ollama"),
-            "--prefill-engine ollama: choose torch, mlx, llamacpp; ",
+            "--prefill-engine ollama: choose torch, mlx, llamacpp, vllm; ",
         ),
         (UpSettings(decode_engine="simulated"), "--decode-engine simulated: choose mlx, torch, llamacpp"),
         (UpSettings(simulated="dgx-spark"), "give two machines, such as dgx-spark,m3-ultra"),

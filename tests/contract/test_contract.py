@@ -202,21 +202,21 @@ def test_a_second_turn_after_decoding_in_a_batch(architecture: str, name: str, t
 
 
 EMBEDDED_PROMPTS = (
-    "What is the capital of France?",
-    "Write a Python function that returns the n-th Fibonacci number.",
-    "List three differences between RAM and a hard disk.",
-    "Translate to German: The weather is nice today and we are going for a walk in the park.",
-    "A train travels 120 km in 2 hours and then 45 km in 30 minutes. What is its average speed? Think step by step.",
+    ("What is the capital of France?", "torch", "mlx"),
+    ("Write a Python function that returns the n-th Fibonacci number.", "mlx", "torch"),
+    ("A train travels 120 km in 2 hours, then 45 km in 30 minutes. What is its average speed?", "torch", "mlx"),
 )
 
 
-@pytest.mark.parametrize("question", EMBEDDED_PROMPTS)
-def test_embedded_model_torch_to_mlx(question: str, smollm2: ModelFiles, smollm2_engine: LoadSmollm2) -> None:
-    torch_engine, mlx_engine = smollm2_engine("torch"), smollm2_engine("mlx")
+@pytest.mark.parametrize(("question", "source", "target"), EMBEDDED_PROMPTS)
+def test_embedded_model(
+    question: str, source: str, target: str, smollm2: ModelFiles, smollm2_engine: LoadSmollm2
+) -> None:
+    reading, writing = smollm2_engine(source), smollm2_engine(target)
     prompt = smollm2.tokenizer.encode_chat([{"role": "user", "content": question}])
-    slices, logits = read_prompt(torch_engine, prompt, 20)
-    before = mlx_engine.counters.prompt_tokens
-    tokens = write_answer(mlx_engine, receive(mlx_engine, slices, len(prompt)), logits, 64)
-    assert mlx_engine.counters.prompt_tokens == before
-    assert tokens == alone(mlx_engine, prompt, 64)
-    assert tokens == alone(torch_engine, prompt, 64)
+    slices, logits = read_prompt(reading, prompt, 20)
+    before = writing.counters.prompt_tokens
+    tokens = write_answer(writing, receive(writing, slices, len(prompt)), logits, 24)
+    assert writing.counters.prompt_tokens == before
+    assert tokens == alone(writing, prompt, 24)
+    assert tokens == alone(reading, prompt, 24)

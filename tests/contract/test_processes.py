@@ -1,5 +1,5 @@
-"""Every pair of engines as four processes, on the tiny models and on the embedded one: token for token what the decode
-node writes alone, and no prompt token computed there."""
+"""Every pair of engines as four processes, on the tiny models: token for token what the decode node writes alone, and
+no prompt token computed there. The embedded model has its pairs in test_contract.py, and in the gateway's tests."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from disaggregated_inference.models import ModelStore
 from tests.support.handoff import prompt_of
 from tests.support.node_process import Node
 
@@ -16,15 +15,12 @@ pytestmark = pytest.mark.slow
 
 ENGINES = ("torch", "mlx")
 Nodes = dict[tuple[str, str], Node]
-TEXT = "A cache that moves between two machines must arrive whole. " * 12 + "Say in one sentence why."
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3_moe", "gpt_oss", "smollm2"])
+@pytest.fixture(scope="module", params=["llama", "qwen3_moe", "gpt_oss"])
 def cluster(request: pytest.FixtureRequest, tiny_folder: Any) -> Iterator[tuple[Nodes, list[int]]]:
-    name: str = request.param
-    tiny = name != "smollm2"
-    folder: Path = tiny_folder(name) if tiny else ModelStore().resolve(name).path
-    tokens = prompt_of(300) if tiny else ModelStore().resolve(name).tokenizer.encode(TEXT)
+    folder: Path = tiny_folder(request.param)
+    tokens = prompt_of(300)
     roles = [(role, engine) for role in ("prefill", "decode") for engine in ENGINES]
 
     def start(role: str, engine: str) -> Node:

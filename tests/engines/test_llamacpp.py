@@ -158,10 +158,10 @@ class TestState:
         engine.prefill(sequence, prompt_of(length))
         dumped = engine.model.dump(sequence.state.number)
         rows = [[(piece.keys, piece.values)] for piece in engine.export(sequence)]
-        assert np.array_equal(engine._codec.encode(rows, length, sequence.state.number), dumped)
+        assert np.array_equal(engine.codec.encode(rows, length, sequence.state.number), dumped)
         again = receive(engine, list(engine.export(sequence)), length)
         copy = engine.model.dump(again.state.number)
-        assert np.array_equal(engine._codec.encode(rows, length, again.state.number), copy)
+        assert np.array_equal(engine.codec.encode(rows, length, again.state.number), copy)
         for used in (sequence, again):
             engine.close(used)
 
@@ -183,16 +183,16 @@ class TestState:
         sequence = engine.open(10)
         engine.prefill(sequence, prompt_of(5))
         state = engine.model.dump(sequence.state.number)
-        rows = _row_bytes(engine._codec, state)
-        unnoticed = [at for at in range(len(state)) if at not in rows and _reads(engine._codec, state, at)]
-        assert len(unnoticed) == 4 + 4 * 5 * len(engine._codec.sections)
+        rows = _row_bytes(engine.codec, state)
+        unnoticed = [at for at in range(len(state)) if at not in rows and _reads(engine.codec, state, at)]
+        assert len(unnoticed) == 4 + 4 * 5 * len(engine.codec.sections)
         for size in (0, 3, 8, 40, len(state) // 2, len(state) - 1):
             with pytest.raises(SliceRefused):
-                list(engine._codec.decode(state[:size], 0, 5))
+                list(engine.codec.decode(state[:size], 0, 5))
             with pytest.raises(SliceRefused, match="refused a state"):
                 engine.model.restore(engine._spare, state[:size].copy())
         with pytest.raises(SliceRefused, match="extra bytes"):
-            list(engine._codec.decode(np.append(state, np.uint8(0)), 0, 5))
+            list(engine.codec.decode(np.append(state, np.uint8(0)), 0, 5))
         assert write_answer(engine, sequence, engine.prefill(sequence, [9]), 4) == alone(
             engine, [*prompt_of(5), 9], 4, chunk=5
         )
@@ -212,7 +212,7 @@ class TestState:
             other = LlamaContext(load_library(), path, size, setting)
             state = _state_of(other, prompt)
             with pytest.raises(SliceRefused, match=words):
-                list(engine._codec.decode(state, 0, 40))
+                list(engine.codec.decode(state, 0, 40))
             for context, foreign in ((engine.model, state), (other, good)):
                 with pytest.raises(SliceRefused, match=words):
                     context.restore(1, foreign)
@@ -227,7 +227,7 @@ class TestState:
         """If we thought that a model's K were permuted where it is not, or the other way round, it would show."""
         engine = llama(architecture)
         spec = engine.spec
-        assert probe(engine.model, spec, "float16", [spec.rope])[0] == engine._codec
+        assert probe(engine.model, spec, "float16", [spec.rope])[0] == engine.codec
         assumed = () if architecture == "llama" else ("qwen3",)
         monkeypatch.setattr("disaggregated_inference.engines.llamacpp.probe.PERMUTED", assumed)
         with pytest.raises(EngineMismatch, match="another basis"):
@@ -239,15 +239,15 @@ class TestState:
         engine = llama(architecture)
         slices, _ = read_prompt(engine, prompt_of(200), 200)
         rows = [[(piece.keys, piece.values)] for piece in slices]
-        other = replace(engine._codec, rotations=not engine._codec.rotations)
+        other = replace(engine.codec, rotations=not engine.codec.rotations)
         state = other.encode(rows, 200, 3)
         longer = 8 * len(other.sections) * (1 if other.rotations else -1)
-        assert len(state) - len(engine._codec.encode(rows, 200, 3)) == longer
+        assert len(state) - len(engine.codec.encode(rows, 200, 3)) == longer
         for ours, read in zip(slices, other.decode(state, 0, 200), strict=True):
             assert np.array_equal(ours.keys, read.keys)
             assert np.array_equal(ours.values, read.values)
         with pytest.raises(SliceRefused):
-            list(engine._codec.decode(state, 0, 200))
+            list(engine.codec.decode(state, 0, 200))
 
     def test_another_layout_is_refused_with_the_version(
         self, llama: LoadLlama, monkeypatch: pytest.MonkeyPatch
@@ -474,7 +474,7 @@ class TestModel:
 
 class TestLibrary:
     def test_structures_are_as_large_as_the_proven_build_has_them(self) -> None:
-        assert [ctypes.sizeof(kind) for kind in (library._ModelParams, library._ContextParams)] == [80, 168]
+        assert [ctypes.sizeof(kind) for kind in (library.ModelParams, library.ContextParams)] == [80, 168]
         assert load_library().name.split()[1] in sum(library.TESTED_VERSIONS.values(), ())
 
     def test_builds_that_nobody_has_proven(self) -> None:
@@ -485,7 +485,7 @@ class TestLibrary:
 
     def test_parameters_that_moved(self) -> None:
         class Moved(ctypes.Structure):
-            _fields_ = (("surprise", ctypes.c_uint32), *library._ContextParams._fields_)
+            _fields_ = (("surprise", ctypes.c_uint32), *library.ContextParams._fields_)
 
         known = library.load_library()
         with pytest.raises(EngineUnavailable, match="have another layout"):

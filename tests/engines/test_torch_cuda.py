@@ -90,13 +90,13 @@ def test_short_chunks_run_in_graphs_and_equal_the_plain_pass(
 ) -> None:
     """Lengths around the graphs' sizes, behind prefixes of any length, with and without slices."""
     engine = _loaded(tiny_folder, architecture)
-    assert engine._chunks is not None
-    graphs = engine._chunks
+    assert engine.chunk_graphs is not None
+    graphs = engine.chunk_graphs
     lengths = [1, 31, 32, 33, 300, 129, 128, 1000, 1500]
     prompts = [prompt_of(length, seed=length) for length in lengths]
     fast = _rows(engine, prompts)
     assert set(graphs._sets) == {32, 64, 128, 256, 384, 1024, 1536}
-    engine._chunks = None
+    engine.chunk_graphs = None
     plain = _rows(engine, prompts)
     for length, row, reference in zip(lengths, fast, plain, strict=True):
         error = np.abs(row - reference).mean() / np.abs(reference).mean()
@@ -125,8 +125,8 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(tiny_folder: Callab
     engine = _loaded(tiny_folder)
     engine.model.model.norm.register_forward_hook(lambda *_: torch.cuda.synchronize())  # not allowed in a capture
     rows = _rows(engine, [prompt_of(100), prompt_of(100)])
-    assert engine._chunks is not None
-    assert not engine._chunks.fits(100)
+    assert engine.chunk_graphs is not None
+    assert not engine.chunk_graphs.fits(100)
     assert np.abs(rows[0] - reference[0]).mean() / np.abs(reference[0]).mean() < 0.1
 
 
@@ -139,9 +139,9 @@ def test_rows_are_not_reused_before_they_are_copied(
     truth, _ = read_prompt(engine, prompt_of(300), 300)
     _rows(engine, [prompt_of(300, seed=9)])  # everything is captured before the race
     if not guarded:
-        monkeypatch.setattr(engine._host, "finish", lambda: None)
-    assert engine._host.stream is not None
-    with torch.cuda.stream(engine._host.stream):
+        monkeypatch.setattr(engine.host_copies, "finish", lambda: None)
+    assert engine.host_copies.stream is not None
+    with torch.cuda.stream(engine.host_copies.stream):
         torch.cuda._sleep(1_000_000_000)
     first, slices = engine.open(300), list[KVSlice]()
     engine.prefill(first, prompt_of(300), slices.append)

@@ -117,7 +117,7 @@ def test_every_path_has_an_example() -> None:
     for adapter in ADAPTERS:
         for route in adapter.routes():
             pattern = re.sub(r"\\\{\w+(?::path)?\\\}", r"[^/\\s]+", re.escape(route.path))
-            if route.path not in {"/", "/v1/embeddings", *ollama._NOT_OFFERED}:
+            if route.path not in {"/", "/v1/embeddings", *ollama.NOT_OFFERED}:
                 assert re.search(re.escape(ADDRESS) + pattern + r"\s", shown), route.path
 
 
@@ -135,7 +135,7 @@ def test_every_field_is_documented() -> None:
     ]
     fields = {name for kind in kinds for name in kind.__struct_encode_fields__}
     assert not {name for name in fields if f"`{name}`" not in PAGE}
-    assert not {name for name in ollama._NOT_OFFERED if f"`{name.removesuffix('/{digest}')}`" not in PAGE}
+    assert not {name for name in ollama.NOT_OFFERED if f"`{name.removesuffix('/{digest}')}`" not in PAGE}
 
 
 def test_every_metric_is_documented() -> None:

@@ -489,8 +489,8 @@ def real() -> Iterator[tuple[ollama.Client, DisaggregatedClient]]:
 
 def test_a_real_model_gives_the_same_text_as_the_client(real: tuple[ollama.Client, DisaggregatedClient]) -> None:
     client, direct = real
-    expected, metrics = direct.generate(model="smollm2", messages=HELLO, temperature=0, max_tokens=24)
-    options = {"temperature": 0, "num_predict": 24}
+    expected, metrics = direct.generate(model="smollm2", messages=HELLO, temperature=0, max_tokens=12)
+    options = {"temperature": 0, "num_predict": 12}
     chat = client.chat("smollm2", HELLO, options=options)
     assert chat.message.content == expected
     assert chat.prompt_eval_count == metrics["prompt_tokens"]

@@ -38,7 +38,8 @@ from tests.support.waiting import until
 SLOW = "custom:prefill=20000,decode=60"
 SIMULATED = "simulated:tiny"
 HELLO: Any = [{"role": "user", "content": "Name three colours of the rainbow."}]
-GREEDY: Any = {"model": "smollm2", "messages": HELLO, "temperature": 0, "max_tokens": 24}
+TOKENS = 12
+GREEDY: Any = {"model": "smollm2", "messages": HELLO, "temperature": 0, "max_tokens": TOKENS}
 QUICK: Any = {"model": SIMULATED, "messages": HELLO, "temperature": 0, "max_tokens": 8}
 SEA = "The sea is wide — naïve 🐙 sailors think it is flat."
 SCORED: Any = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True, "seed": 1234}  # as lm-eval asks
@@ -117,14 +118,14 @@ def _text(chunks: Any, choice: int = 0) -> str:
 
 def test_chat_equals_the_client(real: tuple[str, dict[str, Any]], client: OpenAI) -> None:
     with DisaggregatedClient(real[1]) as direct:
-        text, metrics = direct.generate(messages=HELLO, temperature=0, max_tokens=24)
+        text, metrics = direct.generate(messages=HELLO, temperature=0, max_tokens=TOKENS)
     answer = client.chat.completions.create(**GREEDY)
     assert answer.choices[0].message.content == text
     assert (answer.object, answer.model, answer.choices[0].message.role) == ("chat.completion", "smollm2", "assistant")
     assert answer.id.startswith("chatcmpl-")
     assert answer.usage
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (metrics["prompt_tokens"], 24)
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 24
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (metrics["prompt_tokens"], TOKENS)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + TOKENS
     assert answer.usage.prompt_tokens_details
     assert answer.usage.completion_tokens_details
     assert answer.usage.completion_tokens_details.reasoning_tokens == 0
@@ -196,7 +197,7 @@ def test_several_choices_with_one_seed(client: OpenAI) -> None:
     chunks = list(client.chat.completions.create(**params, stream=True))
     assert [_text(chunks, number) for number in range(3)] == texts
     assert first.usage
-    assert first.usage.completion_tokens > 24
+    assert first.usage.completion_tokens > TOKENS
 
 
 def test_logprobs(client: OpenAI) -> None:
@@ -211,7 +212,7 @@ def test_logprobs(client: OpenAI) -> None:
         assert item.bytes == list(item.token.encode())
     plain = client.chat.completions.create(**GREEDY, logprobs=True)
     assert plain.choices[0].logprobs
-    assert [item.top_logprobs for item in plain.choices[0].logprobs.content or []] == [[]] * 24
+    assert [item.top_logprobs for item in plain.choices[0].logprobs.content or []] == [[]] * TOKENS
 
 
 def test_stop(client: OpenAI) -> None:
@@ -250,7 +251,7 @@ def test_json_object_and_text(client: OpenAI) -> None:
     assert picked.choices[0].message.content in ("red", "blue")
     assert picked.choices[0].finish_reason == "stop"
     shape: Any = {"type": "json_object"}
-    found = client.chat.completions.create(**GREEDY | {"max_tokens": 400}, response_format=shape)
+    found = client.chat.completions.create(**GREEDY | {"max_tokens": 200}, response_format=shape)
     if found.choices[0].finish_reason == "stop":
         assert isinstance(json.loads(found.choices[0].message.content or ""), dict)
     assert (found.choices[0].message.content or "").lstrip().startswith("{")

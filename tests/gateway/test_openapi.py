@@ -135,7 +135,7 @@ def test_every_path_is_documented() -> None:
     served = {
         (route.path.replace(":path}", "}"), method.lower())
         for route in gateway_app(DisaggregatedInference(load_config(AWAY)), Keys()).routes
-        if isinstance(route, Route) and route.path not in {*ollama._NOT_OFFERED, "/v1/embeddings"}
+        if isinstance(route, Route) and route.path not in {*ollama.NOT_OFFERED, "/v1/embeddings"}
         for method in (route.methods or set()) - {"HEAD"}
     }
     assert served == {(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods}

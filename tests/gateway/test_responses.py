@@ -64,6 +64,15 @@ def client(url: str) -> Iterator[OpenAI]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def patient_client(pair: tuple[Process, Process]) -> Iterator[OpenAI]:
+    with (
+        served(simulated_config(*pair), responses, early_error_s=20) as url,
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made,
+    ):
+        yield made
+
+
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     script = Script()
@@ -235,10 +244,12 @@ def test_a_disconnect_cancels_the_request(client: OpenAI, pair: tuple[Process, P
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_unsupported_requests_are_refused_with_a_reason(
-    client: OpenAI, params: dict[str, Any], expected: str, stream: bool
+    patient_client: OpenAI, params: dict[str, Any], expected: str, stream: bool
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=expected):
-        client.post("/responses", body={"model": MODEL, "input": "x", "stream": stream} | params, cast_to=object)
+        patient_client.post(
+            "/responses", body={"model": MODEL, "input": "x", "stream": stream} | params, cast_to=object
+        )
 
 
 def test_errors_have_openais_status(client: OpenAI) -> None:
@@ -480,10 +491,10 @@ class City(BaseModel):
 
 def test_a_conversation_with_a_real_model(real: OpenAI) -> None:
     first = real.responses.create(
-        model="smollm2", input="My name is Ann. Say hello.", temperature=0, max_output_tokens=24
+        model="smollm2", input="My name is Ann. Say hello.", temperature=0, max_output_tokens=12
     )
     with real.responses.stream(
-        model="smollm2", input="What is my name?", previous_response_id=first.id, temperature=0, max_output_tokens=24
+        model="smollm2", input="What is my name?", previous_response_id=first.id, temperature=0, max_output_tokens=12
     ) as stream:
         second = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
     both: Any = [
@@ -491,7 +502,7 @@ def test_a_conversation_with_a_real_model(real: OpenAI) -> None:
         {"role": "assistant", "content": first.output_text},
         {"role": "user", "content": "What is my name?"},
     ]
-    whole = real.responses.create(model="smollm2", input=both, temperature=0, max_output_tokens=24)
+    whole = real.responses.create(model="smollm2", input=both, temperature=0, max_output_tokens=12)
     assert second == whole.output_text
     assert second
 

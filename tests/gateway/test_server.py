@@ -347,7 +347,8 @@ def refuses(url: str) -> bool:
 @pytest.mark.slow
 def test_a_stop_waits_for_running_requests(pair: tuple[Process, Process], expected: Expected, tmp_path: Path) -> None:
     with gateway_process(tmp_path, simulated_config(*pair)) as gateway, official(gateway.url) as client:
-        texts = [expected(f"drain {number}", 1200) for number in range(3)]
+        with ThreadPoolExecutor(3) as pool:
+            texts = list(pool.map(lambda number: expected(f"drain {number}", 1200), range(3)))
         streams = [pieces_of(client, f"drain {number}", 1200) for number in range(2)]
         firsts = [next(stream) for stream in streams]
         with (

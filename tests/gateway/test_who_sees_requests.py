@@ -32,8 +32,13 @@ def test_a_key_sees_its_own_requests(tmp_path: Path) -> None:
         answer = await client.get("/cluster", headers={"x-api-key": keys[name]})
         assert answer.status_code == 200, answer.text
         status = answer.json()
-        assert status["served"]["ok"] == 2  # the aggregated figures stay
+        is_operator = name == "root"
+        assert status["sees_all"] is is_operator
+        assert status.get("served", {}).get("ok") == (2 if is_operator else None), "not even how many there are"
+        assert ("latency" in status) is is_operator
+        assert status["summary"]["combined"]["answered"] == len(status["history"])
         assert all("caller" not in record for record in status["history"])
+        assert all(("number" in record) is is_operator for record in status["history"])
         return [record["request_id"] for record in status["history"]]
 
     async def run(config: Any) -> None:
@@ -64,10 +69,20 @@ def test_events_of_requests_reach_their_caller() -> None:
             feed.ended(RequestRecord(request_id="of-nobody"))
             queued = {each.caller: _requests(each.events) for each in feed.subscribers}
             assert queued == {"ann": ["of-ann"], "bob": ["of-bob"], None: ["of-ann", "of-bob", "of-nobody"]}
+            core.history.add({"ok": True, "time": 1.0, "total_time": 2.0, "model": "away"}, "ann")
+            feed._summarise()
+            answered = {each.caller: _answered(each.events) for each in feed.subscribers}
+            assert answered == {"ann": [1], "bob": [0], None: [1]}
             for stream in streams.values():
                 await stream.aclose()
 
     asyncio.run(run())
+
+
+def _answered(events: "asyncio.Queue[bytes | None]") -> list[int]:
+    found = [events.get_nowait() or b"" for _ in range(events.qsize())]
+    contents = [event.partition(b"data: ")[2] for event in found if event.startswith(b"event: summary")]
+    return [json.loads(content)["combined"]["answered"] for content in contents]
 
 
 def _requests(events: "asyncio.Queue[bytes | None]") -> list[str]:

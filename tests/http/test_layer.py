@@ -1,10 +1,13 @@
 """The HTTP layer by itself: bodies, errors, request ids, tokens, streams."""
 
 import asyncio
+import io
 import json
 import socket
 import threading
-from collections.abc import AsyncGenerator, Iterator
+import time
+import urllib.request
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -12,6 +15,7 @@ import httpx
 import msgspec
 import pytest
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -23,6 +27,7 @@ from disaggregated_inference.http import (
     EventStreamResponse,
     HttpLimits,
     RequestId,
+    StreamChecksums,
     error_body,
     error_response,
     is_loopback,
@@ -214,9 +219,9 @@ def test_the_head_of_a_stream_waits_for_an_early_error_only_a_moment() -> None:
 
 
 @contextmanager
-def limited(**limits: int) -> Iterator[OnThread]:
+def limited(read_s: float = 60, **limits: int) -> Iterator[OnThread]:
     app = Starlette(routes=[Route("/double", double, methods=["POST"])], exception_handlers={DisaggError: refused})
-    server = OnThread(app, HttpTimeouts(read_s=60), HttpLimits(**limits))
+    server = OnThread(app, HttpTimeouts(read_s=read_s), HttpLimits(**limits))
     try:
         yield server
     finally:
@@ -254,6 +259,39 @@ def test_connections_have_a_limit() -> None:
             assert json.loads(body)["error"]["code"] == "server_busy"
             stack.close()
             assert until(lambda: server.ask("/double", {"n": 4})[0] == 200)
+
+
+def answer_of(sock: socket.socket) -> bytes:
+    """One whole answer; the connection stays open."""
+    answer = b""
+    while not answer.endswith(b"}"):
+        answer += (part := sock.recv(1 << 16))
+        assert part, answer
+    return answer
+
+
+def test_idle_connections_do_not_keep_others_out() -> None:
+    """They are kept for long, so that no client meets a closing one; the oldest ends when its place is needed."""
+    body = b'{"n": 4}'
+    request = b"POST /double HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    for limits in ({"connections": 3}, {"connections_per_address": 3}):
+        with limited(**limits) as server, ExitStack() as stack:
+            kept = []
+            for number in range(5):  # each is idle before the next one comes
+                kept.append(stack.enter_context(opened(server, request)))
+                assert answer_of(kept[number]).startswith(b"HTTP/1.1 200 ")
+            assert [received(sock) for sock in kept[:2]] == [b""] * 2, "the oldest"
+            for sock in kept[2:]:
+                sock.sendall(request)
+                assert answer_of(sock).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_half_sent_head_behind_a_request_has_its_deadline() -> None:
+    """It came while the request before it was answered: that connection is not idle."""
+    body = b'{"n": 4}'
+    request = b"POST /double HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    with limited(read_s=1) as server, opened(server, request + b"POST /double HTTP/1.1\r\nX-Slow: ") as sock:
+        assert received(sock).startswith(b"HTTP/1.1 200 "), "then it is closed"
 
 
 def test_unfinished_bodies_have_a_limit_in_sum() -> None:
@@ -302,3 +340,65 @@ def test_a_revoked_client_gets_no_further_answer(together: bool) -> None:
     finally:
         may_end.set()
         server.end()
+
+
+PARTS = [b"%d %b\n" % (number, b"x" * size) for number, size in enumerate([1, 10, 4_000_000, 1, 200_000] * 4)]
+
+
+async def parts(request: Request) -> Response:
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        for part in PARTS:
+            yield part
+            await asyncio.sleep(0)
+
+    return EventStreamResponse(request, pieces(), lambda error: b"")
+
+
+def raw_response(server: OnThread, head: bytes, first_read_after: Callable[[], object] = lambda: None) -> bytes:
+    with opened(server, head) as sock:
+        first_read_after()
+        return received(sock)
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+def test_parts_of_a_stream_arrive_whole(checksums: bool) -> None:
+    """By HTTP/1.1, where they are written straight to the connection unless a middleware changes them; by HTTP/1.0; and
+    to a client that reads late, so that the server has to wait for it."""
+    app = Starlette(routes=[Route("/parts", parts)], middleware=[Middleware(StreamChecksums)] if checksums else [])
+    server = OnThread(app, HttpTimeouts(read_s=60))
+    head = b"GET /parts HTTP/1.%d\r\nHost: x\r\nConnection: close\r\nX-Checksum: 0\r\n\r\n"
+    try:
+        old_head, _, plain = raw_response(server, head % 0).partition(b"\r\n\r\n")
+        with urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{server.port}/parts")) as response:
+            assert response.read() == b"".join(PARTS)
+        chunked_head, _, chunked = raw_response(server, head % 1, lambda: time.sleep(0.2)).partition(b"\r\n\r\n")
+    finally:
+        server.end()
+    assert b"chunked" in chunked_head.lower()
+    assert b"chunked" not in old_head.lower()
+    reader = io.BytesIO(chunked)
+    sizes = iter(lambda: int(reader.readline(), 16), 0)
+    assert b"".join(reader.read(size + 2)[:-2] for size in sizes) == plain
+    assert (plain == b"".join(PARTS)) != checksums
+    assert plain.count(b": sum ") == (len(PARTS) if checksums else 0)
+
+
+def test_events_that_are_cancelled_cancel_the_request() -> None:
+    """Not the client left: the server must not take the response for complete."""
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"one"
+        raise asyncio.CancelledError
+
+    async def run() -> None:
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            pass
+
+        request = Request({"type": "http", "app": Starlette(), "headers": []})
+        with pytest.raises(asyncio.CancelledError):
+            await EventStreamResponse(request, events(), lambda error: b"")({"type": "http"}, receive, send)
+
+    asyncio.run(run())

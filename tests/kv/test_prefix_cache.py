@@ -358,7 +358,7 @@ def test_another_model_finds_nothing(other: Callable[[DiskTier], PrefixCache], t
     disk = DiskTier(tmp_path, LOTS)
     store = make(disk=disk)
     keep(store, TOKENS)
-    disk._queue.join()
+    disk.flush()
     assert other(disk).match(TOKENS).tokens == 0
     check(store, TOKENS, 60)
     store.close()
@@ -730,7 +730,7 @@ def test_the_disk_limit(reopen: Reopen, tmp_path: Path) -> None:
     store = reopen(disk_limit=3 * one + 50)
     for start in range(0, 600, 100):
         keep(store, range(start, start + 8))
-        store._disk._queue.join()  # type: ignore[union-attr]
+        store.disk.flush()  # type: ignore[union-attr]
         assert sum(path.stat().st_size for path in files(tmp_path)) == store.stats().disk_bytes <= 3 * one + 50
     store = reopen(disk_limit=2 * one + 50)
     assert store.stats().disk_blocks == 2
@@ -753,7 +753,7 @@ def test_what_is_used_stays_on_disk(reopen: Reopen) -> None:
     store = reopen()
     for start in (0, 100, 200):
         keep(store, range(start, start + 8))
-    store._disk._queue.join()  # type: ignore[union-attr]
+    store.disk.flush()  # type: ignore[union-attr]
     check(store, range(8), 8)  # in memory: the disk hears of it all the same
     size = store.stats().disk_bytes
     store = reopen(disk_limit=size - 1)

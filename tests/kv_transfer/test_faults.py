@@ -94,7 +94,7 @@ class Clock:
         self._started = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
-        assert time.monotonic() - self._started < 8
+        assert time.monotonic() - self._started < 20  # not the request's own minute
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
@@ -142,7 +142,7 @@ def test_a_frozen_sender_is_known_in_a_second(share: float, pair: Pair, record_p
     prefill, decode = pair
     with FaultyProxy(prefill.kv_addresses[0], "silent", int(KV_BYTES * share), heals=True) as proxy:
         answer = begin(prefill, decode, proxy.address)
-        assert proxy.struck.wait(5)
+        assert proxy.struck.wait(60)
         since = time.monotonic()
         with pytest.raises(PeerGone):
             list(answer)
@@ -356,7 +356,7 @@ def test_abort_half_way_then_the_same_memory(writer: str, nodes: Callable[..., P
     with FaultyProxy(prefill.kv_addresses[0], "silent", KV_BYTES // 2) as proxy:
         context, _ = prefill.submit(other)
         answer = decode.generate_from_kv(by_way_of(context, proxy.address), GenerationParams(max_tokens=ANSWER))
-        assert proxy.struck.wait(5)
+        assert proxy.struck.wait(60)
         answer.cancel()
         with Clock(), pytest.raises(Cancelled):
             list(answer)
@@ -371,7 +371,7 @@ def test_nobody_waits_to_leave_while_the_prompt_is_asked_for(error: type[DisaggE
     prefill, decode = pair
     ended: list[BaseException | None] = []
     decode.on_end = lambda answer, error: ended.append(error)
-    silent = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    silent = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
     context, _ = prefill.submit(PROMPT)
     context = by_way_of(context, *(each.getsockname() for each in silent), *context.addresses)
     rules = GenerationParams(max_tokens=ANSWER, timeout_s=0.4 if error is DeadlineExceeded else 60)
@@ -383,9 +383,9 @@ def test_nobody_waits_to_leave_while_the_prompt_is_asked_for(error: type[DisaggE
     with pytest.raises(error):
         list(answer)
     assert decode.kv_memory.held_slots == decode.open_requests == 0
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 10  # three seconds each would be 12
     assert [type(each) for each in ended] == [error]
-    assert until(lambda: prefill.tickets.endings["cancelled"] == 1, 10), "over a path on which someone answers"
+    assert until(lambda: prefill.tickets.endings["cancelled"] == 1, 60), "over a path on which someone answers"
     for each in silent:
         each.close()
 
@@ -395,7 +395,7 @@ def test_cancel_tells_the_sender(pair: Pair) -> None:
     prefill, decode = pair
     with FaultyProxy(prefill.kv_addresses[0], "silent", KV_BYTES // 2) as proxy:
         answer = begin(prefill, decode, proxy.address)
-        assert proxy.struck.wait(5)
+        assert proxy.struck.wait(60)
         answer.cancel()
         with pytest.raises(Cancelled):
             list(answer)
@@ -432,7 +432,7 @@ def test_a_ticket_that_ends_stops_its_sender(pair: Pair) -> None:
         answer = decode.generate_from_kv(
             by_way_of(context, proxy.address, prefill.kv_addresses[0]), GenerationParams(max_tokens=ANSWER)
         )
-        assert proxy.struck.wait(5)
+        assert proxy.struck.wait(60)
         prefill.tickets.cancel(context.ticket)
         with pytest.raises(PeerFailed, match="no such ticket"):
             list(answer)
@@ -443,7 +443,7 @@ def test_a_hello_that_arrives_byte_by_byte(pair: Pair) -> None:
     """It must not hold a connection: there is one deadline for all of HELLO."""
     prefill, _ = pair
     with socket.create_connection(prefill.kv_addresses[0]) as sock:
-        sock.settimeout(2)
+        sock.settimeout(20)
         started = time.monotonic()
         with suppress(OSError):
             for byte in b"DKVC" + bytes(28):
@@ -451,7 +451,7 @@ def test_a_hello_that_arrives_byte_by_byte(pair: Pair) -> None:
                 time.sleep(0.1)
         with suppress(OSError):
             assert b"peer_gone" in sock.recv(4096)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 15
     assert until(lambda: "kv-send" not in {thread.name for thread in threading.enumerate()})
 
 

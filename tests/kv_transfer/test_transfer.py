@@ -371,7 +371,7 @@ class TestFaults:
             with pytest.raises(WireError):
                 one.fetch(relay_in)
             with pytest.raises(WireError):
-                sending.result(5)
+                sending.result(60)
         assert self.recovered(one, threads)
 
     def test_the_receiver_dies(self, transfer: Callable[..., Transfer], threads: ThreadPoolExecutor) -> None:
@@ -384,7 +384,7 @@ class TestFaults:
             near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             near.close()  # a reset, as when a machine goes down
             with pytest.raises(PeerGone):
-                sending.result(5)
+                sending.result(60)
         assert self.recovered(one, threads)
 
     def test_the_receiver_fails_and_says_so(
@@ -404,7 +404,7 @@ class TestFaults:
             with pytest.raises(MemoryError):
                 one.fetch(near, fail)
             with pytest.raises(Cancelled):
-                sending.result(5)
+                sending.result(60)
         assert len(seen) == 5
         assert self.recovered(one, threads)
 
@@ -429,7 +429,7 @@ class TestFaults:
             with pytest.raises(ChecksumMismatch):
                 one.fetch(relay_in)
             with pytest.raises(WireError):
-                sending.result(5)
+                sending.result(60)
         assert self.recovered(one, threads)
 
     def test_the_prefill_fails(self, transfer: Callable[..., Transfer], threads: ThreadPoolExecutor) -> None:
@@ -440,7 +440,7 @@ class TestFaults:
             with pytest.raises(PeerFailed, match="out of memory"):
                 one.fetch(near)
             with pytest.raises(DisaggError, match="out of memory"):
-                sending.result(5)
+                sending.result(60)
 
     def test_a_wrong_secret(self, transfer: Callable[..., Transfer], threads: ThreadPoolExecutor) -> None:
         one = transfer()
@@ -451,7 +451,7 @@ class TestFaults:
                 one.fetch(near, secret="guess")
             assert caught.value.peer_code == "ticket_refused"
             with pytest.raises(TicketRefused):
-                sending.result(5)
+                sending.result(60)
         assert self.recovered(one, threads)
 
     def test_another_model(self, transfer: Callable[..., Transfer], threads: ThreadPoolExecutor) -> None:
@@ -462,7 +462,7 @@ class TestFaults:
             with pytest.raises(PeerFailed, match="tokenizer"):
                 one.fetch(near, fingerprint=other)
             with pytest.raises(FingerprintMismatch):
-                sending.result(5)
+                sending.result(60)
 
     def test_a_newer_version(self) -> None:
         raw = bytearray(encode_header(Frame(Kind.HELLO, 0)))
@@ -502,7 +502,7 @@ class TestFaults:
             assert far.recv(65536)
             far.sendall(message(Kind.WELCOME, welcome) + encode_header(frame))
             with pytest.raises(ProtocolError):
-                fetching.result(5)
+                fetching.result(60)
 
     def test_truncated_frames(self, transfer: Callable[..., Transfer], threads: ThreadPoolExecutor) -> None:
         one = transfer()
@@ -514,7 +514,7 @@ class TestFaults:
                 far.sendall(whole[:cut])
                 far.close()
                 with pytest.raises(PeerGone):
-                    fetching.result(5)
+                    fetching.result(60)
 
 
 def relay(source: socket.socket, target: socket.socket, stop_after: int | None, flip_at: int | None) -> None:

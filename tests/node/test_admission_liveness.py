@@ -128,7 +128,7 @@ def stuck_requests(*, opens_first: bool) -> int:
     holder.parts[1].end()  # its decode node refused it once; it comes again, and needs all of the memory
     ask(14, 8)  # 14 rows are free there, not in one piece
     holder.parts.pop()
-    holder._ask(decode, 20, lambda: None)
+    holder.ask(decode, 20, lambda: None)
     assert prefill.rows.used == 10
     machine.finish()
     return len(machine.open_requests)

@@ -78,7 +78,7 @@ def test_rates_count_computed_tokens_only(nodes: Callable[..., Pair]) -> None:
     for _ in range(2):
         list(decode.generate_local(prompt_of(1000), GenerationParams(max_tokens=2)))
         prefill.submit(prompt_of(1000))[1].result(10)
-        prefill.chunked_prefill.prefix_writer._threads.submit(int).result()  # everything before it is saved
+        prefill.chunked_prefill.prefix_writer.threads.submit(int).result()  # everything before it is saved
     assert (
         sizes(decode.kv_source.prefill_rates.stats())
         == sizes(prefill.chunked_prefill.rates.stats())

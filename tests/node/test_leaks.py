@@ -39,10 +39,10 @@ def test_a_prompt_cancelled_in_its_last_chunk_is_not_cached(nodes: Callable[...,
 
     prefill.engine._prefill = cancelling  # type: ignore[method-assign, assignment]
     ticket.append("doomed")
-    prefill.chunked_prefill.prefix_writer._threads.submit(time.sleep, 0.2)  # the prefix writer is behind
+    prefill.chunked_prefill.prefix_writer.threads.submit(time.sleep, 0.2)  # the prefix writer is behind
     _, reading = prefill.submit(cancelled, "doomed")
     with pytest.raises(DisaggError):
-        reading.result(5)
+        reading.result(60)
     list(decode.generate_from_kv(prefill.submit(other)[0], GenerationParams(max_tokens=4)))
     time.sleep(0.4)
     again = [*cancelled, 7]
@@ -59,7 +59,7 @@ def test_a_cached_prefix_is_sent_without_a_copy(nodes: Callable[..., Pair]) -> N
     expected = list(decode.generate_from_kv(prefill.submit(prompt)[0], GenerationParams(max_tokens=4)))
     assert until(lambda: prefill.kv_memory.prefixes.stats().blocks > 0)
     context, reading = prefill.submit(prompt)
-    assert reading.result(5).cached_tokens > 300
+    assert reading.result(60).cached_tokens > 300
     arena: Any = prefill.engine.arena  # type: ignore[attr-defined]
     for piece in prefill.jobs[context.ticket].outbox.slices():
         assert np.shares_memory(piece.keys, arena.keys[piece.layer].numpy())
@@ -82,7 +82,7 @@ def test_a_prompt_that_is_fetched_at_once_counts_as_computed(
     monkeypatch.setattr(Outbox, "finish", finish_and_stay)
     context, reading = prefill.submit(prompt)
     list(decode.generate_from_kv(context, GenerationParams(max_tokens=4)))
-    assert reading.result(5).prompt_tokens == 400
+    assert reading.result(60).prompt_tokens == 400
     assert until(lambda: prefill.kv_memory.prefixes.stats().blocks > 0)
 
 
@@ -126,7 +126,7 @@ def test_a_failed_open_holds_no_memory(nodes: Callable[..., Pair], tiny_engine: 
         node.kv_memory.open = broken  # type: ignore[method-assign]
         if node is prefill:
             with pytest.raises(DisaggError, match="no such file any more"):
-                prefill.submit(prompt_of(50))[1].result(5)
+                prefill.submit(prompt_of(50))[1].result(60)
         else:
             with pytest.raises(RuntimeError):
                 list(decode.generate_local(prompt_of(50), GenerationParams(max_tokens=4)))

@@ -109,8 +109,8 @@ class SlowGrammars:
     """Every grammar waits until the test says so."""
 
     def __init__(self, grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go, self.waiting, self._first_state = threading.Event(), threading.Event(), grammars._first_state
-        monkeypatch.setattr(grammars, "_first_state", self._slowly)
+        self.go, self.waiting, self._first_state = threading.Event(), threading.Event(), grammars.first_state
+        monkeypatch.setattr(grammars, "first_state", self._slowly)
 
     def _slowly(self, grammar: str) -> Any:
         self.waiting.set()
@@ -136,7 +136,7 @@ def test_who_leaves_does_not_wait_for_a_grammar(served: OnThread, slow: SlowGram
     with begun(served, asked, len(asked)):
         assert slow.waiting.wait(20)
     assert until(lambda: ended(served) == {"cancelled": 1})
-    assert not any(compilation.waiting for compilation in writer.grammars._compiling.values())
+    assert not any(compilation.waiting for compilation in writer.grammars.compiling.values())
 
 
 def test_nobody_else_waits_for_a_grammar(served: OnThread, slow: SlowGrammars, writer: DecodeNode) -> None:
@@ -150,7 +150,7 @@ def test_nobody_else_waits_for_a_grammar(served: OnThread, slow: SlowGrammars, w
     for thread in threads:
         thread.start()
     assert slow.waiting.wait(20)
-    assert until(lambda: sum(len(each.waiting) for each in list(writer.grammars._compiling.values())) == 8)
+    assert until(lambda: sum(len(each.waiting) for each in list(writer.grammars.compiling.values())) == 8)
     begun_at = time.perf_counter()
     assert served.ask("/generate", {"tokens": [5], "max_tokens": 2, "timeout_s": 20})[0] == 200
     waited = time.perf_counter() - begun_at

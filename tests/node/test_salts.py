@@ -27,7 +27,7 @@ def transferred(pair: Pair, prompt: list[int], salt: Salt) -> Generation:
     context, _ = prefill.submit(prompt, salt=salt)
     answer = decode.generate_from_kv(context, params(salt), tokens=prompt)
     list(answer)
-    prefill.chunked_prefill.prefix_writer._threads.submit(int).result()
+    prefill.chunked_prefill.prefix_writer.threads.submit(int).result()
     assert until(lambda: decode.open_requests == 0)
     return answer
 

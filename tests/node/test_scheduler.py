@@ -39,7 +39,7 @@ def test_a_full_scheduler_refuses_work(tiny_engine: LoadTiny) -> None:
         scheduler.call(lambda: 1 // 0)
     assert scheduler.alive
     going[0] = False
-    first.result(5)
+    first.result(60)
     scheduler.stop()
 
 
@@ -55,7 +55,7 @@ def test_max_running_works_run_in_turn(tiny_engine: LoadTiny) -> None:
 
     futures = [scheduler.submit(work(number)) for number in range(6)]
     assert scheduler.unfinished > 0
-    results = [future.result(5) for future in futures]
+    results = [future.result(60) for future in futures]
     assert results[0] == 2, "the first was done when only two had begun"
     assert scheduler.unfinished == 0
     scheduler.stop()
@@ -70,7 +70,7 @@ def test_a_cancelled_call_is_not_run(tiny_engine: LoadTiny) -> None:
     left = scheduler.post(lambda: called.append(1))
     assert left.cancel()
     go.set()
-    assert busy.result(5)
+    assert busy.result(60)
     assert scheduler.call(lambda: 5) == 5
     assert not called
     scheduler.stop()
@@ -85,7 +85,7 @@ def test_a_model_that_does_not_load() -> None:
 
 
 def test_the_process_exits_cleanly(tiny_folder: Folder) -> None:
-    """MLX aborts a process in which a thread ended with its streams. Five times over: it did so one time in five."""
+    """MLX aborts a process in which a thread ended with its streams. Three times over: it did so one time in five."""
     code = (
         "import sys; from pathlib import Path; from functools import partial\n"
         "from disaggregated_inference.api import GenerationParams\n"
@@ -99,5 +99,5 @@ def test_the_process_exits_cleanly(tiny_folder: Folder) -> None:
         "node, params = DecodeNode(KVMemory(scheduler), model.tokenizer), GenerationParams(max_tokens=4)\n"
         "list(node.generate_local([5, 6], params)); scheduler.stop()"
     )
-    for _ in range(5):
+    for _ in range(3):
         subprocess.run([sys.executable, "-c", code, str(tiny_folder("llama"))], check=True)

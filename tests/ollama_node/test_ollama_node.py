@@ -667,7 +667,15 @@ def test_entry_points_help(name: str) -> None:
     assert "'99999' is not a port" in wrong.stderr
 
 
-@pytest.mark.parametrize(("name", "extra"), [("prefill_server_dgx", "[torch]"), ("decode_server_ollama", "")])
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("prefill_server_dgx", "[torch]"),
+        ("decode_server_mac", "[mlx]"),
+        ("prefill_server_ollama", ""),
+        ("decode_server_ollama", ""),
+    ],
+)
 def test_an_entry_point_copied_alone_says_what_to_install(name: str, extra: str, tmp_path: Path) -> None:
     copy = tmp_path / f"{name}.py"
     copy.write_text(Path(disaggregated_inference.__file__).with_name(f"{name}.py").read_text())

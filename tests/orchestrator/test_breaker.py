@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disaggregated_inference.orchestrator.breaker import Breaker
+from disaggregated_inference.timeouts import BreakerTimeouts
 
 
 class Clock:
@@ -187,7 +188,7 @@ def test_a_new_epoch_is_tried_at_once_but_by_one(breaker: Breaker, clock: Clock)
 
 
 def test_limits_are_settings(clock: Clock) -> None:
-    breaker = Breaker(clock, soft_failures=1, first_open_s=2, longest_open_s=3, warm_s=1)
+    breaker = Breaker(clock, soft_failures=1, timeouts=BreakerTimeouts(first_open_s=2, longest_open_s=3, warm_s=1))
     breaker.failed("500")
     assert breaker.retry_at == 102
     clock.now = 102

@@ -83,7 +83,7 @@ def test_two_models_on_four_nodes(tiny_folder: Folder, tiny_engine: LoadTiny) ->
                 assert answer["tokens"] == again["tokens"] == expected
                 assert answer["decode_node"] == f"{list(kinds)[number % 2]} decode"
                 assert answer["method"] == "disaggregated_mlx"
-            times = [result["total_time"] for result in merged["results"]]
+            times = [result["sequential_time"] for result in merged["results"]]
             assert merged["speedup"] == pytest.approx(sum(times) / merged["wall_time"])
             assert merged["completion_tokens"] == 6 * 24
             assert merged["errors"] == 0
@@ -125,7 +125,7 @@ def test_a_node_with_another_model_never_takes_over(
             assert client.health()["nodes"]["imposter"]["state"] == "mismatch"
 
             def killed_at_40() -> None:
-                for delta in client.stream(**ask_of(prompt, 1500, timeout=20)):
+                for delta in client.stream(**ask_of(prompt, 1500, timeout=10)):
                     got.extend([] if delta.token is None else [delta.token])  # one delta says that it waits
                     if len(got) == 40:
                         four.d1.kill()
@@ -174,7 +174,7 @@ def _copy_with_another(what: str, original: Path, folder: Path) -> Path:
 
 
 def test_one_client_for_32_threads(four: Four, tiny_engine: LoadTiny) -> None:
-    prompts = [prompt_of(60 + number, seed=number) for number in range(96)]
+    prompts = [prompt_of(60 + number, seed=number) for number in range(64)]
     with DisaggregatedClient(config_of(*four.all)) as client, ThreadPoolExecutor(32) as pool:
         answers = list(pool.map(lambda prompt: answered(client, prompt, 12)[0], prompts))
     assert answers == [alone(tiny_engine("mlx", "llama"), prompt, 12) for prompt in prompts]
@@ -241,7 +241,7 @@ def test_bad_requests_end_in_typed_errors_and_the_client_lives_on(four: Four) ->
 def test_closing_a_client_ends_all_its_requests(four: Four) -> None:
     """Whoever came too late is told so, and nobody waits for a loop that is gone."""
     for way in ("health", "generate", "stream"):
-        for _ in range(10):
+        for _ in range(4):
             client = DisaggregatedClient(config_of(four.p1, four.d1))
 
             def keep_asking(client: DisaggregatedClient = client, way: str = way) -> str:
@@ -385,7 +385,7 @@ def test_daemon_threads_that_call_at_interpreter_exit(four: Four) -> None:
 
 
 def test_nodes_that_die_all_the_time(four: Four, tiny_engine: LoadTiny, record_property: Any) -> None:
-    """200 requests at once; every few seconds a node dies while another node of its role is up. A killed node is
+    """60 requests at once; every few seconds a node dies while another node of its role is up. A killed node is
     noticed at once. The probes have 10 s here, so that a node that is only slow on a busy machine is not given up."""
     patient = OrchestratorTimeouts(probe_s=10.0, max_probe_s=10.0)
     prompts = [prompt_of(40 + 13 * number, seed=number) for number in range(12)]
@@ -429,7 +429,7 @@ def test_nodes_that_die_all_the_time(four: Four, tiny_engine: LoadTiny, record_p
     async def run() -> None:
         async with DisaggregatedInference(config_of(*four.all), patient) as core:
             async with asyncio.timeout(CHAOS_SECONDS + 180):
-                await asyncio.gather(killer(core), *(client(core, number) for number in range(200)))
+                await asyncio.gather(killer(core), *(client(core, number) for number in range(60)))
 
     asyncio.run(run())
     total = outcomes["right"] + outcomes["error"] + outcomes["WRONG"]

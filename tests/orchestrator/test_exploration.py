@@ -42,14 +42,14 @@ class Cluster:
         for node in (self.p, self.d):
             node.info = ModelInfo(context_window=0, fingerprint=REFERENCE)
         rate, steps = Rate(size=512, tokens_per_s=400.0), Rate(size=1, tokens_per_s=50.0, samples=50)
-        self.d._update(status_of("decode", local_prefill=(rate,), decode=(steps,)))
+        self.d.update(status_of("decode", local_prefill=(rate,), decode=(steps,)))
         self.read(1.0, 1.0, 1.0)
 
     def read(self, *seconds: float) -> None:
         """The prefill node reads prompts of 1,000 tokens, and is polled after each."""
         for each in seconds:
             self.meter.record(1000, 1000, each)
-            self.p._update(status_of("prefill", prefill=tuple(self.meter.stats())))
+            self.p.update(status_of("prefill", prefill=tuple(self.meter.stats())))
 
     def picks(self) -> str | None:
         """The prefill node of the next request, which then reads it."""
@@ -154,7 +154,7 @@ def test_a_restarted_node_begins_anew() -> None:
         slow = msgspec.structs.replace(
             status_of("prefill", prefill=(Rate(size=512, tokens_per_s=125.0, samples=3),)), epoch="another"
         )
-        cluster.p._update(slow)
+        cluster.p.update(slow)
         assert not cluster.doubtful()
 
     in_cluster(check)
@@ -165,7 +165,7 @@ def test_a_node_seen_twice_at_once_is_not_restarted() -> None:
 
     def check(cluster: Cluster) -> None:
         for _ in range(2):
-            cluster.p._update(status_of("prefill", prefill=(Rate(size=512, tokens_per_s=125.0),)))
+            cluster.p.update(status_of("prefill", prefill=(Rate(size=512, tokens_per_s=125.0),)))
         assert cluster.p.breaker.warmth() == 1.0
 
     in_cluster(check)
@@ -179,5 +179,34 @@ def test_nodes_of_the_best_route_are_not_explored() -> None:
             for node in (cluster.p, cluster.d):
                 cluster.wait(node, 1000.0)
             assert cluster.picks() == "p"
+
+    in_cluster(check)
+
+
+def test_the_sentence_says_why_a_route_was_taken() -> None:
+    def check(cluster: Cluster) -> None:
+        def reason(local: Any = None, policy: Any = "auto", explore: bool = False, failed: str = "") -> str:
+            registry = cluster.registry
+            policies = msgspec.structs.replace(registry.config.policies, local=policy)
+            registry.config = msgspec.structs.replace(registry.config, policies=policies)
+            failover = FailoverState(registry, "m", policies)
+            failover.prefill_failures = 9 if failed else 0
+            picker = RoutePicker(registry, "m", failover, can_transfer_kv=True, local=local)
+            return picker.pick(_REQUEST, explore=explore)[1]
+
+        chosen = "p -> d: 1000 new tokens, 1.1"
+        assert reason().startswith(chosen), "the router's own sentence"
+        assert reason(policy="never").startswith(chosen), "the policy changed nothing"
+        assert reason(local="auto").startswith(chosen)
+        fastest = "the fastest is p -> d, done in 3.1"
+        assert reason(local="always").startswith(f"local on d: the request asks for it, done in 4.50 s; {fastest}")
+        forced = reason(local="never")
+        assert forced.startswith("p -> d: the request asks for it, done in 3.1")
+        assert forced.endswith("s; the fastest way, too")
+        assert reason(policy="always").startswith(f"local on d: by policies.local = always, done in 4.50 s; {fastest}")
+        assert reason(failed="p").startswith(f"local on d: after a failure of this request, done in 4.50 s; {fastest}")
+        cluster.read(1.3, 1.3, 1.3, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0)  # local is faster now
+        cluster.wait(cluster.p, 100.0)
+        assert reason(explore=True).startswith("p -> d: to measure a node again, ")
 
     in_cluster(check)

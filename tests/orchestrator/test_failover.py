@@ -104,8 +104,8 @@ def test_another_role_at_the_same_port() -> None:
         assert until(lambda: client.health()["verdict"] == "all up")
         assert client.generate(**asked())[1]["decode_node"] == "first"
         first.kill()
-        first._command[first._command.index("--role") + 1] = "prefill"
-        first._command += ["--kv-port", "0"]
+        first.command[first.command.index("--role") + 1] = "prefill"
+        first.command += ["--kv-port", "0"]
         first.start()
         first.ready()
         _, metrics = client.generate(**asked())

@@ -349,3 +349,29 @@ def test_many_threads(tmp_path: Path) -> None:
     assert history.lost == 0
     models = rows(file, "model")
     assert {name: models.count(name) for name in "abcd"} == dict.fromkeys("abcd", 200)
+
+
+def test_numbers_go_on_after_a_restart(tmp_path: Path) -> None:
+    file = str(tmp_path / "history.db")
+    history = History(5, file)
+    for _ in range(7):
+        history.add({"number": history.next_number()})
+    history.close()
+    again = History(5, file)
+    assert again.next_number() == 8
+    again.close()
+    assert History(5).next_number() == 1
+
+
+def test_numbers_of_a_file_without_them_begin_after_its_rows(tmp_path: Path) -> None:
+    file = str(tmp_path / "history.db")
+    history = History(2, file)
+    for _ in range(4):
+        history.add({"model": "m"})
+    history.close()
+    again = History(2, file)
+    assert again.next_number() == 5
+    newer = History(3)
+    newer.adopt(again)
+    assert newer.next_number() == 6, "a new config goes on, too"
+    again.close()

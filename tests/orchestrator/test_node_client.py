@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from disaggregated_inference.api import ErrorDetail
+from disaggregated_inference.api import CHECKSUM_HEADER, DecodeRequest, ErrorDetail, checksum
 from disaggregated_inference.cluster import Policies, Server, load_config
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats, PendingRequest, StreamSilent
@@ -18,6 +18,7 @@ from disaggregated_inference.orchestrator.leg_errors import LegFailed, NodeRefus
 from disaggregated_inference.orchestrator.node_client import NodeClient
 from disaggregated_inference.orchestrator.node_state import NodeState
 from disaggregated_inference.orchestrator.registry import NodeRegistry
+from disaggregated_inference.orchestrator.stream_check import TextStreamCheck
 from disaggregated_inference.timeouts import OrchestratorTimeouts
 from tests.support.http_stub import served
 from tests.support.waiting import until_async
@@ -36,11 +37,11 @@ class Slow:
 
 @asynccontextmanager
 async def a_slow_node(
-    timeouts: OrchestratorTimeouts = OrchestratorTimeouts(),
+    timeouts: OrchestratorTimeouts = OrchestratorTimeouts(), heartbeats: Heartbeats | None = None
 ) -> AsyncIterator[tuple[Slow, NodeClient]]:
     node = Slow()
     async with served("/health", node.answer) as server, aiohttp.ClientSession() as session:
-        legs = NodeClient(server, session, Heartbeats(timeouts), stuck_s=30.0)
+        legs = NodeClient(server, session, heartbeats or Heartbeats(timeouts), stuck_s=30.0)
         legs.replaceable = lambda: True
         yield node, legs
 
@@ -49,7 +50,7 @@ def test_a_slow_node_gets_more_time_for_its_probe() -> None:
     async def run() -> None:
         async with a_slow_node(OrchestratorTimeouts(probe_s=1.0)) as (node, legs):
             await legs.health()
-            legs._latency_s = 0.0  # whatever this machine took
+            legs.latency_s = 0.0  # whatever this machine took
             node.seconds = 1.5
             with pytest.raises(LegFailed, match="does not answer"):
                 await legs.health()
@@ -77,7 +78,8 @@ def test_a_probe_is_repeated_when_this_process_was_held_up(held_up: bool) -> Non
     """This process was held up while the node answered: that it heard nothing says nothing about the node."""
 
     async def run() -> None:
-        async with a_slow_node(OrchestratorTimeouts(probe_s=1.5)) as (node, legs):
+        heartbeats = Heartbeats(OrchestratorTimeouts(probe_s=1.5))
+        async with a_slow_node(heartbeats=heartbeats) as (node, legs):
             await legs.health()
             node.seconds = 5.0
             asking = asyncio.create_task(legs.health())
@@ -86,7 +88,7 @@ def test_a_probe_is_repeated_when_this_process_was_held_up(held_up: bool) -> Non
                 return node.requests == 2
 
             assert await until_async(asked_twice)
-            legs._heartbeats.check(asyncio.get_running_loop().time(), late=held_up)
+            heartbeats.check(asyncio.get_running_loop().time(), late=held_up)
             node.seconds = 0.0
             if held_up:
                 assert (await asking).status == "healthy"
@@ -126,7 +128,7 @@ def test_which_nodes_can_replace_a_node() -> None:
 def test_the_time_of_a_probe_is_bounded() -> None:
     async def run() -> None:
         async with a_slow_node(OrchestratorTimeouts(max_probe_s=0.5)) as (node, legs):
-            legs._latency_s = 60.0
+            legs.latency_s = 60.0
             node.seconds = 30.0
             with pytest.raises(LegFailed, match="does not answer"):
                 await asyncio.wait_for(legs.health(), 25.0)
@@ -196,6 +198,41 @@ def test_errors_that_another_node_may_not_have_lead_to_failover(status: int, cod
     said = legs._error(status, json.dumps({"error": {"code": code, "message": "no"}}).encode())
     assert isinstance(said, LegFailed)
     assert said.code == code
+
+
+def test_a_node_that_freezes_after_its_last_event_has_answered() -> None:
+    """The end of the stream does not come, and the heartbeat notices: the answer is complete all the same."""
+    answered = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.path == "/health":
+            return web.Response(status=503)
+        response = web.StreamResponse(headers={CHECKSUM_HEADER: "crc32"})
+        await response.prepare(request)
+        events = b'data: {"token": null, "text": "a", "finish_reason": "stop"}\n\n'
+        events += b'data: {"done": true, "metrics": {}}\n\n'
+        await response.write(b"%b: sum %08x\n\n" % (events, checksum(events, 0)))
+        answered.set()
+        await asyncio.sleep(60)
+        return response
+
+    async def run() -> None:
+        heartbeats = Heartbeats()
+        async with served("/{any}", answer, method="*") as server, aiohttp.ClientSession() as session:
+            legs = NodeClient(server, session, heartbeats, stuck_s=30.0)
+
+            async def read() -> list[bool]:
+                stream = legs.generate("/generate", DecodeRequest(stream=True), "r", TextStreamCheck())
+                return [event.done async for batch in stream for event in batch]
+
+            reading = asyncio.create_task(read())
+            await answered.wait()
+            while not reading.done():
+                heartbeats.check(asyncio.get_running_loop().time() + 10, late=False)
+                await asyncio.sleep(0.01)
+            assert reading.result() == [False, True]
+
+    asyncio.run(run())
 
 
 def test_a_silent_node_is_named_once_in_the_error() -> None:

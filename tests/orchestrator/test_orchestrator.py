@@ -46,9 +46,17 @@ def four(started: Four) -> Iterator[Four]:
     ]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def expect(tiny_engine: LoadTiny) -> Callable[[list[int], int], list[int]]:
-    return lambda prompt, count: alone(tiny_engine("mlx", "llama"), prompt, count)
+    """Several tests ask for the longest completion."""
+    longest: dict[tuple[int, ...], list[int]] = {}
+
+    def tokens(prompt: list[int], count: int) -> list[int]:
+        if len(longest.get(tuple(prompt), [])) < count:
+            longest[tuple(prompt)] = alone(tiny_engine("mlx", "llama"), prompt, count)
+        return longest[tuple(prompt)][:count]
+
+    return tokens
 
 
 @contextmanager
@@ -324,7 +332,7 @@ def test_no_decode_node_left(four: Four, expect: Any) -> None:
         four.d1.kill()
         four.d2.kill()
         with pytest.raises(NoDecodeNode, match=r"^Decode server unavailable - request failed: d1: .*; d2: "):
-            in_thread(lambda: answered(client, prompt, 16, timeout=5)).result(60)  # it waits as long as it has time
+            in_thread(lambda: answered(client, prompt, 16, timeout=2)).result(60)  # it waits as long as it has time
         assert client.health()["verdict"] == "decode down: cannot serve"
         for node in (four.d1, four.d2):
             node.start()
@@ -342,7 +350,7 @@ def test_no_decode_node_left(four: Four, expect: Any) -> None:
 def test_nodes_of_one_role_share_the_work(four: Four, expect: Any) -> None:
     """Work that is worth sharing, however a busy machine measured its nodes: prompts that take a while to read, and
     memory for four answers on each decode node."""
-    prompts, count = [prompt_of(800, seed=100 + number) for number in range(24)], 24
+    prompts, count = [prompt_of(800, seed=100 + number) for number in range(16)], 24
     memory = 4 * (800 + count + 16) * four.d1.status()["kv_token_bytes"]
     small = [
         Process(name, "decode", "mlx", four.d1.model, *COMMON, "--kv-memory", str(memory)) for name in ("d3", "d4")
@@ -359,7 +367,7 @@ def test_nodes_of_one_role_share_the_work(four: Four, expect: Any) -> None:
         for leg in ("prefill_server", "decode_server"):
             served = [metrics[leg] for _, metrics in answers]
             assert len(set(served)) == 2, served
-            assert min(served.count(name) for name in set(served)) >= 3, served
+            assert min(served.count(name) for name in set(served)) >= 2, served
     finally:
         for node in small:
             node.end()
@@ -378,7 +386,7 @@ def test_a_node_with_a_stuck_engine_is_replaced(record_property: Any) -> None:
     try:
         for node in (stuck, well):
             node.ready()
-        prompt = [number % 900 + 20 for number in range(400)]
+        prompt = [number % 900 + 20 for number in range(250)]
         ask: dict[str, Any] = {"model": "simulated:tiny", "tokens": prompt, "max_tokens": 8, "temperature": 0}
         with DisaggregatedClient(config_of(stuck, well, local="always", stuck_s=0.55)) as client:
             assert client.health()["verdict"] == "all up"
@@ -397,7 +405,7 @@ def test_a_node_with_a_stuck_engine_is_replaced(record_property: Any) -> None:
 
 def test_a_dead_stream_of_a_healthy_node_fails_over(record_property: Any) -> None:
     """A tunnel forgot the connection: nobody says no, the node answers everything else, and not one token comes."""
-    s1, s2 = simulated("s1", "custom:prefill=5000,decode=60"), simulated("s2", "custom:prefill=5000,decode=10")
+    s1, s2 = simulated("s1", "custom:prefill=5000,decode=60"), simulated("s2", "custom:prefill=5000,decode=25")
     ask: dict[str, Any] = {"model": "simulated:tiny", "prompt": "hello", "max_tokens": 60, "temperature": 0}
     with FaultyProxy(("127.0.0.1", s1.port)) as line:
         try:
@@ -434,7 +442,8 @@ def test_a_node_failure_counts_once_for_all_choices() -> None:
     try:
         for node in nodes:
             node.ready()
-        with DisaggregatedClient(config_of(*nodes, local="always")) as client:
+        patient = OrchestratorTimeouts(probe_s=4.0)  # a node that is only slow is no third failure
+        with DisaggregatedClient(config_of(*nodes, local="always"), patient) as client:
             _, expected = client.generate(**ask)
             came, kills = 0, [8 * 10, 8 * 30]
             for delta in client.stream(**ask):
@@ -560,7 +569,7 @@ def test_requests_wait_while_the_breaker_is_half_open() -> None:
         node.ready()
         with DisaggregatedClient(config_of(node, local="auto"), impatient) as client, ThreadPoolExecutor(3) as pool:
             answered(client, [1] * 8, 4, model="simulated")
-            dying = in_thread(lambda: answered(client, [2] * 50, 2000, model="simulated", timeout=3))
+            dying = in_thread(lambda: answered(client, [2] * 50, 2000, model="simulated", timeout=2))
             assert until(lambda: node.status()["running"])
             node.kill()
             with pytest.raises(NoDecodeNode):  # it waits as long as it has time
@@ -568,7 +577,7 @@ def test_requests_wait_while_the_breaker_is_half_open() -> None:
             node.start()
             node.ready()
             assert until(lambda: client.status()["nodes"][0]["usable"])
-            asked = [pool.submit(answered, client, [number + 3] * 1000, 4, model="simulated") for number in range(3)]
+            asked = [pool.submit(answered, client, [number + 3] * 600, 4, model="simulated") for number in range(3)]
             assert until(lambda: client.status()["nodes"][0]["state"] == "circuit half_open")
             assert client.status()["verdict"] == "all up"
             assert all(len(future.result(60)[0]) == 4 for future in asked)

@@ -147,6 +147,7 @@ def test_the_phases_of_a_slow_line_add_up(clock: Clock) -> None:
     ]
     assert (metrics["decode_time"], metrics["decode_speed"]) == (4.0, 8 / 4.0)
     assert (metrics["first_token_time"], added_up(metrics)) == (3.0, 9.5)
+    assert metrics["output_token_time"] == (9.5 - 3.0) / 8, "what of the transfer follows the first token is part of it"
 
 
 def test_a_prefill_that_ended_before_the_decode_node_had_memory(clock: Clock) -> None:

@@ -22,7 +22,7 @@ class Crowd:
         self.line = line
         self.started: list[str] = []
         self.tasks: dict[str, asyncio.Task[None]] = {}
-        self._ends: dict[str, asyncio.Event] = {}
+        self.ends: dict[str, asyncio.Event] = {}
 
     async def come(
         self, name: str, model: str = "m", priority: int = 0, deadline: float = math.inf, caller: str = ""
@@ -33,11 +33,11 @@ class Crowd:
     def send(
         self, name: str, model: str = "m", priority: int = 0, deadline: float = math.inf, caller: str = ""
     ) -> None:
-        self._ends[name] = asyncio.Event()
+        self.ends[name] = asyncio.Event()
         self.tasks[name] = asyncio.create_task(self._run(name, model, priority, deadline, caller))
 
     async def end(self, name: str) -> None:
-        self._ends[name].set()
+        self.ends[name].set()
         await settle()
 
     async def cancel(self, name: str) -> None:
@@ -45,14 +45,14 @@ class Crowd:
         await settle()
 
     async def end_all(self) -> list[object]:
-        for end in self._ends.values():
+        for end in self.ends.values():
             end.set()
         return list(await asyncio.gather(*self.tasks.values(), return_exceptions=True))
 
     async def _run(self, name: str, model: str, priority: int, deadline: float, caller: str) -> None:
         async with self.line.turn(model, priority, deadline, caller):
             self.started.append(name)
-            await self._ends[name].wait()
+            await self.ends[name].wait()
 
 
 class Clock:
@@ -411,7 +411,7 @@ class Trial:
             model, priority, wait_s = more
             self.crowd.send(f"{len(tasks)}", model, priority, time.monotonic() + wait_s)
         elif kind == "end" and more[0] < len(tasks):
-            self.crowd._ends[f"{more[0]}"].set()
+            self.crowd.ends[f"{more[0]}"].set()
         elif kind == "cancel" and more[0] < len(tasks):
             tasks[more[0]].cancel()
         elif kind == "allow":

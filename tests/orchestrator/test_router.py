@@ -66,7 +66,7 @@ def test_a_long_prompt_goes_to_the_fast_prefill_node() -> None:
     made = ask(8000, dgx(), mac())
     assert chosen(made) == ("dgx-1", "mac-1")
     assert made.first_token_s == pytest.approx(0.005 + 2.0, abs=0.01), "the transfer hides behind the reading"
-    assert made.total_s == pytest.approx(made.first_token_s + 256 / 60)
+    assert made.total_s == pytest.approx(made.first_token_s + made.routes[0].exposed_s + 256 / 60)
     assert made.reason == "dgx-1 -> mac-1: 8000 new tokens, 2.01 s < 12.80 s local"
     assert [(option.prefill, option.decode) for option in made.routes] == [("dgx-1", "mac-1"), (None, "mac-1")]
 
@@ -96,7 +96,10 @@ def test_a_slow_link_is_exposed() -> None:
     there = (dgx(), mac())
     slow = plan(RouteRequest(model="m", prompt_tokens=8000), cluster(*there, links={("dgx-1", "mac-1"): 1e8}))
     moved_s = 8000 * KV_TOKEN_BYTES / 1e8
-    assert slow.first_token_s == pytest.approx(0.005 + moved_s + 16 * KV_TOKEN_BYTES / 1e8)
+    assert slow.first_token_s == pytest.approx(0.005 + 2.0), "the logits overtake the slices"
+    assert slow.routes[0].exposed_s == pytest.approx(moved_s - 2.0 + 16 * KV_TOKEN_BYTES / 1e8)
+    assert slow.total_s == pytest.approx(slow.first_token_s + slow.routes[0].exposed_s + 256 / 60)
+    assert slow.reason.startswith("dgx-1 -> mac-1: 8000 new tokens, 7.89 s < 12.80 s"), "until the answer goes on"
     slower = plan(RouteRequest(model="m", prompt_tokens=8000), cluster(*there, links={("dgx-1", "mac-1"): 1e7}))
     assert chosen(slower) == (None, "mac-1")
 
@@ -105,15 +108,15 @@ def test_only_what_the_receiver_lacks_is_moved() -> None:
     there = cluster(dgx(), mac(), links={("dgx-1", "mac-1"): 1e8})
     made = plan(RouteRequest(model="m", prompt_tokens=8000, cached={"mac-1": 4000}), there)
     assert chosen(made) == ("dgx-1", "mac-1")
-    assert made.first_token_s == pytest.approx(0.005 + (4000 + 16) * KV_TOKEN_BYTES / 1e8)
+    assert made.routes[0].exposed_s == pytest.approx((4000 + 16) * KV_TOKEN_BYTES / 1e8 - 2.0)
 
 
 def test_the_size_of_a_token_is_taken_from_either_side() -> None:
     links = {("dgx-1", "mac-1"): 1e8}
     question = RouteRequest(model="m", prompt_tokens=8000)
     known = plan(question, cluster(dgx(), mac(), links=links))
-    assert plan(question, cluster(dgx(), mac(kv_token_bytes=0), links=links)).first_token_s == known.first_token_s
-    assert plan(question, cluster(dgx(kv_token_bytes=0), mac(), links=links)).first_token_s == known.first_token_s
+    assert plan(question, cluster(dgx(), mac(kv_token_bytes=0), links=links)).total_s == known.total_s
+    assert plan(question, cluster(dgx(kv_token_bytes=0), mac(), links=links)).total_s == known.total_s
 
 
 def test_a_new_pair_needs_a_peer_check() -> None:
@@ -131,10 +134,10 @@ def test_a_busy_prefill_node_is_waited_for_or_avoided() -> None:
 
 def test_waiting_prompts_count_at_the_speed_of_their_length() -> None:
     reads = (Rate(size=64, tokens_per_s=100.0), Rate(size=4096, tokens_per_s=1000.0))
-    short = ask(4096, mac(prefill_rates=reads, waiting=10, waiting_tokens=1000, slots=99))
-    assert short.first_token_s == pytest.approx(1000 / 100 + 4096 / 1000)
-    long = ask(4096, mac(prefill_rates=reads, waiting=1, waiting_tokens=5000, slots=99))
-    assert long.first_token_s == pytest.approx(5000 / 1000 + 4096 / 1000)
+    short = ask(4096, mac(prefill_rates=reads, waiting=10, waiting_tokens=640, slots=99))
+    assert short.first_token_s == pytest.approx(640 / 100 + 4096 / 1000)
+    long = ask(4096, mac(prefill_rates=reads, waiting=1, waiting_tokens=4096, slots=99))
+    assert long.first_token_s == pytest.approx(4096 / 1000 + 4096 / 1000)
 
 
 def test_prefill_beside_running_generations_is_slower() -> None:
@@ -142,18 +145,11 @@ def test_prefill_beside_running_generations_is_slower() -> None:
     assert ask(1000, mac(running=3)).first_token_s == pytest.approx(2.4)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "tokens_per_s"), [(1, 100), (127, 100), (128, 100), (255, 100), (256, 200), (1 << 20, 200)]
-)
-def test_the_nearest_size_is_the_speed(prompt: int, tokens_per_s: float) -> None:
-    reads = (Rate(size=512, tokens_per_s=200.0), Rate(size=32, tokens_per_s=100.0))
-    assert ask(prompt, mac(prefill_rates=reads)).first_token_s == pytest.approx(prompt / tokens_per_s)
-
-
 def test_defaults_where_nothing_was_measured() -> None:
     made = ask(8000, dgx(prefill_rates=()), mac(prefill_rates=(), decode_rates=()))
-    assert made.first_token_s == pytest.approx(0.005 + 4 + 16 * KV_TOKEN_BYTES / 1e9)
-    assert made.total_s == pytest.approx(made.first_token_s + 256 / 30)
+    assert made.first_token_s == pytest.approx(0.005 + 4)
+    assert made.routes[0].exposed_s == pytest.approx(16 * KV_TOKEN_BYTES / 1e9)
+    assert made.total_s == pytest.approx(made.first_token_s + made.routes[0].exposed_s + 256 / 30)
     assert made.routes[1].first_token_s == pytest.approx(20)
     nonsense = (Rate(size=64, tokens_per_s=0.0),)
     assert ask(8000, dgx(prefill_rates=nonsense), mac(prefill_rates=nonsense, decode_rates=nonsense)) == made
@@ -499,3 +495,78 @@ def test_no_engine_computes_prompt_logprobs() -> None:
         ask(10, dgx(prompt_logprobs=True, usable=False), mac(), scored_tokens=0)
     with pytest.raises(ContextTooLong):
         ask(1000, mac(context_window=100), scored_tokens=0)
+
+
+# Three ways: both machines, the decode node alone, a prefill node that writes answers too
+
+
+def spark(name: str = "spark-1", **more: Any) -> NodeView:
+    rates = {"decode_rates": (Rate(size=1, tokens_per_s=30.0),), "whole_answers": True, "imports": False, "slots": 64}
+    return dgx(name, **(rates | more))
+
+
+def test_the_plan_names_all_three_predictions() -> None:
+    made = ask(8000, spark(), mac())
+    assert chosen(made) == ("spark-1", "mac-1")
+    pair_s, local_s, alone_s = made.total_s, 8000 / 625 + 256 / 60, 8000 / 4000 + 256 / 30
+    assert made.reason == (
+        f"spark-1 -> mac-1: 8000 new tokens; done in {pair_s:.2f} s by spark-1 -> mac-1,"
+        f" {alone_s:.2f} s by spark-1 alone, {local_s:.2f} s by mac-1 alone"
+    )
+    ways = [(route.prefill, route.decode) for route in made.routes]
+    assert ways == [("spark-1", "mac-1"), (None, "spark-1"), (None, "mac-1")]
+
+
+def test_a_prefill_node_that_decodes_faster_serves_alone() -> None:
+    fast = spark(decode_rates=(Rate(size=1, tokens_per_s=240.0),))
+    made = ask(8000, fast, mac())
+    assert chosen(made) == (None, "spark-1")
+    assert made.reason.startswith("spark-1 alone: 8000 new tokens; done in 3.07 s by spark-1 alone, ")
+    assert ask(2, fast, mac(decode_rates=(Rate(size=1, tokens_per_s=300.0),))).decode == "mac-1"
+
+
+def test_a_slow_link_makes_one_machine_the_better_way() -> None:
+    there = cluster(spark(), mac(), links={("spark-1", "mac-1"): 1e7})
+    assert chosen(plan(RouteRequest(model="m", prompt_tokens=8000), there)) == (None, "spark-1")
+
+
+def test_the_fewer_tokens_an_answer_may_have_the_less_decode_counts() -> None:
+    slow = mac(decode_rates=(Rate(size=1, tokens_per_s=35.0),))
+    assert chosen(ask(8000, spark(), slow, max_tokens=1)) == (None, "spark-1"), "no handover for one token"
+    assert chosen(ask(8000, spark(), slow, max_tokens=256)) == ("spark-1", "mac-1")
+
+
+def test_without_a_decode_node_the_prefill_node_serves_if_it_can() -> None:
+    assert chosen(ask(100, spark(), mac(usable=False))) == (None, "spark-1")
+    assert ask(100, spark()).reason == "only way: spark-1 alone, 100 new tokens, 0.03 s"
+    with pytest.raises(NoDecodeNode):
+        ask(100, dgx(), mac(usable=False))
+
+
+def test_nothing_is_handed_to_a_node_that_takes_no_kv() -> None:
+    made = ask(8000, spark("spark-1"), spark("spark-2"))
+    assert {(route.prefill, route.decode) for route in made.routes} == {(None, "spark-1"), (None, "spark-2")}
+
+
+def test_structured_output_needs_our_own_sampler() -> None:
+    fast = spark(decode_rates=(Rate(size=1, tokens_per_s=240.0),))
+    assert chosen(ask(8000, fast, mac(), structured=True)) == ("spark-1", "mac-1")
+    with pytest.raises(NoDecodeNode):
+        ask(8000, fast, mac(usable=False), structured=True)
+
+
+def test_a_seed_gives_the_same_answer_while_a_decode_node_is_left() -> None:
+    fast = spark(decode_rates=(Rate(size=1, tokens_per_s=240.0),))
+    made = ask(8000, fast, mac(), seeded=True)
+    assert chosen(made) == ("spark-1", "mac-1")
+    assert "by spark-1 alone (another sampler)" in made.reason
+    assert chosen(ask(8000, fast, mac(usable=False), seeded=True)) == (None, "spark-1")
+
+
+def test_kv_that_waits_to_be_fetched_does_not_fill_the_engines_own_memory() -> None:
+    made = ask(8000, spark(kv_free_bytes=0), mac(usable=False))
+    assert "(overloaded)" not in made.reason
+    fast = spark(kv_free_bytes=0, decode_rates=(Rate(size=1, tokens_per_s=240.0),))
+    assert chosen(ask(8000, fast, mac())) == (None, "spark-1")
+    full = spark(waiting=1, running=64, decode_rates=fast.decode_rates)
+    assert ask(8000, full, mac()).decode == "mac-1"

@@ -47,17 +47,17 @@ class Process:
     def __init__(self, name: str, role: str, engine: str, model: str, *arguments: str) -> None:
         self.name, self.role, self.engine, self.model = name, role, engine, model
         self.port = free_port()
-        self._command = ["serve", "--role", role, "--engine", engine, "--model", model]
-        self._command += ["--port", str(self.port), *arguments]
+        self.command = ["serve", "--role", role, "--engine", engine, "--model", model]
+        self.command += ["--port", str(self.port), *arguments]
         self.kv_port = free_port()
         self.kv_addresses: list[str] = []  # for the config; empty: as the node announces them
         if role != "decode":
-            self._command += ["--kv-port", str(self.kv_port)]
+            self.command += ["--kv-port", str(self.kv_port)]
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in end
         self.start()
 
     def start(self) -> None:
-        self.process = start_node(*self._command, stderr=self.log)
+        self.process = start_node(*self.command, stderr=self.log)
 
     def ready(self) -> "Process":
         assert self.process.stdout

@@ -10,7 +10,15 @@ from disaggregated_inference.engines import Sequence
 from disaggregated_inference.errors import ContextTooLong, KVMemoryFull, SequenceBroken, SliceRefused, TokensRefused
 from disaggregated_inference.kv import KVSlice
 from tests.support.engines import ENGINE_OPTIONS, LLAMACPP, LoadTiny
-from tests.support.handoff import alone, forced_logits, prompt_of, read_prompt, receive, write_answer
+from tests.support.handoff import (
+    alone,
+    forced_in_a_batch,
+    greedy_logits,
+    prompt_of,
+    read_prompt,
+    receive,
+    write_answer,
+)
 
 ENGINES = tuple(ENGINE_OPTIONS)
 EVERY = (*ENGINES, *LLAMACPP)
@@ -23,9 +31,10 @@ ANSWER = 32
 def check_no_near_ties(architecture: str, tiny_engine: LoadTiny) -> None:
     """The oracle is worth something only if rounding cannot flip it (nor a router's choice), and the prompt matters."""
     engines = [tiny_engine(name, architecture) for name in (ENGINES[0], ENGINES[-1])]
-    for length in (*PROMPTS, *OTHER_PROMPTS):
-        answer = alone(engines[0], prompt_of(length), 2 * ANSWER)
-        logits, mirror = (forced_logits(engine, prompt_of(length), answer) for engine in engines)
+    prompts = [prompt_of(length) for length in (*PROMPTS, *OTHER_PROMPTS)]
+    greedy = [greedy_logits(engines[0], prompt, 2 * ANSWER) for prompt in prompts]
+    mirrors = forced_in_a_batch(engines[1], prompts, [rows.argmax(axis=-1)[:-1].tolist() for rows in greedy])
+    for length, logits, mirror in zip((*PROMPTS, *OTHER_PROMPTS), greedy, mirrors, strict=True):
         error = np.abs(logits - mirror).max()
         second, first = np.sort(logits, axis=-1)[:, -2:].T
         assert error < 2e-4, f"prompt of {length}: the engines themselves differ by {error}"

@@ -20,13 +20,19 @@ class ForgingRelay:
         self._target, self.forged, self.secrets_seen = target, 0, 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = ("127.0.0.1", self._listener.getsockname()[1])
-        self._sockets = [self._listener]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._sockets: list[socket.socket] = []
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     def __enter__(self) -> "ForgingRelay":
         return self
 
     def __exit__(self, *_: object) -> None:
+        """No connection comes after the listener's thread has ended."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
+        self._listener.close()
         for sock in self._sockets:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -36,8 +42,9 @@ class ForgingRelay:
         with suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
+                self._sockets.append(near)
                 far = socket.create_connection(self._target)
-                self._sockets += [near, far]
+                self._sockets.append(far)
                 honest = threading.Event()
                 threading.Thread(target=self._forward, args=(near, far, honest), daemon=True).start()
                 threading.Thread(target=self._forge, args=(far, near, honest), daemon=True).start()

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -34,10 +35,13 @@ _METRICS = {"prompt_tokens": 9, "completion_tokens": 5, "total_tokens": 14, "cac
 
 
 @contextmanager
-def served(config: dict[str, Any], *adapters: ModuleType, cors: tuple[str, ...] = ()) -> Iterator[str]:
-    """The base URL of a gateway without API keys: with all adapters, or with those that are named."""
+def served(
+    config: dict[str, Any], *adapters: ModuleType, cors: tuple[str, ...] = (), early_error_s: float = 0.0
+) -> Iterator[str]:
+    """The base URL of a gateway without API keys: with all adapters, or with those that are named. `early_error_s`: how
+    long streams wait for an error that has a status of its own, where nodes on a busy machine may take long."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        gateway = _Gateway(config, adapters, cors, sock)
+        gateway = _Gateway(config, adapters, cors, sock, early_error_s)
         gateway.start()
         try:
             assert until(lambda: gateway.serving or not gateway.is_alive(), _START_S)
@@ -51,9 +55,15 @@ def served(config: dict[str, Any], *adapters: ModuleType, cors: tuple[str, ...] 
 
 class _Gateway(threading.Thread):
     def __init__(
-        self, config: dict[str, Any], adapters: tuple[ModuleType, ...], cors: tuple[str, ...], sock: socket.socket
+        self,
+        config: dict[str, Any],
+        adapters: tuple[ModuleType, ...],
+        cors: tuple[str, ...],
+        sock: socket.socket,
+        early_error_s: float,
     ) -> None:
         super().__init__(daemon=True)
+        self._early_error_s = early_error_s
         self._config, self._adapters, self._cors, self._sock = config, adapters, cors, sock
         self._server: uvicorn.Server | None = None
         self.failed: BaseException | None = None
@@ -66,9 +76,8 @@ class _Gateway(threading.Thread):
 
     async def _serve(self) -> None:
         async with DisaggregatedInference(self._config) as core:
-            settings = uvicorn.Config(
-                _app(core, self._adapters, self._cors), log_level="warning", ws="none", timeout_graceful_shutdown=1
-            )
+            app = _app(core, self._adapters, self._cors, self._early_error_s)
+            settings = uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=1)
             self._server = uvicorn.Server(settings)
             await self._server.serve(sockets=[self._sock])
 
@@ -156,19 +165,25 @@ def _pair(engines: tuple[str, str], model: str, *arguments: str) -> Iterator[tup
         writer.end()
 
 
-def _app(core: DisaggregatedInference, adapters: tuple[ModuleType, ...], cors: tuple[str, ...]) -> Any:
+def _app(
+    core: DisaggregatedInference, adapters: tuple[ModuleType, ...], cors: tuple[str, ...], early_error_s: float
+) -> Any:
     if adapters:
-        return app_of(core, *adapters)
+        return app_of(core, *adapters, early_error_s=early_error_s)
     from disaggregated_inference.gateway.app import gateway_app
     from disaggregated_inference.gateway.auth import Keys
 
     return gateway_app(core, Keys(), cors)
 
 
-def app_of(core: DisaggregatedInference, *adapters: ModuleType) -> Any:
+def app_of(core: DisaggregatedInference, *adapters: ModuleType, early_error_s: float = 0.0) -> Any:
     """Some adapters without API keys. Errors have the shape of the first adapter."""
     app = Starlette(routes=[route for adapter in adapters for route in adapter.routes()])
-    app.state.core, app.state.http_timeouts = core, HttpTimeouts(keepalive_s=0.2)
+    timeouts = HttpTimeouts(keepalive_s=0.2)
+    app.state.core, app.state.http_timeouts = (
+        core,
+        msgspec.structs.replace(timeouts, early_error_s=early_error_s or timeouts.early_error_s),
+    )
 
     def refused(request: Request, error: Exception) -> Response:
         from disaggregated_inference.http import json_response

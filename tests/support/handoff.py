@@ -49,6 +49,26 @@ def alone(engine: Engine, prompt: list[int], count: int, chunk: int = 4096) -> l
     return write_answer(engine, sequence, logits, count)
 
 
+def greedy_logits(engine: Engine, prompt: list[int], count: int) -> NDArray[np.float32]:
+    """Logits after the prompt and after each token of the greedy completion but the last."""
+    sequence = engine.open(len(prompt) + count)
+    rows = [engine.prefill(sequence, prompt).numpy()]
+    while len(rows) <= count:
+        rows.append(engine.step([sequence], rows[-1].argmax(axis=-1).tolist()).numpy())
+    engine.close(sequence)
+    return np.concatenate(rows)
+
+
+def forced_in_a_batch(engine: Engine, prompts: list[list[int]], answers: list[list[int]]) -> NDArray[np.float32]:
+    """`forced_logits` of several prompts, all in one batch: prompt, position, logit."""
+    sequences = [engine.open(len(prompt) + len(answer)) for prompt, answer in zip(prompts, answers, strict=True)]
+    starts = [engine.prefill(sequence, prompt).numpy() for sequence, prompt in zip(sequences, prompts, strict=True)]
+    steps = [engine.step(sequences, list(tokens)).numpy() for tokens in zip(*answers, strict=True)]
+    for sequence in sequences:
+        engine.close(sequence)
+    return np.stack([np.concatenate(starts), *steps], axis=1)
+
+
 def forced_logits(engine: Engine, prompt: list[int], answer: list[int]) -> NDArray[np.float32]:
     """Logits after the prompt and after each token of a given completion."""
     sequence = engine.open(len(prompt) + len(answer))

@@ -4,10 +4,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from aiohttp import web
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from disaggregated_inference.cluster import Server
 
-Answer = Callable[[web.Request], Awaitable[web.Response]]
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @asynccontextmanager
@@ -23,3 +27,12 @@ async def served(path: str, answer: Answer, method: str = "GET") -> AsyncIterato
         yield Server(name="n", role="decode", host="127.0.0.1", port=port, model="m")
     finally:
         await runner.cleanup()
+
+
+def echo_app() -> Starlette:
+    """Sends every request's body back."""
+
+    async def echo(request: Request) -> Response:
+        return Response(await request.body())
+
+    return Starlette(routes=[Route("/", echo, methods=["POST"])])

@@ -114,13 +114,13 @@ class MemoryRequest:
     parts: list[Part] = field(default_factory=list)
 
     def begin(self) -> None:
-        self._ask(self.prefill, self.prompt, self._prefill_admitted)
+        self.ask(self.prefill, self.prompt, self._prefill_admitted)
 
     def _prefill_admitted(self) -> None:
         if not self.over and len(self.parts) == 1:
-            self._ask(self.decode, self.prompt + self.output, lambda: None)
+            self.ask(self.decode, self.prompt + self.output, lambda: None)
 
-    def _ask(self, node: MemoryNode, size: int, on_admitted: Callable[[], None]) -> None:
+    def ask(self, node: MemoryNode, size: int, on_admitted: Callable[[], None]) -> None:
         part = Part(node, size, on_admitted, lambda error: self.cancel())
         self.parts.append(part)
         try:

@@ -2,5 +2,5 @@
 
 import os
 
-CHAOS_SECONDS = float(os.environ.get("DISAGG_CHAOS_SECONDS", "20"))
+CHAOS_SECONDS = float(os.environ.get("DISAGG_CHAOS_SECONDS", "10"))
 CHAOS_REQUESTS = int(os.environ.get("DISAGG_CHAOS_REQUESTS", "300"))

@@ -55,20 +55,22 @@ _WHOLE_YARN_ROPE = _YARN_ROPE | {"beta_fast": 400.0, "beta_slow": 0.0005}
 _GENTLE = {"q_proj.weight": 0.3, "q_norm": 0.3, "o_proj.weight": 0.3, "down_proj": 0.3}
 
 
-def config_of(architecture: str) -> PretrainedConfig:
+def config_of(architecture: str, **changes: Any) -> PretrainedConfig:
+    """`changes` of the shape."""
+    shape = _SHAPE | changes
     if architecture == "twin_gpt_oss":
-        return GptOssConfig(**config_of("gpt_oss").to_dict() | {"rope_parameters": _WHOLE_YARN_ROPE})
+        return GptOssConfig(**config_of("gpt_oss", **changes).to_dict() | {"rope_parameters": _WHOLE_YARN_ROPE})
     architecture = architecture.removeprefix("twin_")
     if architecture == "llama":
-        return LlamaConfig(**_SHAPE, rope_parameters=_LLAMA3_ROPE)
+        return LlamaConfig(**shape, rope_parameters=_LLAMA3_ROPE)
     if architecture == "qwen3":
-        return Qwen3Config(**_SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0})
+        return Qwen3Config(**shape, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0})
     if architecture == "qwen3_moe":
         rope = {"rope_type": "default", "rope_theta": 10000000.0}
         experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-        return Qwen3MoeConfig(**_SHAPE, **experts, rope_parameters=rope)
+        return Qwen3MoeConfig(**shape, **experts, rope_parameters=rope)
     return GptOssConfig(
-        **_SHAPE,
+        **shape,
         num_local_experts=8,
         num_experts_per_tok=2,
         sliding_window=WINDOW,
@@ -81,10 +83,10 @@ def config_of(architecture: str) -> PretrainedConfig:
 _SEEDS = {"llama": 0, "qwen3": 0, "qwen3_moe": 0, "gpt_oss": 1}
 
 
-def save_tiny(architecture: str, folder: Path, seed: int | None = None) -> Path:
+def save_tiny(architecture: str, folder: Path, seed: int | None = None, **changes: Any) -> Path:
     """Weights drawn so that attention matters and logits spread wide: a wrong cache changes the argmax."""
     torch.manual_seed(_SEEDS[architecture.removeprefix("twin_")] if seed is None else seed)
-    config = config_of(architecture)
+    config = config_of(architecture, **changes)
     config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -50,7 +50,10 @@ class GenerationMetrics(msgspec.Struct):
 
 class DecodeMetrics(GenerationMetrics):
     """Of a node that imports KV. Transfer is *hidden* while the prompt is still being prefilled; what remains after the
-    prefill node's computing has ended is *exposed*. Decode time begins when the whole KV is there."""
+    prefill node's computing has ended is *exposed*. Decode time begins when the whole KV is there.
+
+    `fetch_time` is the whole fetch, with waiting for the prefill; `transfer_time` the seconds in which KV arrived,
+    `hidden_transfer_time` those before the end of computing, `inject_time` the engine's own time for placing it."""
 
     cached_tokens: int = 0  # of the prompt, from this node's prefix cache
     prefill_cached_tokens: int = 0  # of the prompt, from the prefill node's prefix cache
@@ -62,8 +65,12 @@ class DecodeMetrics(GenerationMetrics):
     canary_time: float = 0.0
     admission_time: float = 0.0  # waiting for KV memory on this node
     fetch_time: float = 0.0
+    first_slice_time: float = 0.0  # from the start of the fetch
+    transfer_time: float = 0.0
+    hidden_transfer_time: float = 0.0
     exposed_transfer_time: float = 0.0
     inject_time: float = 0.0
+    batch_size: float = 0.0  # choices in a decode step, on average over its time; 0: there was no step
 
     @property
     def spared_tokens(self) -> int:

@@ -29,6 +29,18 @@ class Failover(msgspec.Struct, kw_only=True):
     stall_s: float | None = None
 
 
+EnergySource = Literal["measured", "configured", "mixed"]
+
+
+class EnergyShare(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node used for a phase of a request: by its meter, or by the watts of the cluster file."""
+
+    node: str
+    phase: str
+    joules: float
+    source: Literal["measured", "configured"]
+
+
 def plain(content: Any) -> Any:
     """As JSON has it: dicts, lists, strings and numbers."""
     return msgspec.json.decode(msgspec.json.encode(content))
@@ -60,6 +72,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     first_token_time: float = 0.0
     plan: str | None = None
     predicted_first_token_time: float | None = None
+    predicted_total_time: float | None = None
     attempts: int = 0
     failovers: tuple[Failover, ...] = ()
     cached_tokens: int = 0  # of the prompt, from a prefix cache
@@ -70,15 +83,32 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     admission_time: float | None = None
     canary_time: float | None = None
     fetch_time: float | None = None
+    first_slice_time: float | None = None
+    transfer_time: float | None = None  # seconds in which KV arrived
+    hidden_transfer_time: float | None = None  # the part of it before the end of the prefill
     exposed_transfer_time: float | None = None
     inject_time: float | None = None
+    batch_size: float | None = None  # mean of the decode steps
+    output_token_time: float | None = (
+        None  # seconds per output token of one choice after the first, all waiting included
+    )
+    sequential_time: float | None = None  # what it would have taken with the cluster to itself
+    prefill_machine_time: float | None = (
+        None  # of the machines: divided between the requests that they computed at once
+    )
+    decode_machine_time: float | None = None
     kv_bytes: int | None = None
     kv_codec: str | None = None
     kv_paths: tuple[str, ...] | None = None
     resumed: int | None = None
     prompt_tokens_recomputed: int | None = None
-    energy_wh: float | None = None
+    energy_j: float | None = None  # None: of one of its nodes neither a meter nor the config says it
+    energy_wh: float | None = None  # the same in watt-hours
+    energy_source: EnergySource | None = None
+    energy: tuple[EnergyShare, ...] = ()
     cost: float | None = None
+    cost_without: tuple[str, ...] = ()  # what the cost lacks, because the config has no price or the energy is unknown
+    number: int | None = None  # in the history: the first request is 1
     ok: bool = True
     outcome: Outcome = "ok"
     error: ErrorDetail | None = None
@@ -95,18 +125,28 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def metrics(self) -> dict[str, Any]:
         """The part that a client gets beside its answer, as plain values."""
-        return _without(plain(self), _HISTORY_ONLY, ("energy_wh", "cost"))
+        return _without(plain(self), _HISTORY_ONLY, _IF_KNOWN)
 
     def row(self) -> dict[str, Any]:
         """Nearly all of it as plain values, for the history."""
-        return _without(plain(self), ("caller",), ("energy_wh", "cost", "error"))
+        return _without(plain(self), ("caller",), (*_IF_KNOWN, "error"))
 
 
-_HISTORY_ONLY = ("ok", "outcome", "error", "time", "finish_reason", "operation", "n", "caller")
+_IF_KNOWN = ("energy_j", "energy_wh", "energy_source", "cost", "number")
+_HISTORY_ONLY = (
+    *("energy", "ok", "outcome", "error", "time", "finish_reason", "operation", "n", "caller", "number"),
+    *("prefill_machine_time", "decode_machine_time"),
+)
 
 
 def _without(row: dict[str, Any], dropped: tuple[str, ...], if_none: tuple[str, ...]) -> dict[str, Any]:
-    return {k: v for k, v in row.items() if k not in dropped and not (v is None and k in if_none)}
+    """Changes the row itself."""
+    for name in dropped:
+        row.pop(name, None)
+    for name in if_none:
+        if row.get(name) is None:
+            row.pop(name, None)
+    return row
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 import re
 import secrets
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 
@@ -28,6 +28,7 @@ _TICKET = re.compile(r"[\w.:-]{1,200}", re.ASCII)
 _REQUEST_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
 MAX_KV_ADDRESSES = 16
 CallerName = Annotated[str, msgspec.Meta(max_length=100)]
+LocalPrefill = Literal["auto", "never", "always"]
 DEFAULT_TEMPERATURE = 0.2
 DEFAULT_NODE_TOKENS = 256  # of an answer, where a request to a node names no limit
 
@@ -172,6 +173,7 @@ class GenerateOptions(TypedDict, total=False):
     priority: higher first, while requests wait
     caller: a name; callers take turns while requests wait
     cache_salt: requests share cached prefixes only with requests of the same salt; default: with all without one
+    local: whether the decode node prefills the prompt itself: auto, never, always; default: the cluster's policy
     progress: a stream also reports how much of the prompt was read
     request_id: the request's name in logs and history
     model_type: an older name for model
@@ -204,6 +206,7 @@ class GenerateOptions(TypedDict, total=False):
     priority: int | None
     caller: str | None
     cache_salt: str | None
+    local: LocalPrefill | None
     progress: bool | None
     request_id: str | None
 
@@ -227,6 +230,7 @@ class GenerateRequest(SamplingParams, frozen=True, kw_only=True, forbid_unknown_
     priority: int = 0
     caller: CallerName = ""
     cache_salt: ClientSalt | None = None
+    local: LocalPrefill | None = None
     progress: bool = False
     request_id: str = "-"
 

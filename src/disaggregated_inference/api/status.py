@@ -5,13 +5,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from disaggregated_inference.api.numbers import Amount, Number, Size
+from disaggregated_inference.api.readings import Readings
 from disaggregated_inference.api.sampling import TokenId
 from disaggregated_inference.kv import Fingerprint
 
 Role = Literal["prefill", "decode", "both"]
-Number = Annotated[int, Meta(ge=0, le=1 << 53)]  # of tokens, bytes or requests
-Size = Annotated[int, Meta(ge=1, le=1 << 53)]
-Amount = Annotated[float, Meta(ge=0, le=1e18)]  # seconds, or something per second
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +20,7 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
     size: Number
     tokens_per_s: Amount
     samples: Number = 1
+    measured_size: Number = 0  # of the work that had this speed; 0: not told
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +62,7 @@ class PathStatus(msgspec.Struct, frozen=True, kw_only=True):
     connections: Number = 0
     failures: Number = 0
     last_error: str | None = None
+    idle_s: Amount | None = None  # since KV last came this way; None: never
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
@@ -103,8 +104,10 @@ class NodeStatus(NodeHealth, frozen=True, kw_only=True):
     waiting: Number = 0  # open requests, running ones included
     waiting_tokens: Number = 0  # of their prompts, still to be prefilled
     running: Number = 0  # answers in the decode batch
+    working: Number = 0  # requests that the engine computes for: prompts that are read, answers that are written
     exports: bool = True  # KV
     imports: bool = True
+    whole_answers: bool = False  # a prefill node whose engine also writes answers, without KV from other nodes
     prompt_logprobs: bool = False  # the engine can compute them
     queue: QueueDepth = QueueDepth()
     slots: SlotStatus = SlotStatus()
@@ -124,6 +127,7 @@ class NodeStatus(NodeHealth, frozen=True, kw_only=True):
     paths: tuple[PathStatus, ...] = ()
     peers: tuple[PeerStatus, ...] = ()
     rates: Rates = Rates()
+    readings: Readings | None = None  # None: none yet, or a node of an earlier version
     tokenizer: Literal["none"] | UnsetType = UNSET  # of a node that takes text
 
 

@@ -66,21 +66,24 @@ def bench_wire(
 @bench_app.command("handoff")
 def bench_handoff(
     model: LocalModel = "smollm2",
-    prefill: Annotated[str, typer.Option(help="Engine of the prefill node.")] = "torch",
+    prefill: Annotated[str, typer.Option("--prefill", "--engine", help="Engine of the prefill node.")] = "torch",
     decode: Annotated[str, typer.Option(help="Engine of the decode node, and of the baseline.")] = "mlx",
     shape: Annotated[
-        str, typer.Option(help="Measure only a prefill node with random weights of this shape (torch).")
+        str, typer.Option(help="Measure only a prefill node with random weights of this shape (torch or vllm).")
     ] = "",
     device: Annotated[str, typer.Option(help="torch device for --shape.")] = "cuda",
     chunk: Annotated[int, typer.Option(min=0, help="Prompt tokens per chunk; 0: 256, with --shape 8192.")] = 0,
     streams: Annotated[int, typer.Option(min=1, max=64, help="Connections per KV transfer.")] = 4,
     repeats: Repeats = 3,
+    alone: Annotated[
+        bool, typer.Option(help="With --prefill vllm: also start vLLM without the connector, as the baseline.")
+    ] = True,
     output: Output = _FOLDER,
 ) -> None:
     """Two nodes compared with one engine alone; with --shape: what streaming costs a prefill node."""
     from disaggregated_inference.bench.handoff import run
 
-    run(shape, device, model, prefill, decode, chunk, streams, repeats, output)
+    run(shape, device, model, prefill, decode, chunk, streams, repeats, alone, output)
 
 
 @bench_app.command("decode")
@@ -150,12 +153,19 @@ def bench_gateway(
     tokens: Tokens = 256,
     requests: Annotated[int, typer.Option(min=1, help="Requests per number of streams; at least two per stream.")] = 96,
     litellm: Annotated[str, typer.Option(help="Environment with litellm[proxy], to measure it as well.")] = "",
+    dashboards: Annotated[
+        int, typer.Option(min=0, max=64, help="Only this: the cost of so many open dashboards beside 200 streams.")
+    ] = 0,
     output: Output = _FOLDER,
 ) -> None:
     """Cost of the gateway over simulated nodes, compared with a bare starlette relay and LiteLLM's proxy."""
+    from disaggregated_inference.bench import dashboards as watched
     from disaggregated_inference.bench.gateway import run
 
-    run(streams or (), tokens, requests, litellm, output)
+    if dashboards:
+        watched.run(dashboards, max(streams or (200,)), output)
+    else:
+        run(streams or (), tokens, requests, litellm, output)
 
 
 @bench_app.command("load")

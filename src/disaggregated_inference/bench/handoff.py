@@ -6,7 +6,9 @@ from disaggregated_inference.bench.pairs import best_first_token, exposed_transf
 from disaggregated_inference.bench.prompts import resolve_model, text_prompt
 from disaggregated_inference.bench.report import Report, Row, progress
 from disaggregated_inference.bench.streaming import bench_streaming
+from disaggregated_inference.bench.vllm_handoff import bench_vllm
 from disaggregated_inference.engines import require_engine
+from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.local_nodes import LocalNode, generate_disaggregated, running
 
 _PROMPTS = (128, 512, 2000)
@@ -14,13 +16,27 @@ _TOKENS = 32
 
 
 def run(
-    shape: str, device: str, model: str, prefill: str, decode: str, chunk: int, streams: int, repeats: int, output: Path
+    shape: str,
+    device: str,
+    model: str,
+    prefill: str,
+    decode: str,
+    chunk: int,
+    streams: int,
+    repeats: int,
+    alone: bool,
+    output: Path,
 ) -> Report:
-    if shape:
+    if prefill == "vllm" and not shape:
+        raise BadRequest("--prefill vllm needs a --shape: qwen3-30b-a3b, gpt-oss-120b, or tiny on a CPU")
+    if prefill == "vllm":
+        report = bench_vllm(shape, chunk or 8192, streams, repeats, alone)
+    elif shape:
         report = bench_streaming(shape, device, chunk or 8192, streams, repeats)
     else:
         report = bench_pair(model, prefill, decode, chunk or 256, streams, repeats)
-    return report.publish(output / f"handoff{f'-{shape}' if shape else ''}.json")
+    name = "-".join(filter(None, ("handoff", "vllm" if prefill == "vllm" else "", shape)))
+    return report.publish(output / f"{name}.json")
 
 
 def bench_pair(model_name: str, prefill: str, decode: str, chunk: int, streams: int, repeats: int) -> Report:

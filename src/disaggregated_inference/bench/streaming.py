@@ -22,16 +22,19 @@ from disaggregated_inference.node import KVMemory, PrefillContext, PrefillNode, 
 _GOALS: dict[int, tuple[float | None, float | None]] = {1500: (0.9, None), 8192: (0.95, 26_900), 32768: (0.95, 20_000)}
 
 
-class _Fetched(NamedTuple):
+class Fetched(NamedTuple):
     finished_at: float  # perf_counter is the same in all processes of a machine
     payload_bytes: int
     goodput_bytes_s: float
 
 
-class _Streamed(NamedTuple):
+class Streamed(NamedTuple):
+    """Until the last byte has arrived: `total_s` from the request on, `exposed_s` from the end of computing on."""
+
     prefill_s: float
     exposed_s: float
-    fetched: _Fetched
+    total_s: float
+    fetched: Fetched
 
 
 def bench_streaming(shape: str, device: str, chunk: int, streams: int, repeats: int) -> Report:
@@ -44,7 +47,7 @@ def bench_streaming(shape: str, device: str, chunk: int, streams: int, repeats: 
     title = f"streamed prefill, {shape}, {scheduler.engine.dtype} on {device}, chunks of {chunk}, {streams} connections"
     report = Report(title)
     try:
-        with _receiver(scheduler.engine.fingerprint, streams) as pipe:
+        with receiver(scheduler.engine.fingerprint, streams) as pipe:
             for length in (1500, 8192, 32768):
                 progress(f"prefill of {length} tokens, plain and streamed")
                 _rows(report, node, pipe, length, repeats)
@@ -58,10 +61,10 @@ def _rows(report: Report, node: PrefillNode, pipe: Pipe, length: int, repeats: i
     tokens = token_prompt(length, vocabulary=node.engine.spec.vocabulary)
     chunk = node.chunked_prefill.chunk_tokens
     plain: list[float] = []
-    streamed: list[_Streamed] = []
+    streamed: list[Streamed] = []
     for _ in range(repeats + 1):
         plain.append(node.scheduler.call(partial(prefill_seconds, node.engine, tokens, chunk)))
-        streamed.append(_stream(node, pipe, tokens))
+        streamed.append(stream_prefill(node, pipe, tokens))
     del plain[0], streamed[0]  # the warm-up
     best = min(streamed, key=lambda run: run.prefill_s)
     bare, (ratio_goal, speed_goal) = min(plain), _GOALS[length]
@@ -73,18 +76,21 @@ def _rows(report: Report, node: PrefillNode, pipe: Pipe, length: int, repeats: i
     report.add(Row(f"  goodput while slices arrive ({size:.0f} MB)", best.fetched.goodput_bytes_s / 1e9, "GB/s"))
 
 
-def _stream(node: PrefillNode, pipe: Pipe, tokens: list[int]) -> _Streamed:
-    ended: list[float] = []
+def stream_prefill(node: PrefillNode, pipe: Pipe, tokens: list[int]) -> Streamed:
+    """The node computes, and the receiver at the other end of the pipe fetches meanwhile."""
+    began_at, ended = time.perf_counter(), []
     context, reading = node.submit(tokens)
     reading.add_done_callback(lambda _: ended.append(time.perf_counter()))
     pipe.send(context)
-    fetched: _Fetched = pipe.recv()
-    seconds = reading.result().prefill_time
-    return _Streamed(seconds, max(0.0, fetched.finished_at - ended[0]), fetched)
+    fetched: Fetched = pipe.recv()
+    found = reading.result()
+    computed_at = min(ended[0], began_at + found.queue_time + found.prefill_time)
+    total_s = fetched.finished_at - began_at
+    return Streamed(found.prefill_time, max(0.0, fetched.finished_at - computed_at), total_s, fetched)
 
 
 @contextmanager
-def _receiver(fingerprint: Fingerprint, streams: int) -> Iterator[Pipe]:
+def receiver(fingerprint: Fingerprint, streams: int) -> Iterator[Pipe]:
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
     process = context.Process(target=_receive, args=(far, fingerprint, streams), daemon=True)
@@ -117,4 +123,4 @@ def _receive(pipe: Any, fingerprint: Fingerprint, streams: int) -> None:
             streams,
         ).run()
         goodput = paths.known()[0].goodput_bytes_s or 0.0
-        pipe.send(_Fetched(time.perf_counter(), gathered.payload_bytes, goodput))
+        pipe.send(Fetched(time.perf_counter(), gathered.payload_bytes, goodput))

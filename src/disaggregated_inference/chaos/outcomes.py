@@ -17,6 +17,7 @@ class FailingCase(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     what: str
     failovers: list[dict[str, Any]] = []
+    gateway_log: str = ""  # its last lines, when the request had ended
 
 
 class RequestOutcomes:

@@ -30,6 +30,7 @@ _READY_S = 120.0
 _SAMPLES = 10
 _SAMPLE_POLL_S = 0.2
 _SHOW_S = 0.5
+_LOG_BYTES = 8000  # an error of eight requests at once, with its trace
 
 
 def run_chaos(settings: ChaosSettings, show: Show) -> ChaosReport:
@@ -188,6 +189,7 @@ class ChaosRun:
             seconds=round(time.monotonic() - started, 2),
             what=what,
             failovers=answer.failovers,
+            gateway_log=self._cluster.gateway.last_words(_LOG_BYTES),
         )
 
     async def _watch_growth(self) -> None:

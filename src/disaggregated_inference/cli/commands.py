@@ -117,14 +117,59 @@ def status(
 def history(
     config: Config = None,
     count: Annotated[
-        int, typer.Option("--count", "-n", min=1, metavar="N", help="Number of requests, newest first.")
-    ] = 10,
+        int | None,
+        typer.Option(
+            "--count",
+            "-n",
+            min=1,
+            metavar="N",
+            help="Number of requests, newest first. Default: 10; all with --since, --until or --csv.",
+        ),
+    ] = None,
     model: Annotated[
         str | None, typer.Option("--model", "-m", metavar="NAME", help="Show only requests for this model.")
     ] = None,
+    node: Annotated[str | None, typer.Option(metavar="NAME", help="Show only requests of this node.")] = None,
+    since: Annotated[
+        str, typer.Option(metavar="TIME", help="Only requests since then: 15m, 24h, 7d ago, or 2026-11-17T08:30.")
+    ] = "",
+    until: Annotated[str, typer.Option(metavar="TIME", help="Only requests before then.")] = "",
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, oldest first, with times in UTC.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the last requests. Needs policies.history_file in the cluster file."""
+    """List or export finished requests. Needs policies.history_file in the cluster file."""
     from disaggregated_inference.cli import history
 
-    history.run(config, count, model, as_json)
+    options = history.HistoryOptions(
+        config=config,
+        count=count,
+        model=model,
+        node=node,
+        since=since,
+        until=until,
+        as_csv=as_csv,
+        as_json=as_json,
+    )
+    history.run(options)
+
+
+@cluster_app.command()
+def top(
+    url: Annotated[str, typer.Option(metavar="URL", help="The gateway.")] = "http://127.0.0.1:8080",
+    token_file: Annotated[
+        str,
+        typer.Option(
+            "--token-file",
+            metavar="FILE",
+            help="File that contains an API key of the gateway. Default: DISAGG_TOKEN, the file in DISAGG_TOKEN_FILE.",
+        ),
+    ] = "",
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the gateway's /cluster as JSON and end.")] = False,
+) -> None:
+    """Watch the cluster through its gateway: models, nodes, readings, requests, alarms. q or Ctrl-C quits.
+
+    Without a terminal it prints one picture. `-` is what a machine does not tell; /cluster says why."""
+    from disaggregated_inference.cli import top
+
+    top.run(url, token_file, once, as_json)

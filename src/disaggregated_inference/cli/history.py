@@ -1,34 +1,107 @@
-"""`disagg history`: the last requests and their outcome."""
+"""`disagg history`: the last requests and their outcome, and the history as CSV or JSON."""
 
+import csv
 import json
 import logging
+import sqlite3
+import sys
 import time
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.table import Table
 from rich.text import Text
 
 from disaggregated_inference.cli.screen import speed, stdout_console
 from disaggregated_inference.cluster import ClusterConfig, load_config
-from disaggregated_inference.errors import ConfigError
-from disaggregated_inference.orchestrator import History
+from disaggregated_inference.errors import BadRequest, ConfigError
+from disaggregated_inference.orchestrator import MOMENT_SHAPE, History, HistoryFilter, HistoryReader, moment
 
 _COLUMNS = ("#", "time", "model", "seconds", "ok", "prefill -> decode tok/s", "method")
 _NUMBERS = ("#", "seconds")
 
 
-def run(config: str | None, count: int, model: str | None, as_json: bool) -> None:
-    cluster = load_config(config)
-    limit = max(count, cluster.policies.history)
-    records = _read(_file(cluster), limit, count, model and cluster.resolve_model(model))
-    if as_json:
+_ALL = 10_000_000
+_FEW = 10
+# Of a record, as columns of a CSV file. `error` is its code.
+_FIELDS = (
+    *("number", "time", "request_id", "model", "node_model", "outcome", "error", "method"),
+    *("prefill_node", "decode_node", "caller", "plan", "warning"),
+    *("prompt_tokens", "completion_tokens", "cached_tokens", "total_time", "first_token_time", "prefill_time"),
+    *("prefill_speed", "decode_time", "decode_speed", "queue_time", "exposed_transfer_time", "kv_bytes", "attempts"),
+    *("transfer_time", "hidden_transfer_time", "output_token_time", "batch_size", "sequential_time"),
+    *("predicted_first_token_time", "energy_j", "energy_source", "cost", "cost_without"),
+)
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # how a cell begins that a spreadsheet would compute
+
+
+class HistoryOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the command line. `count` None: ten, or all where a time is given or the output is CSV."""
+
+    config: str | None = None
+    count: int | None = None
+    model: str | None = None
+    node: str | None = None
+    since: str = ""
+    until: str = ""
+    as_csv: bool = False
+    as_json: bool = False
+
+
+def run(options: HistoryOptions) -> None:
+    if options.as_csv and options.as_json:
+        raise BadRequest("--csv and --json exclude each other: give one of them")
+    cluster = load_config(options.config)
+    wanted = _filter(cluster, options)
+    every = options.as_csv or options.since or options.until
+    records = _read(_file(cluster), wanted, options.count or (_ALL if every else _FEW))
+    if options.as_csv:
+        _write_csv(records)
+    elif options.as_json:
         print(json.dumps(records, indent=2))
     elif records:
         stdout_console().print(_table(records))
     else:
-        print("no requests yet")
+        print("no requests yet" if not every else "no requests in this time")
+
+
+def _filter(cluster: ClusterConfig, options: HistoryOptions) -> HistoryFilter:
+    now, names = time.time(), [server.name for server in cluster.servers]
+    if options.node and options.node not in names:
+        raise BadRequest(f"--node: no node has the name {options.node!r}; there are {', '.join(names)}")
+    return HistoryFilter(
+        since=_moment(options.since, "--since", now) if options.since else 0.0,
+        until=_moment(options.until, "--until", now) if options.until else HistoryFilter().until,
+        model=cluster.resolve_model(options.model) if options.model else None,
+        node=options.node,
+    )
+
+
+def _moment(text: str, option: str, now: float) -> float:
+    found = moment(text, now)
+    if found is None:
+        raise BadRequest(f"{option}: {text!r} is no time; give {MOMENT_SHAPE}")
+    return found
+
+
+def _write_csv(records: list[dict[str, Any]]) -> None:
+    """Oldest first, times in UTC."""
+    writer = csv.writer(sys.stdout)
+    writer.writerow(_FIELDS)
+    for record in reversed(records):
+        writer.writerow([_csv_cell(name, record.get(name)) for name in _FIELDS])
+
+
+def _csv_cell(name: str, value: Any) -> Any:
+    if name == "time" and isinstance(value, int | float):
+        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(value))
+    if name == "error":
+        value = (value or {}).get("code") if isinstance(value, dict) else value
+    if isinstance(value, list):
+        value = ", ".join(map(str, value))
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
 def _file(config: ClusterConfig) -> Path:
@@ -39,7 +112,7 @@ def _file(config: ClusterConfig) -> Path:
     return Path(policies.history_file).expanduser()
 
 
-def _read(path: Path, limit: int, count: int, model: str | None) -> list[dict[str, Any]]:
+def _read(path: Path, wanted: HistoryFilter, count: int) -> list[dict[str, Any]]:
     if not path.exists():  # History would create it
         return []
     warnings = BufferingHandler(capacity=1000)  # History only logs that it cannot read its file: fail then
@@ -47,21 +120,24 @@ def _read(path: Path, limit: int, count: int, model: str | None) -> list[dict[st
     logger = logging.getLogger(History.__module__)
     logger.addHandler(warnings)
     try:
-        history = History(limit, str(path))
-        history.close()
+        History(1, str(path)).close()  # a file of an earlier version gets its columns
     finally:
         logger.removeHandler(warnings)
     if warnings.buffer:
         raise ConfigError(warnings.buffer[0].getMessage())
-    return history.recent(count, model)
+    try:
+        with HistoryReader.of_file(path, read_s=600) as reader:
+            return reader.records(wanted, count)
+    except sqlite3.Error as error:
+        raise ConfigError(f"the history file {path} cannot be read: {error}") from error
 
 
 def _table(records: list[dict[str, Any]]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in _COLUMNS:
         table.add_column(name, overflow="fold", justify="right" if name in _NUMBERS else "left")
-    for number, record in enumerate(records, 1):
-        table.add_row(str(number), *_cells(record))
+    for place, record in enumerate(records, 1):
+        table.add_row(str(record.get("number") or place), *_cells(record))
     return table
 
 

@@ -11,7 +11,9 @@ from disaggregated_inference.cli.arguments import AsJson
 if TYPE_CHECKING:
     from disaggregated_inference.identity import Authority, IssuedCertificate
 
-machines_app = typer.Typer(help="Keys and certificates of the machines of a cluster.", no_args_is_help=True)
+machines_app = typer.Typer(
+    help="Deploy to the machines of a cluster over ssh, start, stop and watch them; their keys.", no_args_is_help=True
+)
 keys_app = typer.Typer(
     help="Make, renew and revoke the keys by which nodes and clients of this cluster know each other.",
     no_args_is_help=True,

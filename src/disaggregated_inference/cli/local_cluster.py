@@ -23,6 +23,8 @@ class LocalServer(msgspec.Struct, frozen=True):
     model: str
     engine: str
     host: str = "127.0.0.1"
+    power_w: float | None = None  # of a simulated machine, as published
+    idle_power_w: float | None = None
 
 
 _DEFAULT = (
@@ -40,13 +42,15 @@ def read_cluster_file() -> str:
 
 
 @contextmanager
-def cluster_file(prefill: LocalServer, decode: LocalServer) -> Iterator[Path]:
-    """A file of this process, while its cluster runs: a second `disagg up` must not change it. A copy stays."""
+def cluster_file(prefill: LocalServer, decode: LocalServer, gbps: float | None = None) -> Iterator[Path]:
+    """A file of this process, while its cluster runs: a second `disagg up` must not change it. A copy stays. `gbps`:
+    the line rate between simulated machines."""
+    text = _text(prefill, decode, gbps)
     make_private_folder(_folder())
     path, last = _folder() / f"{os.getpid()}.json", _folder() / "cluster.json"
-    path.write_text(_text(prefill, decode), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     new = last.with_suffix(f".{os.getpid()}")
-    new.write_text(_text(prefill, decode), encoding="utf-8")
+    new.write_text(text, encoding="utf-8")
     new.replace(last)
     try:
         yield path
@@ -78,14 +82,17 @@ def short_name(model: str) -> str:
     return model.rstrip("/").rpartition("/")[2] if os.sep in model else model
 
 
-def _text(prefill: LocalServer, decode: LocalServer) -> str:
-    content: dict[str, Any] = {
-        "prefill_servers": [msgspec.to_builtins(prefill)],
-        "decode_servers": [msgspec.to_builtins(decode)],
-    }
+def _text(prefill: LocalServer, decode: LocalServer, gbps: float | None = None) -> str:
+    content: dict[str, Any] = {"prefill_servers": [_entry(prefill)], "decode_servers": [_entry(decode)]}
+    if gbps:
+        content["links"] = [{"prefill": prefill.name, "decode": decode.name, "gbps": gbps}]
     if os.environ.get("DISAGG_IDENTITY"):  # these nodes have none
         for server in content["prefill_servers"] + content["decode_servers"]:
             server["tls"] = False
     if (short := short_name(prefill.model)) != prefill.model:
         content["models"] = {prefill.model: {"aliases": [short]}}
     return json.dumps(content, indent=2) + "\n"
+
+
+def _entry(server: LocalServer) -> dict[str, Any]:
+    return {name: value for name, value in msgspec.to_builtins(server).items() if value is not None}

@@ -10,12 +10,38 @@ import typer
 
 from disaggregated_inference import __version__
 from disaggregated_inference.bench.commands import bench_app
-from disaggregated_inference.cli.arguments import AsJson, Drain, IdentityFolder, LocalModel, LogLevel, Token, TokenFile
+from disaggregated_inference.cli.arguments import (
+    AsJson,
+    ClusterTokenFile,
+    Drain,
+    IdentityFolder,
+    LocalModel,
+    LogLevel,
+    Token,
+    TokenFile,
+)
 from disaggregated_inference.cli.commands import cluster_app
 from disaggregated_inference.cli.config import config_app
 from disaggregated_inference.cli.gateway import gateway_app
-from disaggregated_inference.cli.keys import machines_app
+from disaggregated_inference.cli.machine_commands import machines_app
 from disaggregated_inference.cli.models import models_app
+from disaggregated_inference.cli.serve_arguments import (
+    EngineThreadCount,
+    IdleUnload,
+    Insecure,
+    KeepAlive,
+    KVAddresses,
+    KVPort,
+    KVSecurityMode,
+    LeaseSeconds,
+    NodePort,
+    PrefixMemory,
+    TrustedLink,
+    VllmArguments,
+    VllmPython,
+    VllmSocket,
+    VllmUrl,
+)
 from disaggregated_inference.errors import DisaggError
 
 app = typer.Typer(
@@ -36,7 +62,8 @@ app.add_typer(bench_app, name="bench")
 Engine = Annotated[
     str,
     typer.Option(
-        help="torch, mlx, llamacpp (GGUF files), ollama (a running Ollama; moves no KV) or simulated (no inference)."
+        help="torch, mlx, llamacpp (GGUF files), vllm (its own process; prefill and whole answers), ollama (a running"
+        " Ollama; moves no KV) or simulated (no inference)."
         " Default: torch for --role prefill, else mlx."
     ),
 ]
@@ -111,7 +138,8 @@ def demo(
 def up(
     model: LocalModel = "",
     prefill_engine: Annotated[
-        str, typer.Option(help="Engine of the prefill node: torch, mlx or llamacpp. Default: the first installed.")
+        str,
+        typer.Option(help="Engine of the prefill node: torch, mlx, llamacpp or vllm. Default: the first installed."),
     ] = "",
     decode_engine: Annotated[
         str, typer.Option(help="Engine of the decode node: mlx, torch or llamacpp. Default: the first installed.")
@@ -197,6 +225,52 @@ def chaos(
 
 
 @app.command()
+def doctor(
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Every machine of the cluster file by ssh, and the paths between them.")
+    ] = False,
+    config: Annotated[
+        str | None, typer.Option("--config", "-c", metavar="PATH", help="Cluster file. Default: as for `status`.")
+    ] = None,
+    machine: Annotated[
+        list[str] | None,
+        typer.Option("--machine", "-m", metavar="NAME", help="Only this machine of the cluster; repeatable."),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=10, help="Longest transfer for each path, which has at most 1 GB.")
+    ] = 3.0,
+    token_file: ClusterTokenFile = "",
+    listing: Annotated[
+        bool, typer.Option("--list", help="Print every check, why it matters and what mends it.")
+    ] = False,
+    expected: Annotated[
+        bool, typer.Option("--expected", hidden=True, help="Read from standard input what should run here.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Look for what is wrong with this machine or this cluster: each finding says why it matters and what mends it.
+
+    The exit code is 0 without warnings, 3 with warnings, 4 with errors. Nothing is changed. docs/TROUBLESHOOTING.md has
+    every finding."""
+    from disaggregated_inference.cli.doctor import DoctorSettings, run
+
+    if listing:
+        from disaggregated_inference.doctor import reference
+
+        typer.echo(reference(), nl=False)
+        raise typer.Exit
+    settings = DoctorSettings(
+        cluster=cluster,
+        config=config,
+        token_file=token_file,
+        machines=tuple(machine or ()),
+        seconds=seconds,
+        expected=expected,
+    )
+    raise typer.Exit(run(settings, as_json))
+
+
+@app.command()
 def serve(
     context: typer.Context,
     role: Annotated[str, typer.Option(help="prefill, decode or both.")] = "both",
@@ -204,70 +278,36 @@ def serve(
     engine: Engine = "",
     profile: Profile = "",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, help="HTTP port; 0: any free port. Default: 8000 for prefill, else 8001."),
-    ] = None,
+    port: NodePort = None,
     token: Token = "",
     token_file: TokenFile = "",
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Allow an address other than loopback without identity and token.")
-    ] = False,
+    insecure: Insecure = False,
     identity: IdentityFolder = "",
-    trusted_link: Annotated[
-        str,
-        typer.Option(
-            metavar="WORDS",
-            help='Say in words why nothing else is on the network between the nodes, such as "the cable between spark-1'
-            ' and mac-1". Allows an address other than loopback without --identity.',
-        ),
-    ] = "",
+    trusted_link: TrustedLink = "",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: chosen for the machine.")] = "",
     chunk: Annotated[int, typer.Option(min=0, help="Prompt tokens per chunk; 0: chosen for the machine.")] = 0,
-    threads: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=1024,
-            help="CPU threads of the engine; 0: OMP_NUM_THREADS, else nodes on one machine divide its cores.",
-        ),
-    ] = 0,
-    kv_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port for KV transfers; 0: any free port. Decode nodes have none.")
-    ] = 8100,
-    kv_address: Annotated[
-        list[str] | None,
-        typer.Option(help="HOST or HOST:PORT for KV transfers, fastest link first; repeatable. Default: --host."),
-    ] = None,
-    lease_s: Annotated[
-        float, typer.Option("--lease", min=1, help="Lease of an unfetched KV cache, in seconds.")
-    ] = 60.0,
+    threads: EngineThreadCount = 0,
+    kv_port: KVPort = 8100,
+    kv_address: KVAddresses = None,
+    lease_s: LeaseSeconds = 60.0,
     kv_streams: Annotated[int, typer.Option(min=1, max=64, help="Connections per KV transfer.")] = 2,
-    kv_security: Annotated[
-        str,
-        typer.Option(
-            help="Of KV transfers from this node: tls, authenticated (cannot be altered, can be read) or plain."
-            " Default: tls with --identity, else plain."
-        ),
-    ] = "",
+    kv_security: KVSecurityMode = "",
     kv_codec: Annotated[str, typer.Option(help="raw, or int8 (lossy) for links slower than the prefill.")] = "raw",
     kv_memory: Annotated[str, typer.Option(help="Memory for KV caches, such as 8G. Default: from free memory.")] = "",
-    prefix_memory: Annotated[
-        str, typer.Option(help="Part of --kv-memory for the prefix cache; 0: no prefix cache. Default: a quarter.")
-    ] = "",
+    prefix_memory: PrefixMemory = "",
     prefix_disk: Annotated[str, typer.Option(help="Folder for prefixes that survive restarts. Default: none.")] = "",
     prefix_disk_size: Annotated[str, typer.Option(help="Maximum size of that folder.")] = "10G",
     queue: Annotated[int, typer.Option(min=0, help="Maximum number of requests that wait for memory.")] = 256,
-    idle_unload_s: Annotated[
-        float, typer.Option("--idle-unload", min=0, help="Unload an idle model after this many seconds; 0: never.")
-    ] = 0.0,
+    idle_unload_s: IdleUnload = 0.0,
     drain_s: Drain = 60,
     ollama_host: Annotated[str, typer.Option(help="URL of Ollama, for --engine ollama.")] = "http://localhost:11434",
     ollama_context: Annotated[int, typer.Option(min=256, help="Maximum context length in Ollama, in tokens.")] = 32768,
     ollama_slots: Annotated[int, typer.Option(min=1, help="Concurrent requests in Ollama (OLLAMA_NUM_PARALLEL).")] = 4,
-    keep_alive: Annotated[
-        str, typer.Option(help="How long Ollama keeps an idle model: 30m, or -1 for ever. Default: Ollama's setting.")
-    ] = "",
+    keep_alive: KeepAlive = "",
+    vllm_python: VllmPython = "",
+    vllm_url: VllmUrl = "",
+    vllm_args: VllmArguments = "",
+    vllm_socket: VllmSocket = "",
     log_level: LogLevel = "warning",
 ) -> None:
     """Run a node: a prefill node, a decode node, or both in one. Ctrl-C stops it.

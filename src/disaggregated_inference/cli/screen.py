@@ -12,6 +12,11 @@ _CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(co
 _PIPED_COLUMNS = 1000  # without a terminal, every table row stays on one line
 
 
+def one_line(text: str) -> str:
+    """Text of a node or a client, fit for one line of a terminal."""
+    return text.translate(_CONTROLS).replace("\n", " ").replace("\t", " ")
+
+
 def mute_logs() -> None:
     """Log lines would break up the completion; `--metrics` and `disagg status` show the same facts."""
     logging.getLogger("disaggregated_inference").addHandler(logging.NullHandler())

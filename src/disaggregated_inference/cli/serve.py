@@ -87,6 +87,8 @@ def _title(role: str, model: str, engine: str, profile: str = "") -> str:
 def _ready(facts: dict[str, Any]) -> Iterator[str]:
     seconds = f" after {facts['seconds']} s" if "seconds" in facts else ""
     yield f"ready{seconds}: {facts.get('url') or _url(facts['host'], facts['port'], facts.get('scheme', 'http'))}"
+    if dashboard := facts.get("dashboard"):
+        yield f"  dashboard: {dashboard}"
     if addresses := facts.get("kv_addresses"):
         yield f"  KV transfers: {', '.join(addresses)}"
     if limit := facts.get("kv_limit_bytes"):

@@ -24,7 +24,7 @@ from disaggregated_inference.cli.progress import steps
 from disaggregated_inference.cli.serve import spinner
 from disaggregated_inference.cluster import without_token
 from disaggregated_inference.engines import file_kind, require_engine
-from disaggregated_inference.engines.simulated import parse_profile
+from disaggregated_inference.engines.simulated import Profile, line_gbps, parse_profile
 from disaggregated_inference.errors import BadRequest, DisaggError, EngineUnavailable
 from disaggregated_inference.http import is_free, require_free_port
 from disaggregated_inference.local_nodes import (
@@ -38,7 +38,7 @@ from disaggregated_inference.local_nodes import (
 from disaggregated_inference.models import ModelFiles, ModelStore
 
 _EMBEDDED, _SIMULATED = "smollm2", "simulated:qwen3-30b-a3b"
-_ENGINES = {"prefill": ("torch", "mlx", "llamacpp"), "decode": ("mlx", "torch", "llamacpp")}  # best first
+_ENGINES = {"prefill": ("torch", "mlx", "llamacpp", "vllm"), "decode": ("mlx", "torch", "llamacpp")}  # best first
 _DRAIN = ("--drain", "2")  # seconds for running requests: a person waits
 _WATCH_S = 0.2
 _PROFILE = re.compile(r"\s*custom:[^,]*,[^,]*|[^,]+")  # a custom one has a comma of its own
@@ -67,7 +67,7 @@ def run(settings: UpSettings) -> None:
     with stopping([decode, prefill]):
         _show_start(console, [prefill, decode])
         _check_peer(console, plan.model, prefill, decode)
-        with cluster_file(plan.server(prefill), plan.server(decode)) as path:
+        with cluster_file(plan.server(prefill), plan.server(decode), plan.gbps) as path:
             _serve(console, plan, [prefill, decode], path, settings.port)
     console.print("stopped: the gateway, the decode node and the prefill node")
 
@@ -103,7 +103,7 @@ class _Plan(msgspec.Struct, frozen=True):
         engines = {role: name or _installed(role) for role, name in engines.items()}
         with steps() as progress:  # both nodes then find the files
             for name in engines.values():
-                require_engine(name)
+                _require(name)
                 model = ModelStore().resolve(settings.model or _EMBEDDED, progress, file_kind(name))
         if model.simulated:
             raise BadRequest(f"{model.name} has no weights: add --simulated dgx-spark,m3-ultra")
@@ -142,7 +142,28 @@ class _Plan(msgspec.Struct, frozen=True):
 
     def server(self, node: LocalNode) -> LocalServer:
         name = f"{node.role}-{self.profiles[node.role]}" if self.profiles else node.role
-        return LocalServer(name, int(node.url.rpartition(":")[2]), self.model.name, node.engine)
+        entry = LocalServer(name, int(node.url.rpartition(":")[2]), self.model.name, node.engine)
+        if not self.profiles:
+            return entry
+        machine = self._machine(node.role)
+        return msgspec.structs.replace(entry, power_w=machine.power_w, idle_power_w=machine.idle_power_w)
+
+    @property
+    def gbps(self) -> float | None:
+        """The line rate between the simulated machines. Their bytes really go through this machine's memory."""
+        return line_gbps(self._machine("prefill"), self._machine("decode")) if self.profiles else None
+
+    def _machine(self, role: str) -> Profile:
+        return parse_profile(self.profiles[role], self.model.name.partition(":")[2])
+
+
+def _require(engine: str) -> None:
+    """vLLM has an environment of its own."""
+    if engine != "vllm":
+        return require_engine(engine)
+    from disaggregated_inference.vllm_node import find_python, probe
+
+    probe(find_python(""))
 
 
 def _installed(role: str) -> str:
@@ -207,6 +228,7 @@ def _how_to(plan: _Plan, url: str, path: Path) -> str:
     simulated = "\nSIMULATED: the answers are numbers in brackets\n" if plan.profiles else ""
     return f"""
 ready: {url}/v1 (OpenAI), {url} (Anthropic, Ollama)
+dashboard: {url}/dashboard
 {simulated}
 curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}
 

@@ -6,7 +6,9 @@ from typing import Any
 
 from disaggregated_inference.engines.base import Engine, Logits, Sequence, Tokens, chunks
 from disaggregated_inference.engines.memory import available_bytes
+from disaggregated_inference.engines.rows import RowAllocator
 from disaggregated_inference.engines.scoring import Scoring, chunk_scoring
+from disaggregated_inference.engines.versions import EnginePackage, engine_packages
 from disaggregated_inference.errors import DisaggError, EngineUnavailable, ModelDamaged, ModelUnsupported
 from disaggregated_inference.models import ENGINE_FILES, SIMULATED_MODELS, FileKind, ModelFiles
 
@@ -36,7 +38,7 @@ def load_engine(name: str, model: ModelFiles, **options: Any) -> Engine:
 def require_engine(name: str) -> None:
     """Check an engine's name and its packages before anything is loaded."""
     if name not in ENGINES:
-        raise EngineUnavailable(f"unknown engine {name!r}: choose {', '.join(ENGINES)}, or ollama")
+        raise EngineUnavailable(f"unknown engine {name!r}: choose {', '.join(ENGINES)}, vllm or ollama")
     if missing := [package for package in ENGINES[name] if not any(map(_installed, package.split(" or ")))]:
         raise EngineUnavailable(
             f"engine {name!r} needs {', '.join(missing)}: pip install 'disaggregated-inference[{name}]'"
@@ -77,13 +79,16 @@ def _require_right_kind(name: str, model: ModelFiles) -> None:
 __all__ = [
     "ENGINES",
     "Engine",
+    "EnginePackage",
     "Logits",
+    "RowAllocator",
     "Scoring",
     "Sequence",
     "Tokens",
     "available_bytes",
     "chunk_scoring",
     "chunks",
+    "engine_packages",
     "file_kind",
     "load_engine",
     "require_engine",

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from disaggregated_inference.errors import BadRequest, DisaggError
+from disaggregated_inference.gateway import dashboard
 from disaggregated_inference.gateway.adapter import Adapter
 from disaggregated_inference.gateway.anthropic import routes as anthropic
 from disaggregated_inference.gateway.auth import AuthMiddleware, Keys
@@ -19,6 +20,7 @@ from disaggregated_inference.gateway.cluster import routes as cluster
 from disaggregated_inference.gateway.ollama import routes as ollama
 from disaggregated_inference.gateway.openai import responses
 from disaggregated_inference.gateway.openai import routes as openai
+from disaggregated_inference.gateway.route_index import RouteIndex
 from disaggregated_inference.http import error_headers, json_response, request_id
 from disaggregated_inference.orchestrator import DisaggregatedInference
 
@@ -30,13 +32,13 @@ ADAPTERS: tuple[Adapter, ...] = (anthropic, ollama, responses, cluster, openai)
 
 def gateway_app(core: DisaggregatedInference, keys: Keys, cors_origins: tuple[str, ...] = ()) -> Starlette:
     """`app.state.core` is replaced when a new config is loaded: each config has its own orchestrator."""
-    routes = [route for adapter in ADAPTERS for route in adapter.routes()]
+    routes = [*(route for adapter in ADAPTERS for route in adapter.routes()), *dashboard.routes()]
     middleware = [Middleware(_Failures), Middleware(AuthMiddleware, keys=keys, describe=describe)]
     if cors_origins:
         anything: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["*"]}
         middleware.insert(0, Middleware(CORSMiddleware, allow_origins=cors_origins, **anything))
     handlers: dict[Any, Any] = {DisaggError: _refuse, HTTPException: _no_route}
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    app = Starlette(routes=[RouteIndex(routes), *routes], middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False  # a redirect would follow the Host header of the request
     app.state.core = core
     core.on_end.append(keys.ended)

@@ -15,13 +15,14 @@ from disaggregated_inference.api import RequestRecord
 from disaggregated_inference.cluster import ClusterConfig, ModelOptions, PrefixSharing, bare_name
 from disaggregated_inference.errors import BadRequest, NotForThisKey, RateLimited, Unauthorized
 from disaggregated_inference.gateway.budgets import Budget
+from disaggregated_inference.gateway.dashboard import is_dashboard
 from disaggregated_inference.gateway.key_file import HOW, Key, read_keys
 from disaggregated_inference.http import is_loopback, request_id
 
 log = logging.getLogger(__name__)
 
 # Health checks, and what is the same for every cluster.
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/openapi.json"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/openapi.json", "/dashboard"})
 
 Describe = Callable[[HTTPConnection, Exception], Response]
 
@@ -44,7 +45,11 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     def only_own(self) -> str | None:
         """The name whose requests alone this caller sees; None: those of all, where no keys are needed or the key is
         an operator's."""
-        return self.name if self.owner and not self.operator else None
+        return None if self.sees_all else self.name
+
+    @property
+    def sees_all(self) -> bool:
+        return self.operator or not self.owner
 
     def require_all(self) -> None:
         """For paths that show the whole cluster: all models, and the machines that serve them."""
@@ -170,7 +175,7 @@ class AuthMiddleware:
         try:
             caller = self._keys.caller(_keys_in(scope))
         except Unauthorized:
-            if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
+            if _is_open(scope["path"]) and scope["method"] in ("GET", "HEAD"):
                 return Caller(name="unknown", known=False)
             raise
         return caller.among(scope["app"].state.core.config)
@@ -187,6 +192,10 @@ class AuthMiddleware:
         if budget := self._keys.budget(caller.get("caller", "")):
             response.headers.update(budget.headers())
         return response
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or is_dashboard(path)
 
 
 def _with_limits(send: Send, budget: Budget) -> Send:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
@@ -10,13 +11,14 @@ import msgspec
 
 from disaggregated_inference.api import RequestRecord
 from disaggregated_inference.errors import QueueFull
+from disaggregated_inference.gateway.cluster.seen import seen_request, seen_status, seen_summary
 from disaggregated_inference.orchestrator import DisaggregatedInference
 from disaggregated_inference.timeouts import GatewayTimeouts
 
 log = logging.getLogger(__name__)
 
 _MAX_QUEUED = 256  # events for a subscriber that does not read; then it is dropped
-_CHANGING_FIELDS = ("heard_s_ago", "warmth")  # of a node: they always change and are no news
+_CHANGING_FIELDS = ("heard_s_ago", "warmth", "readings")  # of a node: they always change and are no news
 
 
 class Subscriber:
@@ -33,6 +35,13 @@ class Subscriber:
             return False
         self.events.put_nowait(event)
         return True
+
+    async def take(self) -> bytes:
+        """All events that wait, in one piece; empty at the end."""
+        found = [await self.events.get()]
+        while not self.events.empty():
+            found.append(self.events.get_nowait())
+        return b"".join(event for event in found if event) if None not in found else b""
 
     def end(self) -> None:
         """Events that were not sent are dropped, and their memory is freed."""
@@ -53,6 +62,10 @@ class EventStream:
         self._core, self._timeouts, self._max_subscribers = core, timeouts, max_subscribers
         self.subscribers: set[Subscriber] = set()
         self._polling: asyncio.Task[None] | None = None
+        self._status: dict[bool, bytes] = {}  # the newest, encoded once for those that see all, once for the others
+        self._status_at = -math.inf
+        self._summing: asyncio.TimerHandle | None = None
+        self._news: set[str] = set()  # callers whose requests ended since the last summary
         core().on_end.append(self.ended)
 
     def require_room(self) -> None:
@@ -61,28 +74,58 @@ class EventStream:
             raise QueueFull(message, round(self._timeouts.event_quiet_s))
 
     async def listen(self, caller: str | None = None) -> AsyncGenerator[bytes, None]:
-        """Events until the client leaves or is too slow. Requests: of this caller; None: all."""
+        """Events until the client leaves or is too slow. Requests: of this caller; None: all. Events that come within
+        `event_batch_s` are sent together: 50 subscribers cost little while hundreds of requests end."""
         subscriber = Subscriber(caller)
         self.subscribers.add(subscriber)
         if self._polling is None:
             self._polling = asyncio.create_task(self._poll())
         try:
-            yield encode_event("status", await self._core().status())
-            while (event := await subscriber.events.get()) is not None:
-                yield event
+            yield await self._snapshot(caller is None)
+            while events := await subscriber.take():
+                yield events
+                await asyncio.sleep(self._timeouts.event_batch_s)
         finally:
             self._remove(subscriber)
 
+    async def _snapshot(self, sees_all: bool) -> bytes:
+        """The status for a new subscriber: of the last poll, if that was a moment ago."""
+        if time.monotonic() - self._status_at >= self._timeouts.event_poll_s:
+            self._keep(await self._core().status())
+        return self._status[sees_all]
+
+    def _keep(self, status: dict[str, Any]) -> None:
+        seen = {True: status, False: seen_status(status, "")}
+        self._status = {sees_all: encode_event("status", each) for sees_all, each in seen.items()}
+        self._status_at = time.monotonic()
+
     def close(self) -> None:
         """Ends every stream: the server is stopping."""
+        if self._summing:
+            self._summing.cancel()
         for subscriber in list(self.subscribers):
             subscriber.end()
             self._remove(subscriber)
 
     def ended(self, record: RequestRecord) -> None:
+        """Medians of many requests are no news of one: the summary comes a moment later, for all that ended by then."""
         seeing = [each for each in self.subscribers if each.caller in (None, record.caller)]
-        if seeing:
-            self._publish(encode_event("request", record.row()), seeing)
+        if not seeing:
+            return
+        row = record.row()
+        for caller in {each.caller for each in seeing}:
+            event = encode_event("request", seen_request(row, caller))
+            self._publish(event, [each for each in seeing if each.caller == caller])
+        self._news.add(record.caller)
+        if self._summing is None:
+            loop = asyncio.get_running_loop()
+            self._summing = loop.call_later(self._timeouts.event_poll_s, self._summarise)
+
+    def _summarise(self) -> None:
+        core, news, self._news, self._summing = self._core(), self._news, set(), None
+        for caller in {each.caller for each in self.subscribers if each.caller is None or each.caller in news}:
+            event = encode_event("summary", seen_summary(core, caller))
+            self._publish(event, [each for each in self.subscribers if each.caller == caller])
 
     def _publish(self, event: bytes, subscribers: Iterable[Subscriber]) -> None:
         for subscriber in list(subscribers):
@@ -107,7 +150,9 @@ class EventStream:
             now, news = time.monotonic(), _without_changing_fields(status)
             if news != sent or now - sent_at >= self._timeouts.event_quiet_s:
                 sent, sent_at = news, now
-                self._publish(encode_event("status", status), self.subscribers)
+                self._keep(status)
+                for sees_all, event in self._status.items():
+                    self._publish(event, [each for each in self.subscribers if (each.caller is None) == sees_all])
 
 
 def encode_event(name: str, content: Any) -> bytes:
@@ -116,4 +161,4 @@ def encode_event(name: str, content: Any) -> bytes:
 
 def _without_changing_fields(status: dict[str, Any]) -> bytes:
     nodes = [{name: value for name, value in node.items() if name not in _CHANGING_FIELDS} for node in status["nodes"]]
-    return msgspec.json.encode(status | {"nodes": nodes})
+    return msgspec.json.encode(status | {"nodes": nodes, "uptime": None})

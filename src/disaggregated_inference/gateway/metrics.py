@@ -6,20 +6,29 @@ orchestrator; else "other".
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator
 from functools import cache
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from disaggregated_inference import errors
 from disaggregated_inference.api import RequestRecord
 from disaggregated_inference.errors import DisaggError
-from disaggregated_inference.orchestrator import FALLBACK_WARNING, DisaggregatedInference
+from disaggregated_inference.observe import reading_gauges
+from disaggregated_inference.orchestrator import (
+    FALLBACK_WARNING,
+    WAITING_PHASES,
+    DisaggregatedInference,
+    NodeState,
+)
 
 log = logging.getLogger(__name__)
+
+_BATCH = 64  # counted one after the other, while the code is in the processor's caches
 
 # Buckets of the conventions; the last three of the first are for long prompts.
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -28,13 +37,13 @@ _DURATION_S = tuple(0.01 * 2**step for step in range(14))
 _LONG_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)  # vLLM's
 _TOKENS = tuple(4**step for step in range(14))
 _TRANSFER_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_FAILOVER_S = (0.1, 0.25, 0.5, 1, 2, 3, 4, 5, 7.5, 10, 20, 40, 80)
 _SHARE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
 
 _PROVIDER = "disaggregated_inference"
 _OPERATIONS = ("chat", "text_completion")
 _INFO = ("name", "role", "engine", "model", "node_model")  # of a node's status: the labels of disagg_node_info
 _BREAKER = {"closed": 0, "half_open": 1, "open": 2}
-_WAITING_PHASES = ("queue", "admission", "prefill queue")  # phases without work for the request
 _NODE_CODES = ("unreachable", "unauthorized", "stuck", "stream_ended", "bad_answer", "internal_error", "failed")
 
 
@@ -54,6 +63,8 @@ class GatewayMetrics:
     ) -> None:
         self.registry = registry = CollectorRegistry()
         self._core, self._keys, self._gauges = core, keys, _Gauges()
+        self._uncounted: list[RequestRecord] = []
+        self._sums: defaultdict[tuple[str, tuple[str, ...]], float] = defaultdict(float)  # by counter and labels
         # Labels have few values, and functools finds their series faster.
         self._histograms = {
             name: cache(Histogram(name, text, labels, buckets=buckets, registry=registry).labels)
@@ -68,15 +79,26 @@ class GatewayMetrics:
 
     async def text(self) -> bytes:
         core = self._core()
-        self._gauges.families = list(_gauges_of(core, await core.status()))
+        nodes = (await core.start()).nodes.values()
+        self._gauges.families = [*_gauges_of(core, await core.status()), *_readings_of(nodes)]
+        self.count_ended()
+        self._add_sums()
         return generate_latest(self.registry)
 
     def ended(self, record: RequestRecord) -> None:
-        """A request is answered even if it cannot be counted."""
-        try:
-            self._count(record)
-        except Exception:
-            log.exception("a request was not counted", extra={"request_id": record.request_id})
+        """It is counted with the next ones, or when the figures are read."""
+        self._uncounted.append(record)
+        if len(self._uncounted) >= _BATCH:
+            self.count_ended()
+
+    def count_ended(self) -> None:
+        """By the present config: also before that changes. A request is answered even if it cannot be counted."""
+        records, self._uncounted = self._uncounted, []
+        for record in records:
+            try:
+                self._count(record)
+            except Exception:
+                log.exception("a request was not counted", extra={"request_id": record.request_id})
 
     def refused(self, error: Exception, key: str = "") -> None:
         """Counts refusals (4xx) of the gateway or a node; other errors are no refusals. `key`: whose budget it was."""
@@ -87,7 +109,13 @@ class GatewayMetrics:
                 self._add("disagg_key_refused", 1, _one_of(key, self._keys()), reason)
 
     def _add(self, name: str, value: float, *labels: str) -> None:
-        self._counters[name](*labels).inc(value)
+        """Summed up until the figures are read."""
+        self._sums[name, labels] += value
+
+    def _add_sums(self) -> None:
+        sums, self._sums = self._sums, defaultdict(float)
+        for (name, labels), value in sums.items():
+            self._counters[name](*labels).inc(value)
 
     def _observe(self, name: str, value: float, *labels: str) -> None:
         self._histograms[name](*labels).observe(value)
@@ -99,16 +127,20 @@ class GatewayMetrics:
         self._count_times(model, genai, record)
         self._count_tokens(model, genai, record)
         self._count_transfer(model, record)
-        self._count_failovers(record)
+        self._count_failovers(model, record)
         self._count_nodes(record)
         self._count_key(record)
+        if record.ok and record.sequential_time is not None:
+            self._add("disagg_sequential_seconds", record.sequential_time, model)
         for name, value in (("disagg_energy_wh", record.energy_wh), ("disagg_cost", record.cost)):
             if value is not None:  # unknown values make no series: 0 would be wrong
                 self._add(name, value, model)
+        if record.prompt_tokens_recomputed is not None and str(record.method).startswith("disaggregated"):
+            self._add("disagg_prompt_tokens_recomputed", record.prompt_tokens_recomputed, model)
 
     def _count_times(self, model: str, genai: tuple[str, ...], record: RequestRecord) -> None:
         total_s, first_s = record.total_time, record.first_token_time
-        waited_s = sum(phase.seconds for phase in record.waterfall if phase.name in _WAITING_PHASES)
+        waited_s = sum(phase.seconds for phase in record.waterfall if phase.name in WAITING_PHASES)
         error = _one_of(record.error.code, STATUS_OF) if record.error else ""  # Prometheus drops empty labels
         self._observe("gen_ai_server_request_duration_seconds", total_s, *genai, error)
         self._observe("vllm:e2e_request_latency_seconds", total_s, model)
@@ -119,8 +151,7 @@ class GatewayMetrics:
             self._observe("vllm:request_prefill_time_seconds", record.prefill_time, model)
             self._observe("vllm:request_decode_time_seconds", record.decode_time, model)
             self._observe("vllm:request_inference_time_seconds", max(0.0, total_s - waited_s), model)
-        if record.decode_speed:
-            per_token_s = record.n / record.decode_speed  # the speed is that of all choices together
+        if per_token_s := record.output_token_time:
             self._observe("gen_ai_server_time_per_output_token_seconds", per_token_s, *genai)
             self._observe("vllm:inter_token_latency_seconds", per_token_s, model)
             self._observe("vllm:request_time_per_output_token_seconds", per_token_s, model)
@@ -141,16 +172,19 @@ class GatewayMetrics:
     def _count_transfer(self, model: str, record: RequestRecord) -> None:
         fetch_s, exposed_s = record.fetch_time, record.exposed_transfer_time or 0.0
         if record.kv_paths and fetch_s:
-            self._observe("disagg_kv_transfer_seconds", fetch_s, model)
+            self._observe("disagg_kv_transfer_seconds", record.transfer_time or fetch_s, model)
             self._add("disagg_kv_transfer_bytes", record.kv_bytes or 0, model)
             self._observe("disagg_exposed_transfer_seconds", exposed_s, model)
-            self._observe("disagg_overlap_ratio", max(0.0, 1 - exposed_s / fetch_s), model)
+            self._observe("disagg_overlap_ratio", _hidden_share(record), model)
             self._observe("disagg_kv_inject_seconds", record.inject_time or 0.0, model)
 
-    def _count_failovers(self, record: RequestRecord) -> None:
+    def _count_failovers(self, model: str, record: RequestRecord) -> None:
         codes = [_one_of(failover.code, STATUS_OF) for failover in record.failovers]
         for code in codes:
             self._add("disagg_failover", 1, code)
+        for failover in record.failovers:
+            if failover.stall_s is not None:
+                self._observe("disagg_failover_stall_seconds", failover.stall_s, model)
         if record.warning == FALLBACK_WARNING:
             self._add("disagg_fallback", 1, codes[-1] if codes else "no_prefill_node")
 
@@ -164,16 +198,24 @@ class GatewayMetrics:
 
     def _count_nodes(self, record: RequestRecord) -> None:
         """Energy over tokens is joules per token of a node, for prefill and decode."""
-        power_w = {server.name: server.power_w for server in self._core().config.servers}
+        names = {server.name for server in self._core().config.servers}
         computed = round(record.prefill_speed * record.prefill_time)
-        for phase, node, tokens, seconds in (
-            ("prefill", record.prefill_node, computed, record.prefill_time),
-            ("decode", record.decode_node, record.completion_tokens, record.decode_time),
+        for phase, node, tokens in (
+            ("prefill", record.prefill_node, computed),
+            ("decode", record.decode_node, record.completion_tokens),
         ):
-            if node in power_w:
+            if node in names:
                 self._add("disagg_node_tokens", tokens, node, phase)
-                if (watts := power_w[node]) is not None:
-                    self._add("disagg_node_energy_joules", watts * seconds, node, phase)
+        for share in record.energy:
+            if share.node in names:
+                self._add("disagg_node_energy_joules", share.joules, share.node, share.phase, share.source)
+
+
+def _hidden_share(record: RequestRecord) -> float:
+    """Of the transfer; an earlier node tells of the whole fetch alone."""
+    if record.transfer_time:
+        return (record.hidden_transfer_time or 0.0) / record.transfer_time
+    return max(0.0, 1 - (record.exposed_transfer_time or 0.0) / record.fetch_time) if record.fetch_time else 0.0
 
 
 def _one_of(value: str | None, known: Container[str]) -> str:
@@ -183,13 +225,15 @@ def _one_of(value: str | None, known: Container[str]) -> str:
 class _Gauges(Collector):
     """From the orchestrator's status at the last scrape."""
 
-    families: Iterable[GaugeMetricFamily] = ()
+    families: Iterable[GaugeMetricFamily | CounterMetricFamily] = ()
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
+    def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
         return self.families
 
 
-def _gauges_of(core: DisaggregatedInference, status: dict[str, Any]) -> Iterator[GaugeMetricFamily]:
+def _gauges_of(
+    core: DisaggregatedInference, status: dict[str, Any]
+) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
     names = {server.name for server in core.config.servers}
     nodes = [node for node in status["nodes"] if node["name"] in names]
     queues = [(model, status["queue"].get(model, {})) for model in core.config.names]
@@ -202,14 +246,24 @@ def _gauges_of(core: DisaggregatedInference, status: dict[str, Any]) -> Iterator
         ("disagg_node_usable", lambda node: node["usable"]),
         ("disagg_node_misnamed", lambda node: node["misnamed"]),
         ("disagg_breaker_state", lambda node: _BREAKER[node["breaker"]]),
+        ("disagg_node_slots", lambda node: node["slots"]["most"]),
+        ("disagg_node_slots_used", lambda node: node["slots"]["used"]),
         ("disagg_node_kv_held_bytes", lambda node: node["kv"]["held_bytes"]),
         ("disagg_node_kv_reserved_bytes", lambda node: node["kv"]["reserved_bytes"]),
         ("disagg_node_kv_limit_bytes", lambda node: node["kv"]["total_limit_bytes"] or node["kv"]["limit_bytes"]),
     ):
         yield _gauge(name, [([node["name"]], value(node)) for node in nodes])
     yield _gauge("disagg_node_info", [([node[name] or "" for name in _INFO], 1.0) for node in nodes])
+    yield _gauge("disagg_uptime_share", [] if status["uptime"] is None else [([], status["uptime"])])
+    yield CounterMetricFamily("disagg_busy_seconds", "Time in which at least one request ran", core.busy_s)
     links = [([link["prefill"], link["decode"]], link["bytes_per_s"]) for link in status["links"]]
     yield _gauge("disagg_link_goodput_bytes_per_second", links)
+
+
+def _readings_of(nodes: Iterable[NodeState]) -> Iterator[GaugeMetricFamily]:
+    """Of the nodes that answer: an old reading is none."""
+    found = [([node.name], node.status.readings) for node in nodes if node.reachable and node.status]
+    return reading_gauges([(labels, readings) for labels, readings in found if readings], ["node"])
 
 
 def _kv_usage(nodes: list[dict[str, Any]], model: str) -> float:
@@ -250,9 +304,11 @@ HISTOGRAMS: dict[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
     "vllm:request_inference_time_seconds": ("Duration of a request without waiting time", _VLLM, _LONG_S),
     "vllm:request_prompt_tokens": ("Prompt tokens per request", _VLLM, _TOKENS),
     "vllm:request_generation_tokens": ("Completion tokens per request", _VLLM, _TOKENS),
-    "disagg_kv_transfer_seconds": ("From the first to the last byte of a KV transfer", _MODEL, _TRANSFER_S),
+    "disagg_kv_transfer_seconds": ("Time in which the KV of a request arrived", _MODEL, _TRANSFER_S),
     "disagg_exposed_transfer_seconds": ("The part of a KV transfer after the prefill", _MODEL, _TRANSFER_S),
     "disagg_overlap_ratio": ("Share of a KV transfer that overlapped with the prefill", _MODEL, _SHARE),
+    "disagg_failover_stall_seconds":
+        ("From the last sign of life before a failure to the next token after it", _MODEL, _FAILOVER_S),
     "disagg_kv_inject_seconds": ("Time to load a received KV cache into the engine", _MODEL, _TRANSFER_S),
 }
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -269,11 +325,15 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "disagg_kv_transfer_bytes": ("KV bytes that moved between nodes", _MODEL),
     "disagg_fallback": ("Requests whose decode node had to prefill, by the error before", ("reason",)),
     "disagg_failover": ("Failures that another node took over, by error code", ("code",)),
-    "disagg_energy_wh": ("Energy of requests, where the config has the servers' power", _MODEL),
-    "disagg_cost": ("Cost of requests, where the config has prices", _MODEL),
+    "disagg_prompt_tokens_recomputed":
+        ("Prompt tokens that a decode node computed although the KV was handed over: 0 is right", _MODEL),
+    "disagg_energy_wh": ("Energy of requests, where nodes have meters or the config has their power", _MODEL),
+    "disagg_cost": ("Cost of requests, as far as the config has prices", _MODEL),
+    "disagg_sequential_seconds":
+        ("What answered requests would have taken one after the other; over disagg_busy_seconds: speedup", _MODEL),
     "disagg_node_tokens": ("Tokens that a node computed, by phase: prefill or decode", ("node", "phase")),
     "disagg_node_energy_joules":
-        ("Energy of requests on a node, where the config has its power: as if each ran alone", ("node", "phase")),
+        ("Energy of requests on a node: measured by its meter, or configured watts", ("node", "phase", "source")),
 }
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "vllm:num_requests_waiting": ("Requests in the request queue", _VLLM),
@@ -281,6 +341,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "vllm:kv_cache_usage_perc": ("Share of the decode nodes' KV memory that is reserved, 0 to 1", _VLLM),
     "disagg_link_goodput_bytes_per_second":
         ("Measured goodput of a link; until then the config's value", ("prefill", "decode")),
+    "disagg_uptime_share": ("Share of the time in which every model could be served, since the nodes are polled", ()),
     "disagg_queue_waiting": ("Requests in the request queue", _MODEL),
     "disagg_node_info":
         ("1; the labels say what the node is: `node_model` is its own name of its model",
@@ -288,6 +349,8 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "disagg_node_misnamed": ("Whether the node's own name of its model is none of the cluster file", _NODE),
     "disagg_node_usable": ("Whether requests go to the node", _NODE),
     "disagg_breaker_state": ("The node's circuit breaker: 0 closed, 1 half open, 2 open", _NODE),
+    "disagg_node_slots": ("Answers that a node may write at once", _NODE),
+    "disagg_node_slots_used": ("Slots in use", _NODE),
     "disagg_node_kv_held_bytes": ("KV memory that the node's engine holds", _NODE),
     "disagg_node_kv_reserved_bytes": ("KV memory that is reserved for requests", _NODE),
     "disagg_node_kv_limit_bytes": ("KV memory that the node may use", _NODE),

@@ -22,6 +22,7 @@ from disaggregated_inference.gateway.openai import responses_requests as respons
 Schema = dict[str, Any]
 
 JSON, SSE, NDJSON, TEXT = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
+HTML = "text/html"
 
 _ABOUT = (
     "Prefill and decode nodes behind the APIs of OpenAI, Ollama and Anthropic. Bodies are JSON objects of up to 16 MiB,"
@@ -36,6 +37,7 @@ _STATUSES = {
     200: "Success.",
     400: "The request is malformed, not supported, or longer than the context window.",
     401: "Missing or unknown API key.",
+    403: "This API key may not see it.",
     404: "Not found, or not available to this API key.",
     408: "The request's body did not arrive in time.",
     413: "The body, or the request's KV, is too large.",
@@ -56,6 +58,12 @@ _PAGE = {
     "order": {"enum": ["asc", "desc"], "default": "desc"},
     "after": {"type": "string"},
 }
+
+_DURATION = {"type": "string", "pattern": "^[0-9]{1,9}(\\.[0-9]{1,6})?[smhd]?$"}
+_TIME = {"range": _DURATION}
+_TIME |= {name: {"type": "string"} for name in ("since", "until", "model", "node", "caller")}
+_ONE_OUTCOME = {"outcome": {"enum": ["ok", "failed", "refused", "cancelled"]}}
+_READS_HISTORY = (400, 401, 403, 404, 500, 503)
 
 
 def _object(**properties: Schema) -> Schema:
@@ -154,6 +162,18 @@ _APIS: dict[str, tuple[Operation, ...]] = {
         _get("cluster", "/cluster", "Nodes, links, queue, recent requests, and targets."),
         _get("clusterEvents", "/cluster/events", "`status` when something changes, `request` for each finished one.",
              media=(SSE,), errors=(401, 500, 503)),
+        _get("dashboard", "/dashboard", "The dashboard, for a browser.", media=(HTML,), errors=(500,)),
+        _get("clusterHistory", "/cluster/history", "Finished requests, newest first.",
+             parameters=_TIME | _ONE_OUTCOME | {"limit": {"type": "integer", "minimum": 1, "maximum": 1000},
+                                                "full": {"enum": ["0", "1"]}}, errors=_READS_HISTORY),
+        _get("clusterRequest", "/cluster/requests/{id}", "One finished request: waterfall, plan, prediction, transfer.",
+             parameters={"id": _NAME}, errors=_READS_HISTORY),
+        _get("clusterSeries", "/cluster/series", "Figures over time: latencies, throughput, shares, energy.",
+             parameters=_TIME | _ONE_OUTCOME | {"step": _DURATION}, errors=_READS_HISTORY),
+        _get("clusterTargets", "/cluster/targets", "Targets beside measured values, and alarms.",
+             parameters=_TIME | _ONE_OUTCOME, errors=_READS_HISTORY),
+        _get("clusterEnergy", "/cluster/energy", "Energy and cost: in all, by model, API key and day.",
+             parameters=_TIME | _ONE_OUTCOME, errors=_READS_HISTORY),
         _get("openapi", "/openapi.json", "This document.", errors=(500,)),
     ),
 }

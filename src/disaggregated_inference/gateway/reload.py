@@ -65,6 +65,7 @@ class Reloader:
             self._certificate.require()
             config, old = load_config(self._config, token_file=self._token_file), self._app.state.core
             new = old if config == old.config else DisaggregatedInference(config)
+            self._app.state.metrics.count_ended()  # with the names of the keys and nodes that served them
             self._keys.reload(self._key_file or None)
             if self._server.config.ssl:
                 self._certificate.load_into(self._server.config.ssl)
@@ -84,6 +85,7 @@ class Reloader:
         except BaseException:
             await new.aclose()
             raise
+        self._app.state.metrics.count_ended()
         unneeded, self._app.state.core = new.replace(old), new
         await in_thread(unneeded.close)
 

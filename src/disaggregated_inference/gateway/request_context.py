@@ -6,12 +6,15 @@ from typing import Any
 
 from starlette.requests import Request
 
-from disaggregated_inference.api import RequestOptions
+from disaggregated_inference.api import LocalPrefill, RequestOptions
 from disaggregated_inference.cluster import bare_name
+from disaggregated_inference.errors import BadRequest, NotForThisKey
 from disaggregated_inference.gateway.auth import Caller
 from disaggregated_inference.http import request_id
 from disaggregated_inference.orchestrator import DisaggregatedInference, Route
 
+ROUTE_HEADER = "x-disagg-route"
+_ROUTES: dict[str, LocalPrefill] = {"auto": "auto", "local": "always", "handover": "never"}
 _MAX_REASON = 200
 _MAX_WARNING = 500
 
@@ -51,7 +54,18 @@ class RequestContext:
         """Options of the orchestrator, besides those of the API. `cache_salt`: the client's own."""
         caller, sharing = self.caller, self.core.config.policies.prefix_sharing
         options: RequestOptions = {"request_id": self.id, "cache_salt": caller.cache_salt(sharing, cache_salt)}
-        return options | ({"caller": caller.name} if caller.owner else {})
+        return options | ({"caller": caller.name} if caller.owner else {}) | self._route_wish()
+
+    def _route_wish(self) -> RequestOptions:
+        """An operator may compare routes: a forced one can be slower for all."""
+        wish = self.request.headers.get(ROUTE_HEADER)
+        if wish is None:
+            return {}
+        if not self.caller.sees_all:
+            raise NotForThisKey(f"{ROUTE_HEADER} is for operators: leave it out, or send a key with `operator`")
+        if wish not in _ROUTES:
+            raise BadRequest(f"{ROUTE_HEADER}: {wish[:40]!r} is no route; give {', '.join(_ROUTES)}")
+        return {"local": _ROUTES[wish]}
 
     def headers(self) -> dict[str, str]:
         return dict(self._headers)

@@ -5,12 +5,15 @@ import gc
 import logging
 import signal
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
 from disaggregated_inference.cluster import load_config
+from disaggregated_inference.gateway import dashboard
 from disaggregated_inference.gateway.app import gateway_app
 from disaggregated_inference.gateway.auth import Keys, require_keys
+from disaggregated_inference.gateway.free_memory import keep_releasing
 from disaggregated_inference.gateway.openai.errors import error_body
 from disaggregated_inference.gateway.reload import Reloader
 from disaggregated_inference.gateway.tracing import Collector
@@ -44,6 +47,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.tls_cert else 'http'}://{host}:{port}"
 
+    def addresses(self, port: int) -> dict[str, Any]:
+        return {"port": port, "url": self.url(port), "dashboard": self.url(port) + dashboard.PATH}
+
 
 def run_gateway(settings: GatewaySettings, announce: Announce = announce_as_json) -> None:
     """Until a signal. SIGHUP reloads config, keys and certificate; running requests are not disturbed."""
@@ -76,7 +82,7 @@ async def _serve(
         settings.host,
         settings.port,
         settings.drain_s,
-        on_ready=lambda port: announce("ready", port=port, url=settings.url(port)),
+        on_ready=lambda port: announce("ready", **settings.addresses(port)),
         on_stop=on_stop,
         on_drain_end=lambda: reloader.close(),
         describe=error_body,
@@ -86,10 +92,12 @@ async def _serve(
     reloader = Reloader(app, settings.config, settings.token_file, keys, settings.keys, certificate, server)
     with suppress(NotImplementedError, AttributeError):  # where there is no SIGHUP
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.start)
+    releasing = asyncio.create_task(keep_releasing())
     try:
         await core.start()
         await server.serve()
     finally:
+        releasing.cancel()
         await reloader.close()
         if traces:  # also those of the last requests
             await traces.close()

@@ -8,6 +8,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from disaggregated_inference.api import CHECKSUM_HEADER, checksum_text, invalid
 from disaggregated_inference.errors import BadRequest, BodyTooLarge, Cancelled, RequestDamaged, RequestTooSlow
+from disaggregated_inference.http.body_writer import request_is_here
 from disaggregated_inference.http.limits import UnfinishedBodies
 from disaggregated_inference.timeouts import HttpTimeouts
 
@@ -33,8 +34,26 @@ async def read_json(request: Request) -> dict[str, Any]:
     return await read_body(request, dict[str, Any])
 
 
-async def _receive(request: Request, limit_bytes: int) -> bytearray:
+async def _receive(request: Request, limit_bytes: int) -> bytes | bytearray:
     _require_size(_announced_bytes(request), limit_bytes)
+    receive = _arrived(request) if request_is_here(request.scope) else _arriving(request, limit_bytes)
+    body: bytes | bytearray = await receive
+    _require_size(len(body), limit_bytes)
+    if (sent := request.headers.get(CHECKSUM_HEADER)) and sent != checksum_text(body):
+        raise RequestDamaged("the request body was damaged on the way: its checksum differs; send it again")
+    return body
+
+
+async def _arrived(request: Request) -> bytes:
+    """Without a deadline: `receive` does not wait."""
+    message = await request.receive()
+    if message["type"] != "http.request" or message.get("more_body"):
+        raise Cancelled("the client disconnected")
+    body: bytes = message.get("body", b"")
+    return body
+
+
+async def _arriving(request: Request, limit_bytes: int) -> bytearray:
     body, until = bytearray(), asyncio.get_running_loop().time() + http_timeouts(request).read_s
     unfinished: UnfinishedBodies = getattr(request.app.state, "unfinished_bodies", None) or UnfinishedBodies()
     try:
@@ -48,8 +67,6 @@ async def _receive(request: Request, limit_bytes: int) -> bytearray:
         raise Cancelled("the client disconnected") from None
     except TimeoutError:
         raise RequestTooSlow("the request body did not arrive in time: send it faster, or send less") from None
-    if (sent := request.headers.get(CHECKSUM_HEADER)) and sent != checksum_text(body):
-        raise RequestDamaged("the request body was damaged on the way: its checksum differs; send it again")
     return body
 
 

@@ -3,6 +3,7 @@
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from disaggregated_inference.api import CHECKSUM_HEADER, checksum, checksum_text
+from disaggregated_inference.http.body_writer import without_body_writer
 
 _NAME = CHECKSUM_HEADER.encode()
 
@@ -36,7 +37,7 @@ class StreamChecksums:
                 await send(_with_header(start, checksum_text(message.get("body", b"")).encode()) if whole else start)
             await send(message)
 
-        await self._app(scope, receive, send_with_sum)
+        await self._app(without_body_writer(scope), receive, send_with_sum)
 
 
 def _is_event_stream(start: Message) -> bool:

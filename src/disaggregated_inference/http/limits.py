@@ -65,12 +65,14 @@ class Unfinished:
 
 
 class Connections:
-    """The connections of one server."""
+    """The connections of one server. Where one more comes than there may be, the one that has been idle for longest is
+    dropped; if none is idle, the new one is refused."""
 
     def __init__(self, limits: HttpLimits = HttpLimits()) -> None:
         self._limits = limits
         self._by_address: Counter[str] = Counter()
         self._unfinished = Unfinished(limits.unfinished_heads)
+        self._idle: dict[Closable, str] = {}  # kept after a response, in the order in which they became idle
 
     def __len__(self) -> int:
         return self._by_address.total()
@@ -78,11 +80,26 @@ class Connections:
     def opened(self, address: str) -> str:
         """Counts a connection. Returns the reason if there are too many."""
         self._by_address[address] += 1
-        if len(self) > self._limits.connections:
-            return f"all {self._limits.connections} connections of this server are in use"
-        if self._by_address[address] > self._limits.connections_per_address:
+        if self._by_address[address] > self._limits.connections_per_address and not self._drop_idle(address):
             return f"{address} holds {self._limits.connections_per_address} connections already"
+        if len(self) > self._limits.connections and not self._drop_idle():
+            return f"all {self._limits.connections} connections of this server are in use"
         return ""
+
+    def _drop_idle(self, address: str | None = None) -> bool:
+        """The oldest idle one, of one address or of any. It is counted until it has really ended."""
+        oldest = next((one for one, place in self._idle.items() if address in (None, place)), None)
+        if oldest is None:
+            return False
+        self.idle_ended(oldest)
+        oldest.drop()
+        return True
+
+    def idle_began(self, connection: Closable, address: str) -> None:
+        self._idle[connection] = address
+
+    def idle_ended(self, connection: Closable) -> None:
+        self._idle.pop(connection, None)
 
     def closed(self, address: str) -> None:
         _count_down(self._by_address, address)

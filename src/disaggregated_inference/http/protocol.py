@@ -10,6 +10,8 @@ import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from disaggregated_inference.errors import BadRequest, DisaggError, IdentityRefused, RequestTooSlow, ServerBusy
+from disaggregated_inference.http.body_writer import has_chunks, offer_body_writer
+from disaggregated_inference.http.chunked_head import ChunkedHeads
 from disaggregated_inference.http.limits import Connections
 
 DescribeHeadError = Callable[[DisaggError], Any]
@@ -45,14 +47,18 @@ class HeadDeadlineProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received = True
+        self._connections.idle_ended(self)
         super().data_received(data)
         self._update_timer()
 
     def handle_events(self) -> None:
         """All requests pass here, also those that came during the answer to another one."""
-        require_peer, begins = self._require_peer, not self._is_answering
+        require_peer, begins, last = self._require_peer, not self._is_answering, self.cycle
         if not require_peer or not (begins and self.conn.trailing_data[0]) or self._is_welcome(require_peer):
             super().handle_events()
+        if self.cycle is not last and has_chunks(self.scope):  # type: ignore[arg-type]
+            offer_body_writer(self.scope, self.cycle, self.transport)  # type: ignore[arg-type]
+            self.cycle.send = ChunkedHeads(self.cycle).send  # type: ignore[method-assign, assignment]
 
     @property
     def _is_answering(self) -> bool:
@@ -69,9 +75,19 @@ class HeadDeadlineProtocol(H11Protocol):
             return False
         return True
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_answering or self.transport.is_closing():
+            return
+        if self.conn.trailing_data[0]:  # a part of the next request's head came during this response
+            self._update_timer()
+        else:
+            self._connections.idle_began(self, self._address)
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._connections.closed(self._address)
+        self._connections.idle_ended(self)
         self._stop_timer()
 
     def send_400_response(self, msg: str) -> None:
@@ -100,8 +116,8 @@ class HeadDeadlineProtocol(H11Protocol):
         return self.client[0] if self.client else ""
 
     def drop(self) -> None:
-        """Its head is not complete, and too many others have begun theirs since. A polite end of TLS would wait for the
-        client."""
+        """It is idle, or its head is not complete, and too many others have come since. A polite end of TLS would wait
+        for the client."""
         self._stop_timer()
         self.transport.abort()
 

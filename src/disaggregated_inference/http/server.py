@@ -86,6 +86,7 @@ class HttpServer(uvicorn.Server):
             log_level="warning",
             access_log=False,
             backlog=_ACCEPTED_AT_ONCE,
+            timeout_keep_alive=round(timeouts.idle_s),
             timeout_graceful_shutdown=drain_s + round(last_words_s),
             ssl_certfile=certificate.cert or None if certificate else None,
             ssl_keyfile=certificate.key or None if certificate else None,

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from disaggregated_inference.errors import Cancelled, DisaggError
 from disaggregated_inference.http.body import http_timeouts
+from disaggregated_inference.http.body_writer import body_writer
 from disaggregated_inference.timeouts import HttpTimeouts
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ class EventStreamResponse(Response):
     error becomes the last event, by `describe_error`. `headers` is called after that moment, when the plan is known.
     `opening` is sent together with the headers, `keepalive` whenever there is nothing else to send.
 
-    Events are sent by the request's own task, so they pass no queue. One more task watches the client and the clock."""
+    A task of its own sends the events. Each of them wakes it up, and that costs less than to wake the request's task,
+    which is deep within calls of middleware. The request's task watches the client and the clock."""
 
     def __init__(
         self,
@@ -87,26 +89,32 @@ class EventStreamResponse(Response):
         self._events, self._describe_error, self._make_headers = events, describe_error, headers
         self._keepalive = keepalive if callable(keepalive) else lambda: keepalive
         self._opening, self._timeouts = opening, timeouts or http_timeouts(request)
-        self._started = self._left = self._sending = False
+        self._started = self._sending = False
+        self._deadline: asyncio.Timeout | None = None  # of the present wait for the client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        task = asyncio.current_task()
-        assert task
-        self._sent_at, cancelling = time.monotonic(), task.cancelling()
-        watching = asyncio.create_task(self._watch(receive, send, task))
+        self._sent_at, self._write = time.monotonic(), body_writer(scope)
+        sending = asyncio.create_task(self._send_events(send))
+        sending.add_done_callback(self._wake)
         try:
-            await self._send_events(send)
-        except asyncio.CancelledError:
-            if not self._left or task.uncancel() > cancelling:  # then the server stops
-                raise
+            await self._watch(receive, send, sending)
         finally:
-            watching.cancel()
+            client_left = not sending.done()
+            if client_left:
+                sending.cancel()
+                await asyncio.wait({sending})
+            failed = not sending.cancelled() and sending.exception() is not None
             await self._events.aclose()
+        if failed or not client_left:
+            sending.result()
 
     async def _send_events(self, send: Send) -> None:
         try:
             async for event in self._events:
-                await self._send(send, event)
+                if self._started and self._write(event):
+                    self._sent_at = time.monotonic()
+                else:
+                    await self._send(send, event)
         except Exception as error:
             if not self._started or self._sending:  # a client without a socket gets no last event
                 raise
@@ -130,16 +138,21 @@ class EventStreamResponse(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         return opening
 
-    async def _watch(self, receive: Receive, send: Send, task: "asyncio.Task[None]") -> None:
-        """Sends what is due while there are no events. When the client disconnects, the request's task ends."""
-        loop = asyncio.get_running_loop()
-        while not self._left:
+    async def _watch(self, receive: Receive, send: Send, sending: "asyncio.Task[None]") -> None:
+        """Until all is sent, or the client disconnects. Sends what is due while there are no events."""
+        loop, left = asyncio.get_running_loop(), False
+        while not left and not sending.done():
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(loop.time() + self._due_s()):
-                    self._left = (await receive())["type"] == "http.disconnect"
-            if not self._left and self._due_s() <= 0:
+                async with asyncio.timeout_at(loop.time() + self._due_s()) as self._deadline:
+                    left = (await receive())["type"] == "http.disconnect"
+            self._deadline = None
+            if not left and not sending.done() and self._due_s() <= 0:
                 await self._send(send, self._keepalive() if self._started else b"")
-        task.cancel()
+
+    def _wake(self, _: object) -> None:
+        """All is sent: the wait for the client ends."""
+        if self._deadline and not self._deadline.expired():
+            self._deadline.reschedule(0)
 
     def _due_s(self) -> float:
         limit_s = self._timeouts.keepalive_s if self._started else self._timeouts.early_error_s

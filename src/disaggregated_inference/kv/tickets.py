@@ -17,11 +17,11 @@ from typing import Literal
 
 from disaggregated_inference.errors import Cancelled, NodeBusy, TicketRefused
 from disaggregated_inference.kv.fingerprint import Fingerprint, require_same_model
+from disaggregated_inference.timeouts import KVTimeouts
 
 Release = Callable[[], None]
 Ending = Literal["fetched", "cancelled", "expired"]
 
-_EARLY_S = 10.0
 _NO_TICKET = "no such ticket: unknown, expired, fetched already, or a wrong secret"
 _MAX_EARLY = 4096
 
@@ -47,6 +47,7 @@ class TicketBook:
     lease_s: float = 30.0
     most: int = 1024
     clock: Callable[[], float] = time.monotonic
+    timeouts: KVTimeouts = KVTimeouts()
     endings: dict[Ending, int] = field(default_factory=_no_endings)  # how many tickets ended how
     _live: dict[str, Ticket] = field(default_factory=dict)
     # Cancelled before they were issued, with the time.
@@ -64,7 +65,7 @@ class TicketBook:
             expires_at=math.inf,  # the lease starts when the KV is complete
         )
         with self._lock:
-            if self._early.pop(ticket.id, -math.inf) > self.clock() - _EARLY_S:
+            if self._early.pop(ticket.id, -math.inf) > self.clock() - self.timeouts.early_cancel_s:
                 raise Cancelled("this ticket was cancelled before it was issued")
             if ticket.id in self._live:
                 raise TicketRefused(f"ticket {ticket.id} exists already; every attempt needs a new ticket")

@@ -25,6 +25,7 @@ from disaggregated_inference.errors import (
     ProtocolError,
 )
 from disaggregated_inference.kv import Array, KVLayout, KVSlice, LogprobRows
+from disaggregated_inference.kv_transfer.arrivals import Arrivals
 from disaggregated_inference.kv_transfer.frames import Connection, Kind
 from disaggregated_inference.kv_transfer.messages import End, Hello
 from disaggregated_inference.kv_transfer.paths import NetworkPath, format_address
@@ -58,6 +59,7 @@ class FetchResult:
     payload_bytes: int
     resumed: int  # connections that continued a broken one
     paths: tuple[str, ...]  # used, in order of first use
+    arrivals: Arrivals  # of slices, over all connections
 
 
 @dataclass(slots=True)
@@ -197,6 +199,7 @@ class KVFetch(_Stoppable):
         self._has_logits = False
         self._scored = max(1, hello.scored_tokens or 0)  # the first token of a prompt has no logprob
         self._current_path: dict[int, NetworkPath] = {}
+        self._arrivals = Arrivals()
         self.committed = hello.held_tokens
 
     def run(self) -> FetchResult:
@@ -225,6 +228,7 @@ class KVFetch(_Stoppable):
             payload_bytes=sum(stream.received_bytes for stream in self._streams),
             resumed=sum(stream.resumed for stream in self._streams),
             paths=tuple(dict.fromkeys(name for stream in self._streams for name in stream.used)),
+            arrivals=self._arrivals,
         )
 
     def _run_stream(self, stream: _Stream) -> None:
@@ -293,7 +297,7 @@ class KVFetch(_Stoppable):
 
         @contextmanager
         def measure(size: int) -> Iterator[None]:
-            with path.measure(size):
+            with self._arrivals.one(), path.measure(size):
                 yield
             stream.received_bytes += size
 

@@ -56,6 +56,7 @@ class NetworkPath:
         self._since = 0.0
         self._recent_bytes = self._recent_s = 0.0
         self.payload_bytes = self.connections = self.failures = 0
+        self._used_at: float | None = None
         self._failed_at: float | None = None
         self.last_error: str | None = None
 
@@ -118,6 +119,7 @@ class NetworkPath:
         self._recent_bytes += size
         self._recent_s += seconds
         self.payload_bytes += size
+        self._used_at = now if size else self._used_at
         if self._recent_s > self.timeouts.goodput_s:  # older transfers count less and less
             self._recent_bytes /= 2
             self._recent_s /= 2
@@ -130,6 +132,11 @@ class NetworkPath:
     @property
     def failed_recently(self) -> bool:
         return self._failed_at is not None and self._clock() - self._failed_at < self.timeouts.avoid_path_s
+
+    @property
+    def idle_s(self) -> float | None:
+        """Since payload last came this way; None: never."""
+        return None if self._used_at is None else self._clock() - self._used_at
 
     @property
     def goodput_bytes_s(self) -> float | None:

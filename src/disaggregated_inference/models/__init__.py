@@ -9,7 +9,7 @@ from disaggregated_inference.models.spec import ARCHITECTURES, ModelSpec, spec_f
 from disaggregated_inference.models.storage import WeightStorage, storage_of
 from disaggregated_inference.models.store import ENGINE_FILES, ModelFiles, ModelStore, default_home
 from disaggregated_inference.models.tokenizer import ModelTokenizer
-from disaggregated_inference.models.verify import compare_models, describe_model, describe_models
+from disaggregated_inference.models.verify import ModelDescription, compare_models, describe_model, describe_models
 
 __all__ = [
     "ARCHITECTURES",
@@ -19,6 +19,7 @@ __all__ = [
     "SPECIAL_TOKENS",
     "FileKind",
     "MissingTokenizer",
+    "ModelDescription",
     "ModelFiles",
     "ModelSpec",
     "ModelStore",

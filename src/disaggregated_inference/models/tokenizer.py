@@ -23,6 +23,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 _SHORT_CHARS = 2000  # below it, the batch costs more than the work
 _ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's form of a single byte
+_MAX_TEXTS = 1 << 15  # tokens whose text is remembered
 
 
 def _bytes_of_characters() -> dict[str, int]:
@@ -154,11 +155,17 @@ class ModelTokenizer:
         return "ByteLevel" in json.dumps(json.loads(self.json).get("decoder"))
 
     def stream(self) -> "TextStream":
-        return TextStream(self._tokenizer, self._text_bytes, self._special_ids)
+        return TextStream(self._tokenizer, self._text_bytes, self._special_ids, self._texts)
 
     def _text_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to a completion; none for special tokens."""
         return b"" if token in self._special_ids else self.token_bytes(token)
+
+    @cached_property
+    def _texts(self) -> dict[int, str] | None:
+        """The text of tokens, as streams find it; None where it depends on the tokens before."""
+        decoder = json.loads(self.json).get("decoder") or {}
+        return {} if decoder.get("type") == "ByteLevel" else None
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
@@ -193,10 +200,19 @@ class ModelTokenizer:
 
 
 class TextStream:
-    """Converts tokens to text one by one, never splitting a character."""
+    """Converts tokens to text one by one, never splitting a character.
 
-    def __init__(self, tokenizer: Tokenizer, bytes_of: Callable[[int], bytes], special: frozenset[int]) -> None:
-        self._tokenizer, self._bytes_of, self._special = tokenizer, bytes_of, special
+    `texts`: what whole tokens of this tokenizer are, learned by all its streams. None: a token has another text after
+    other tokens."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        bytes_of: Callable[[int], bytes],
+        special: frozenset[int],
+        texts: dict[int, str] | None = None,
+    ) -> None:
+        self._tokenizer, self._bytes_of, self._special, self._texts = tokenizer, bytes_of, special, texts
         self._stream = DecodeStream(skip_special_tokens=True)
         self._held: list[int] = []
 
@@ -205,9 +221,28 @@ class TextStream:
         """Tokens whose text has not come yet. Each further token takes as much longer."""
         return len(self._held)
 
+    def knows(self, token: int, text: str) -> bool:
+        """Whether `push` would return this text, and the stream be the same as before."""
+        return not self._held and self._texts is not None and self._texts.get(token) == text
+
     def push(self, token: int) -> str:
-        if not self._held and token in self._special:  # has no text; the library would decode it again and again
+        if self._held:
+            return self._step(token)
+        if self._texts is None:
+            return "" if token in self._special else self._step(token)
+        return self._texts.get(token) or self._learn(token, self._texts)
+
+    def _learn(self, token: int, texts: dict[int, str]) -> str:
+        """The text of a token that no other is held before."""
+        if token in self._special:  # has no text; the library would decode it again and again
             return ""
+        self._stream = DecodeStream(skip_special_tokens=True)  # the last one has not seen the known tokens
+        text = self._step(token)
+        if text and len(texts) < _MAX_TEXTS:
+            texts[token] = text
+        return text
+
+    def _step(self, token: int) -> str:
         text = self._stream.step(self._tokenizer, token) or ""
         self._held.clear() if text else self._held.append(token)
         return text

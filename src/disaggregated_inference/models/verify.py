@@ -18,8 +18,8 @@ from disaggregated_inference.models.compare import compare_bytes, compare_values
 from disaggregated_inference.models.convert import Progress
 from disaggregated_inference.models.rope import llamacpp_rope
 from disaggregated_inference.models.store import ModelFiles, ModelStore
+from disaggregated_inference.timeouts import CommandTimeouts
 
-_NODE_TIMEOUT_S = 10.0
 _MAX_BYTES = 1 << 24
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]+):\d{1,5}(/.*)?")
 _WITH_EXPERTS = frozenset({"qwen3_moe", "gpt_oss"})
@@ -76,16 +76,19 @@ def describe_models(
     token: str = "",
     progress: Progress | None = None,
     tls: ssl.SSLContext | None = None,
+    timeouts: CommandTimeouts = CommandTimeouts(),
 ) -> list[ModelDescription]:
     """Each place is a model name, a node's URL, or a file from `inspect --json`. Models are resolved last, because the
     embedded one may have to be downloaded. `tls`: for nodes with an identity."""
-    read = {place: _read(place, store, token, tls) for place in places}
+    read = {place: _read(place, store, token, tls, timeouts) for place in places}
     return [read[place] or _of_files(place, store, progress) for place in places]
 
 
-def _read(place: str, store: ModelStore, token: str, tls: ssl.SSLContext | None) -> ModelDescription | None:
+def _read(
+    place: str, store: ModelStore, token: str, tls: ssl.SSLContext | None, timeouts: CommandTimeouts
+) -> ModelDescription | None:
     if url := _url(place, store):
-        return _decode(_from_node(url, token, tls), url)
+        return _decode(_from_node(url, token, tls, timeouts), url)
     if place.endswith(".json") and (path := Path(place).expanduser()).is_file():
         return _decode(path.read_bytes(), place)
     return None
@@ -104,11 +107,11 @@ def _of_files(place: str, store: ModelStore, progress: Progress | None) -> Model
     return ModelDescription(place, model.fingerprint, model, _in_llamacpp(model))
 
 
-def _from_node(url: str, token: str, tls: ssl.SSLContext | None) -> bytes:
+def _from_node(url: str, token: str, tls: ssl.SSLContext | None, timeouts: CommandTimeouts) -> bytes:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(url.rstrip("/") + "/model", headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=_NODE_TIMEOUT_S, context=tls) as response:
+        with urllib.request.urlopen(request, timeout=timeouts.status_s, context=tls) as response:
             content: bytes = response.read(_MAX_BYTES)
             return content
     except urllib.error.HTTPError as error:

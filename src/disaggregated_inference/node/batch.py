@@ -34,6 +34,11 @@ class DecodeBatch:
         self.rates = RateMeter()
         self.steps = 0
         self.step_s = 0.0  # duration of the last step
+        self._busy_s = self._share_s = 0.0  # of all steps; each divided by its choices
+
+    def join(self, choice: Choice) -> None:
+        choice.joined = (self._busy_s, self._share_s)
+        self.running.append(choice)
 
     def step(self, engine: Engine) -> None:
         """One token for each running choice."""
@@ -63,6 +68,8 @@ class DecodeBatch:
         self.steps += 1
         self.step_s = time.perf_counter() - started
         self.rates.record(len(choices), len(choices), self.step_s)
+        self._busy_s += self.step_s
+        self._share_s += self.step_s / len(choices)
 
     def _next_choices(self) -> list[Choice]:
         """Tokens in flight are fed unread only to exactly the choices that they belong to. A choice whose last token
@@ -105,6 +112,8 @@ class DecodeBatch:
 
     def _finish(self, choice: Choice, error: BaseException | None) -> None:
         """An exception here must not fail other requests."""
+        busy_s, share_s = self._busy_s - choice.joined[0], self._share_s - choice.joined[1]
+        choice.generation.metrics.batch_size = busy_s / share_s if share_s else 0.0
         try:
             self.on_finish(choice, error)
         except Exception:

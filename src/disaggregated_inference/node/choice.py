@@ -27,6 +27,7 @@ class Choice:
         self.generation, self.number = generation, number
         self.sampler = Sampler(params, list(prompt), eos_tokens, params.choice + number)
         self.sequence: Sequence | None = None
+        self.joined = (0.0, 0.0)  # the clocks of the batch at that moment
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
         self.error: BaseException | None = None
@@ -55,8 +56,12 @@ class Choice:
 
     def add_greedy(self, token: int) -> None:
         """A token that the device chose."""
+        self.add(SampledToken(token))
+
+    def add(self, sampled: SampledToken) -> None:
+        """A token that an engine with a sampler of its own chose."""
         try:
-            self._add(SampledToken(token))
+            self._add(sampled)
         except Exception as error:
             self.error = error
 

@@ -52,8 +52,7 @@ class ChunkedPrefill:
             try:
                 if self._open(job):
                     job.set_admitted()
-                    computing = self._scheduler.submit(self._compute(job, requested_at))
-                    computing.add_done_callback(lambda done: self._settle(job, done))
+                    self._begin(job, requested_at).add_done_callback(lambda done: self._settle(job, done))
             except DisaggError as error:
                 refuse(error)
             except Exception as error:
@@ -99,6 +98,10 @@ class ChunkedPrefill:
     def close_soon(self, job: PrefillJob) -> None:
         with suppress(NodeBusy):  # the engine has stopped: there is no memory to free
             self._scheduler.post(lambda: self._close(job))
+
+    def _begin(self, job: PrefillJob, requested_at: float) -> "Future[PrefillMetrics]":
+        """On the scheduler's thread, with the job's memory open."""
+        return self._scheduler.submit(self._compute(job, requested_at))
 
     def _settle(self, job: PrefillJob, done: "Future[PrefillMetrics]") -> None:
         error = done.exception()

@@ -84,7 +84,7 @@ class DecodeRunner:
         for choice, sequence in zip(task.choices, task.sequences, strict=True):
             choice.sequence = sequence
             self._tasks[choice] = task
-            self._scheduler.batch.running.append(choice)
+            self._scheduler.batch.join(choice)
 
     def _finish_choice(self, choice: Choice, error: BaseException | None) -> None:
         """An error of one choice ends the whole request."""

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 
@@ -22,6 +23,8 @@ class EngineThreads:
         self._timeouts = timeouts
         self._pending: Future[None] | None = None
         self._looked_at = 0.0
+        self._measured = 0  # threads of the engine when it was measured
+        self.on_change: Callable[[int, int], None] = lambda before, now: None  # on the engine's thread, when it is idle
         self._share.join()
         wait_without_spinning()
         if wanted or not configured_threads():  # for libraries that take no other number later
@@ -31,6 +34,7 @@ class EngineThreads:
         """On the engine's thread. An engine without CPU threads leaves the cores to other nodes."""
         if engine.loaded:
             engine.set_threads(self._share.threads)
+            self._measured = self._measured or engine.threads
             if not engine.threads:
                 self._share.leave()
 
@@ -41,6 +45,14 @@ class EngineThreads:
         if waits or not scheduler.engine.threads or now - self._looked_at < self._timeouts.look_for_nodes_s:
             return
         self._looked_at = now
-        if self._share.threads != scheduler.engine.threads:
-            with suppress(NodeBusy):  # the node is stopping
+        with suppress(NodeBusy):  # the node is stopping
+            if self._share.threads != scheduler.engine.threads:
                 self._pending = scheduler.post(lambda: self.apply(scheduler.engine))
+            elif scheduler.engine.threads != self._measured and not scheduler.unfinished and not scheduler.working:
+                self._pending = scheduler.post(lambda: self._tell(scheduler.engine))
+
+    def _tell(self, engine: Engine) -> None:
+        """What was measured with another number of threads is no longer true."""
+        if engine.loaded:
+            before, self._measured = self._measured, engine.threads
+            self.on_change(before, engine.threads)

@@ -12,12 +12,12 @@ from contextlib import suppress
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.http import Unfinished, listen_error
 from disaggregated_inference.kv_transfer import Address
+from disaggregated_inference.timeouts import NodeTimeouts
 
 log = logging.getLogger(__name__)
 
 _WILDCARDS = ("0.0.0.0", "::", "")
 _MAX_UNADMITTED = 512
-_DROPPED_S = 1.0  # for the threads of dropped connections to end
 
 
 class _Unadmitted:
@@ -40,8 +40,14 @@ class KVListener:
     Until `admitted` a connection may be anyone's: half of the places are for those, and each new one beyond drops the
     oldest of them."""
 
-    def __init__(self, addresses: Sequence[Address], serve: Callable[[socket.socket], None], limit: int) -> None:
-        self._serve = serve
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        serve: Callable[[socket.socket], None],
+        limit: int,
+        timeouts: NodeTimeouts = NodeTimeouts(),
+    ) -> None:
+        self._serve, self._timeouts = serve, timeouts
         limit = min(limit, _spare_descriptors())
         self._connections = threading.BoundedSemaphore(limit)
         self._max_unadmitted = min(_MAX_UNADMITTED, max(1, limit // 2))
@@ -116,7 +122,8 @@ class KVListener:
             self._unadmitted[sock] = connection
             if oldest := self._unfinished.began(connection, address):
                 oldest.drop()
-            self._changed.wait_for(lambda: len(self._unadmitted) <= self._max_unadmitted * 5 // 4, _DROPPED_S)
+            most = self._max_unadmitted * 5 // 4
+            self._changed.wait_for(lambda: len(self._unadmitted) <= most, self._timeouts.dropped_s)
         return self._connections.acquire(blocking=False)
 
     def admitted(self, sock: socket.socket) -> None:

@@ -70,7 +70,7 @@ class KVServer:
         self._timeouts, self._trust = timeouts, trust
         self.canary: Outbox | None = None
         self._unadmitted = UnadmittedLog(timeouts.transfer.log_unadmitted_s)
-        self.listener = KVListener(addresses, self._serve, _MAX_CONNECTIONS)
+        self.listener = KVListener(addresses, self._serve, _MAX_CONNECTIONS, timeouts)
 
     def welcome(self, job: PrefillJob, codec: str) -> Welcome:
         engine, count = self._prefill.engine, len(job.tokens)

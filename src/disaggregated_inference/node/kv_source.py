@@ -5,7 +5,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -129,6 +129,9 @@ class KVSource:
         free_at = generation.created_at + metrics.admission_time + metrics.canary_time
         computed_at = min(max(result.computed_at, free_at), task.first_token_at)
         metrics.exposed_transfer_time = task.kv_ready_at - computed_at
+        metrics.transfer_time = result.arrivals.seconds()
+        metrics.hidden_transfer_time = result.arrivals.seconds(until=computed_at)
+        metrics.first_slice_time = (result.arrivals.began_at or started) - started
         metrics.kv_bytes, metrics.kv_codec = result.payload_bytes, result.codec
         metrics.kv_paths, metrics.resumed = result.paths, result.resumed
         metrics.queue_time, metrics.prefill_time = result.end.queue_s, result.end.prefill_s
@@ -189,19 +192,23 @@ class KVSource:
         """Places slices into the first sequence, on the scheduler's thread, and saves them in the prefix cache."""
         metrics, sequence, lock = task.generation.metrics, task.sequences[0], threading.Lock()
 
-        def place(piece: KVSlice) -> None:
+        def timed(work: Callable[[], None]) -> None:
+            """On the scheduler's thread: the engine's own time, not that of waiting for a turn."""
             started = time.perf_counter()
+            work()
+            metrics.inject_time += time.perf_counter() - started
+
+        def place(piece: KVSlice) -> None:
             try:
-                self.scheduler.call(lambda: self.kv_memory.engine.place(sequence, piece))
+                self.scheduler.call(lambda: timed(lambda: self.kv_memory.engine.place(sequence, piece)))
             except SliceRefused as error:
                 raise ProtocolError(f"a slice does not fit: {error}") from error
-            metrics.inject_time += time.perf_counter() - started
             if insertion:
                 with lock:
                     insertion.put(piece)
 
         def commit(length: int) -> None:
-            self.scheduler.call(lambda: self.kv_memory.engine.commit(sequence, length))
+            self.scheduler.call(lambda: timed(lambda: self.kv_memory.engine.commit(sequence, length)))
             if length < (metrics.prompt_tokens or 0):  # the end of the prompt is reported with the logits
                 task.generation.report_progress(length)
 

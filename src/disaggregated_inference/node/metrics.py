@@ -13,6 +13,7 @@ from disaggregated_inference.kv_transfer import format_address
 from disaggregated_inference.node.decode import DecodeNode
 from disaggregated_inference.node.generation import Generation
 from disaggregated_inference.node.node import Node
+from disaggregated_inference.observe import reading_gauges
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0)
 
@@ -117,6 +118,8 @@ class _NodeGauges(Collector):
         yield _count("prefix_misses", "Prompts without a cached prefix", prefixes.misses)
         yield _count("prefix_hit_tokens", "Prompt tokens found in the prefix cache", prefixes.hit_tokens)
         yield _count("integrity_faults", "Times the KV memory did not add up", kv_memory.faults)
+        if served.readings and (readings := served.readings.latest()):
+            yield from reading_gauges([([], readings)], [])
         if served.decode:
             yield _gauge("requests_running", "Requests in the decode batch", len(kv_memory.scheduler.batch.running))
             yield _count("decode_steps", "Decode steps of the batch", kv_memory.scheduler.batch.steps)

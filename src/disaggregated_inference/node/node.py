@@ -25,6 +25,7 @@ from disaggregated_inference.node.decode import DecodeNode
 from disaggregated_inference.node.kv_memory import KVMemory
 from disaggregated_inference.node.prefill import PrefillNode
 from disaggregated_inference.node.trust import Trust
+from disaggregated_inference.observe import ReadingsSampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Node:
     kv_memory: KVMemory
     prefill: PrefillNode | None = None
     decode: DecodeNode | None = None
+    readings: ReadingsSampler | None = None
 
     @property
     def roles(self) -> list[PrefillNode | DecodeNode]:
@@ -124,6 +126,7 @@ class Node:
             waiting=sum(role.open_requests for role in roles),
             waiting_tokens=sum(role.waiting_tokens for role in roles),
             running=len(batch.running),
+            working=kv_memory.scheduler.working,
             exports=prefill is not None,
             imports=decode is not None,
             prompt_logprobs=engine.prompt_logprobs,
@@ -149,6 +152,7 @@ class Node:
                 decode=tuple(batch.rates.stats()),
                 local_prefill=tuple(decode.kv_source.prefill_rates.stats()) if decode else (),
             ),
+            readings=self.readings.latest() if self.readings else None,
         )
 
 

@@ -11,7 +11,7 @@ from disaggregated_inference.engines import Engine
 from disaggregated_inference.errors import BadRequest, ContextTooLong, DeadlineExceeded, DisaggError, TicketRefused
 from disaggregated_inference.kv import NO_SALT, Salt, TicketBook
 from disaggregated_inference.kv_transfer import Address, Outbox, encode_inline
-from disaggregated_inference.node.chunked_prefill import ChunkedPrefill
+from disaggregated_inference.node.chunked_prefill import ChunkedPrefill, OnEnd
 from disaggregated_inference.node.context import PrefillContext, prompt_hash
 from disaggregated_inference.node.kv_memory import KVMemory
 from disaggregated_inference.node.kv_server import KVServer
@@ -22,7 +22,7 @@ from disaggregated_inference.timeouts import NodeTimeouts
 
 class PrefillNode:
     """The prefill role of a node: `ChunkedPrefill` computes, `KVServer` sends. `on_end` is called at the end of every
-    prefill."""
+    prefill. An engine with a scheduler of its own brings its `chunked_prefill`."""
 
     def __init__(
         self,
@@ -32,13 +32,14 @@ class PrefillNode:
         lease_s: float = 30.0,
         timeouts: NodeTimeouts = NodeTimeouts(),
         trust: Trust = Trust(),
+        chunked_prefill: Callable[[KVMemory, TicketBook, int, OnEnd], ChunkedPrefill] = ChunkedPrefill,
     ) -> None:
         self.kv_memory, self.scheduler, self.trust = kv_memory, kv_memory.scheduler, trust
         self.on_end: Callable[[PrefillMetrics | None, BaseException | None], None] = lambda metrics, error: None
         self.tickets = TicketBook(lease_s=lease_s)
         self.jobs: dict[str, PrefillJob] = {}
         chunk = chunk_tokens or self.engine.chunk_tokens
-        self.chunked_prefill = ChunkedPrefill(kv_memory, self.tickets, chunk, lambda *ended: self.on_end(*ended))
+        self.chunked_prefill = chunked_prefill(kv_memory, self.tickets, chunk, lambda *ended: self.on_end(*ended))
         self.epoch = secrets.token_hex(8)
         self.kv_server = KVServer(
             kv_addresses, self.epoch, self.tickets, self.chunked_prefill, self._find_job, timeouts, trust

@@ -18,7 +18,7 @@ class PrefixWriter:
 
     def __init__(self, kv_memory: KVMemory, close: Callable[[PrefillJob], None]) -> None:
         self._kv_memory, self._close = kv_memory, close
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="prefix-writer")
+        self.threads = ThreadPoolExecutor(1, thread_name_prefix="prefix-writer")
 
     def save(self, job: PrefillJob) -> None:
         insertion = self._kv_memory.prefixes.insert(job.tokens, job.salt) if job.ticket and not job.ended else None
@@ -42,10 +42,10 @@ class PrefixWriter:
 
         job.saving = True
         try:
-            self._threads.submit(copy)
+            self.threads.submit(copy)
         except RuntimeError:  # the node is closing
             insertion.abandon()
             job.saving = False
 
     def stop(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.shutdown(wait=False, cancel_futures=True)

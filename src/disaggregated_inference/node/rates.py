@@ -3,6 +3,7 @@
 import math
 import threading
 from collections import deque
+from typing import NamedTuple
 
 from disaggregated_inference.api import Rate
 
@@ -12,28 +13,43 @@ _MIN_WINDOW_S = 1.0  # of work: more samples where they are shorter, such as dec
 _MAX_SLOWDOWN = 2.0  # times slower than the next size: the limit of a size's first sample
 
 
+class _Sample(NamedTuple):
+    tokens_per_s: float
+    size: int
+    seconds: float
+
+
 class _Bucket:
     """The last samples of one size. The estimate is their median: a frozen process, a closed lid or a busy machine
     makes a sample twenty times slower, and one such sample must not move a plan. A lasting change is followed once
     more than half of the samples show it: after three, or a second."""
 
     def __init__(self) -> None:
-        self._speeds: deque[float] = deque(maxlen=_MAX_SAMPLES)
-        self._seconds: deque[float] = deque(maxlen=_MAX_SAMPLES)
+        self._recent: deque[_Sample] = deque(maxlen=_MAX_SAMPLES)
         self.samples = 0
 
-    def record(self, speed: float, seconds: float) -> None:
-        self._speeds.append(speed)
-        self._seconds.append(seconds)
+    def record(self, sample: _Sample) -> None:
+        self._recent.append(sample)
         self.samples += 1
-        while len(self._seconds) > _MIN_SAMPLES and sum(self._seconds) - self._seconds[0] >= _MIN_WINDOW_S:
-            self._speeds.popleft()
-            self._seconds.popleft()
+        while len(self._recent) > _MIN_SAMPLES and self._window_s - self._recent[0].seconds >= _MIN_WINDOW_S:
+            self._recent.popleft()
+
+    def rescale(self, factor: float) -> None:
+        for index, sample in enumerate(self._recent):
+            self._recent[index] = sample._replace(tokens_per_s=sample.tokens_per_s * factor)
+
+    @property
+    def _window_s(self) -> float:
+        return sum(sample.seconds for sample in self._recent)
+
+    @property
+    def middle(self) -> _Sample:
+        """By speed. Of two in the middle the faster: samples are slow by accident, seldom fast."""
+        return sorted(self._recent)[len(self._recent) // 2]
 
     @property
     def tokens_per_s(self) -> float:
-        """Of two in the middle the faster: samples are slow by accident, seldom fast."""
-        return sorted(self._speeds)[len(self._speeds) // 2]
+        return self.middle.tokens_per_s
 
 
 class RateMeter:
@@ -50,7 +66,13 @@ class RateMeter:
         power = _power(size)
         with self._lock:
             speed = max(tokens / seconds, 0.0 if power in self._buckets else self._slowest(power))
-            self._buckets.setdefault(power, _Bucket()).record(speed, seconds)
+            self._buckets.setdefault(power, _Bucket()).record(_Sample(speed, size, seconds))
+
+    def rescale(self, factor: float) -> None:
+        """The machine became so many times faster: what was measured before counts for that."""
+        with self._lock:
+            for bucket in self._buckets.values():
+                bucket.rescale(factor)
 
     def _slowest(self, power: int) -> float:
         """That the first sample of a size counts for, where a next size is known: larger work is seldom slower, and
@@ -64,7 +86,12 @@ class RateMeter:
         """Smallest size first."""
         with self._lock:
             return [
-                Rate(size=1 << power, tokens_per_s=bucket.tokens_per_s, samples=bucket.samples)
+                Rate(
+                    size=1 << power,
+                    tokens_per_s=bucket.middle.tokens_per_s,
+                    samples=bucket.samples,
+                    measured_size=bucket.middle.size,
+                )
                 for power, bucket in sorted(self._buckets.items())
             ]
 

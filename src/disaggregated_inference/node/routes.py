@@ -4,6 +4,7 @@ import asyncio
 import base64
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
@@ -30,20 +31,23 @@ from disaggregated_inference.node.generation import Generation, RequestInfo
 from disaggregated_inference.node.kv_listener import parse_address
 from disaggregated_inference.node.metrics import NodeMetrics
 from disaggregated_inference.node.node import Node
+from disaggregated_inference.node.prefill import PrefillNode
 from disaggregated_inference.node.requests import INLINE_LIMIT_BYTES, inline_kv, prompt_tokens
 from disaggregated_inference.node.streaming import respond
 
 log = logging.getLogger(__name__)
 
 
-def node_app(served: Node, token: str | None) -> Starlette:
-    """The paths of the roles that this process has."""
+def node_app(
+    served: Node, token: str | None, more: Sequence[Route] = (), metrics: NodeMetrics | None = None
+) -> Starlette:
+    """The paths of the roles that this process has, and `more`."""
     routes = _prefill_routes(served) if served.prefill else []
     routes += _decode_routes(served) if served.decode else []
-    return base_app(served, NodeMetrics(served), routes, token)
+    return base_app(served, metrics or NodeMetrics(served), [*routes, *more], token)
 
 
-def _require_epoch(request: Request, served: Node) -> None:
+def require_epoch(request: Request, served: Node) -> None:
     """A caller that names an epoch means that run of the node: after a restart it may hold another model."""
     if request.headers.get("x-node-epoch", served.epoch) != served.epoch:
         raise NodeRestarted("this node was restarted since its last status: read its status again")
@@ -55,7 +59,7 @@ def _prefill_routes(served: Node) -> list[Route]:
 
     async def prefill(request: Request) -> Response:
         params = await read_body(request, PrefillRequest)
-        _require_epoch(request, served)
+        require_epoch(request, served)
         addresses = tuple(parse_address(text, node.kv_addresses[0][1]) for text in params.kv_addresses)
         tokens = await asyncio.to_thread(read_tokens, params)
         reached_at = request.scope["server"][0]
@@ -89,16 +93,12 @@ def _prefill_routes(served: Node) -> list[Route]:
         log.info("prefill done", extra=about | msgspec.to_builtins(metrics))
         if not params.inline:
             return json_response(response)
-        return await asyncio.to_thread(add_cache, response, tokens)
+        return await asyncio.to_thread(_with_cache, node, response, tokens)
 
     def read_tokens(params: PrefillRequest) -> list[int]:
         tokens = prompt_tokens(params, model)
         node.kv_memory.prefixes.recall(tokens, params.salt)
         return tokens
-
-    def add_cache(response: PrefillResponse, tokens: list[int]) -> Response:
-        kv_cache = base64.b64encode(node.inline(response.ticket, INLINE_LIMIT_BYTES)).decode()
-        return json_response(msgspec.structs.replace(response, input_ids=tuple(tokens), kv_cache=kv_cache))
 
     async def cancel(request: Request) -> Response:
         found = await asyncio.to_thread(node.tickets.cancel, request.path_params["ticket"])
@@ -110,6 +110,11 @@ def _prefill_routes(served: Node) -> list[Route]:
         Route("/prefill", prefill, methods=["POST"]),
         Route("/prefill/{ticket}", cancel, methods=["DELETE"]),
     ]
+
+
+def _with_cache(node: PrefillNode, response: PrefillResponse, tokens: list[int]) -> Response:
+    kv_cache = base64.b64encode(node.inline(response.ticket, INLINE_LIMIT_BYTES)).decode()
+    return json_response(msgspec.structs.replace(response, input_ids=tuple(tokens), kv_cache=kv_cache))
 
 
 def _decode_routes(served: Node) -> list[Route]:
@@ -127,7 +132,7 @@ def _decode_routes(served: Node) -> list[Route]:
         return await generate_response(request, params)
 
     async def generate_response(request: Request, params: DecodeRequest) -> Response:
-        _require_epoch(request, served)
+        require_epoch(request, served)
         info = RequestInfo(request_id(request), time.perf_counter())
         await compile_grammar(request, params)
         generation = await asyncio.to_thread(start, params, info)

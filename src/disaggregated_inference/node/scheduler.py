@@ -99,6 +99,11 @@ class Scheduler:
         return len(self._urgent) + self._prompts
 
     @property
+    def working(self) -> int:
+        """Requests that the engine computes for: prompts that are read in turn, and answers of the batch."""
+        return len(self._running) + self._current + len(self.batch.running)
+
+    @property
     def _prompts(self) -> int:
         """Works that are not urgent: mostly prompts."""
         return len(self._running) + len(self._waiting) + self._current

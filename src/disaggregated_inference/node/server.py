@@ -2,11 +2,10 @@
 
 import logging
 import re
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,7 +14,7 @@ from disaggregated_inference.engines import Engine, file_kind, load_engine, requ
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.http import Announce, announce_as_json, is_loopback
 from disaggregated_inference.identity import open_identity
-from disaggregated_inference.kv import KVSlice, require_dtype
+from disaggregated_inference.kv import require_dtype
 from disaggregated_inference.kv.prefix_cache import DiskTier
 from disaggregated_inference.kv_transfer import CODECS, Address
 from disaggregated_inference.logs import log_to_stderr
@@ -24,16 +23,21 @@ from disaggregated_inference.node.decode import DecodeNode
 from disaggregated_inference.node.engine_threads import EngineThreads
 from disaggregated_inference.node.kv_listener import listen, parse_address
 from disaggregated_inference.node.kv_memory import KVMemory
+from disaggregated_inference.node.measuring import measure, rescale_rates, warm_up
 from disaggregated_inference.node.node import Node
 from disaggregated_inference.node.prefill import PrefillNode
 from disaggregated_inference.node.scheduler import Scheduler
 from disaggregated_inference.node.starting import Begin, NodeStart
 from disaggregated_inference.node.trust import Trust, choose_security, require_trusted_link
+from disaggregated_inference.observe import Computes, ReadingsSampler
+from disaggregated_inference.timeouts import NodeTimeouts
+
+if TYPE_CHECKING:
+    from disaggregated_inference.vllm_node import VllmLoader
 
 log = logging.getLogger(__name__)
 
-_MEASURED_TOKENS = (64, 512)
-_MEASURED_S = 0.5  # a machine that is slower than this on the first length skips the second
+_VLLM_OPTIONS = ("vllm_python", "vllm_url", "vllm_args", "vllm_socket")
 
 ROLES = {"prefill": 8000, "decode": 8001, "both": 8001}
 
@@ -71,6 +75,10 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     ollama_context: int = 32768
     ollama_slots: int = 4
     keep_alive: str = ""
+    vllm_python: str = ""
+    vllm_url: str = ""
+    vllm_args: str = ""
+    vllm_socket: str = ""
     log_level: str = "warning"
 
 
@@ -86,12 +94,14 @@ def run_node(settings: NodeSettings, announce: Announce = announce_as_json) -> N
         from disaggregated_inference.ollama_node import run_ollama_node
 
         return run_ollama_node(settings, port, announce)
+    vllm = _vllm_loader(settings)
     trust = open_trust(settings)
     hosts = settings.kv_address or [settings.host] if settings.role != "decode" else []
     addresses = [parse_address(text, settings.kv_port, min_port=0) for text in hosts]
     kv_hosts = [host for host, _ in addresses]
     require_trusted_link([settings.host, *kv_hosts], kv_hosts, trust)
     require_token([settings.host, *kv_hosts], trust, settings.insecure)
+    _warn_of_loopback(settings.host, kv_hosts)
     _require_free((settings.host, port), addresses, "--kv-address" if settings.kv_address else "--host")
     role: Role = "prefill" if settings.role == "prefill" else "decode" if settings.role == "decode" else "both"
     model, engine = _model_name(settings), _engine_name(settings)
@@ -99,9 +109,22 @@ def run_node(settings: NodeSettings, announce: Announce = announce_as_json) -> N
     announce("start", role=role, model=model, engine=engine, profile=settings.profile)
 
     def load(begin: Begin) -> Node:
-        return _load_node(settings, addresses, begin, trust)
+        return (vllm.load if vllm else _load_node)(settings, addresses, begin, trust)
 
-    NodeStart(load, health, (settings.host, port), settings.token, settings.drain_s, announce, trust).run()
+    ends = (vllm.app, vllm.close) if vllm else ()
+    NodeStart(load, health, (settings.host, port), settings.token, settings.drain_s, announce, trust, *ends).run()
+
+
+def _vllm_loader(settings: NodeSettings) -> "VllmLoader | None":
+    """Of `--engine vllm`: options that contradict each other and a missing environment show before anything loads."""
+    given = [name for name in _VLLM_OPTIONS if getattr(settings, name)]
+    if settings.engine != "vllm":
+        if given:
+            raise BadRequest(f"--{given[0].replace('_', '-')} needs --engine vllm")
+        return None
+    from disaggregated_inference.vllm_node import VllmLoader
+
+    return VllmLoader(settings)
 
 
 def open_trust(settings: NodeSettings) -> Trust:
@@ -126,9 +149,20 @@ def _require_free(http: Address, kv: list[Address], kv_host_option: str) -> None
             stack.enter_context(listen(address, ("--kv-port", kv_host_option)))
 
 
+def _warn_of_loopback(host: str, kv_hosts: list[str]) -> None:
+    """A prefill node that other machines ask, and whose KV they cannot fetch. A tunnel may be what the user wants."""
+    if kv_hosts and not is_loopback(host) and all(map(is_loopback, kv_hosts)):
+        log.warning(
+            "other machines can reach this node at %s, but not its KV at %s: give --kv-address an address of the link"
+            " to the decode node, or `kv_addresses` in the cluster file if a tunnel leads there",
+            host,
+            kv_hosts[0],
+        )
+
+
 def _load_node(settings: NodeSettings, addresses: list[Address], begin: Begin, trust: Trust = Trust()) -> Node:
     """`begin` is called with every step that begins."""
-    files, kv_memory = _load(settings, begin)
+    files, kv_memory, threads = _load(settings, begin)
     try:
         codecs = tuple(dict.fromkeys((settings.kv_codec, "raw")))
         prefill = decode = None
@@ -136,9 +170,11 @@ def _load_node(settings: NodeSettings, addresses: list[Address], begin: Begin, t
             prefill = PrefillNode(kv_memory, addresses, settings.chunk, settings.lease_s, trust=trust)
         if settings.role != "prefill":
             decode = DecodeNode(kv_memory, files.tokenizer, settings.chunk, settings.kv_streams, codecs, trust=trust)
-        served = Node(files, kv_memory, prefill, decode)
+        served = Node(files, kv_memory, prefill, decode, start_readings(kv_memory.engine))
         begin("measuring this machine")
-        kv_memory.scheduler.call(lambda: _measure(served))
+        kv_memory.scheduler.call(lambda: measure(served))
+        if threads:
+            threads.on_change = partial(rescale_rates, served)
         if served.prefill:
             served.prefill.compute_canary()
         if decode:
@@ -149,6 +185,11 @@ def _load_node(settings: NodeSettings, addresses: list[Address], begin: Begin, t
         kv_memory.close_all()
         kv_memory.scheduler.stop()
         raise
+
+
+def start_readings(engine: Engine) -> ReadingsSampler:
+    computes: Computes = "nothing" if engine.name == "simulated" else "cpu" if engine.threads else "gpu"
+    return ReadingsSampler(computes, NodeTimeouts().readings_s).start()
 
 
 def require_token(hosts: list[str], trust: Trust, insecure: bool) -> None:
@@ -162,7 +203,7 @@ def require_token(hosts: list[str], trust: Trust, insecure: bool) -> None:
         )
 
 
-def _load(settings: NodeSettings, begin: Begin) -> tuple[ModelFiles, KVMemory]:
+def _load(settings: NodeSettings, begin: Begin) -> tuple[ModelFiles, KVMemory, EngineThreads | None]:
     engine = _engine_name(settings)
     require_engine(engine)
     if settings.profile and engine != "simulated":
@@ -194,7 +235,7 @@ def _load(settings: NodeSettings, begin: Begin) -> tuple[ModelFiles, KVMemory]:
         if threads:
             threads.apply(loaded)
         begin(f"warming up {engine}")
-        _warm_up(loaded)
+        warm_up(loaded)
         return loaded
 
     disk = DiskTier(Path(settings.prefix_disk).expanduser(), disk_bytes or 0) if settings.prefix_disk else None
@@ -214,7 +255,7 @@ def _load(settings: NodeSettings, begin: Begin) -> tuple[ModelFiles, KVMemory]:
         raise
     if threads:
         kv_memory.every_tick(lambda: threads.follow(scheduler))
-    return files, kv_memory
+    return files, kv_memory, threads
 
 
 def _engine_name(settings: NodeSettings) -> str:
@@ -235,49 +276,3 @@ def parse_size(text: str) -> int | None:
     if not found:
         raise BadRequest(f"{text!r} is not a size: give bytes, or a number with K, M, G or T")
     return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
-
-
-def _warm_up(engine: Engine) -> None:
-    """The first run of the libraries is slow: no request should pay for it."""
-    for length in engine.warm_lengths:
-        if _fits(engine, length):
-            _time(engine, length, lambda piece: piece.wait())
-    engine.counters.prompt_tokens = engine.counters.step_tokens = 0
-
-
-def _fits(engine: Engine, length: int) -> bool:
-    """Whether the node can serve a prompt of this length and one more token."""
-    return length + 1 < engine.spec.context_window and engine.kv_cost(length + 1) <= engine.kv_limit_bytes
-
-
-def _measure(served: Node) -> None:
-    """Measure this machine, so that the router plans the first requests with real rates. Each length runs twice:
-    memory is slow when it is first touched."""
-    engine = served.kv_memory.engine
-    for length in _MEASURED_TOKENS:
-        if not _fits(engine, length):
-            break
-        prefill_s, step_s = map(min, zip(_time(engine, length), _time(engine, length), strict=True))
-        for rates in (
-            served.prefill and served.prefill.chunked_prefill.rates,
-            served.decode and served.decode.kv_source.prefill_rates,
-        ):
-            if rates:
-                rates.record(length, length, prefill_s)
-        if served.decode:
-            served.kv_memory.scheduler.batch.rates.record(1, 1, step_s)
-        if prefill_s > _MEASURED_S:
-            break
-    engine.counters.prompt_tokens = engine.counters.step_tokens = 0
-
-
-def _time(engine: Engine, length: int, on_slice: Callable[[KVSlice], None] | None = None) -> tuple[float, float]:
-    """Seconds of a prefill and of one decode step."""
-    sequence = engine.open(length + 1)
-    started = time.perf_counter()
-    tokens = engine.prefill(sequence, [index % 50 for index in range(length)], on_slice).greedy().tolist()
-    prefilled = time.perf_counter()
-    engine.step([sequence], tokens).greedy().tolist()
-    stepped = time.perf_counter()
-    engine.close(sequence)
-    return prefilled - started, stepped - prefilled

@@ -27,11 +27,12 @@ _RETRY_AFTER_S = 5  # small models load in seconds, large ones in minutes
 
 Begin = Callable[[str], None]  # is called with the step of loading that begins
 Load = Callable[[Begin], Node]
+MakeApp = Callable[[Node, str | None], Starlette]
 
 
 class NodeStart:
     """`load` runs on a thread of its own. Its error ends the process; a signal meanwhile ends it at once. `health` is
-    what the port answers until then, with HTTP 503: a loading node takes no requests."""
+    what the port answers until then, with HTTP 503: a loading node takes no requests. `on_end` is always called."""
 
     def __init__(
         self,
@@ -42,8 +43,11 @@ class NodeStart:
         drain_s: int,
         announce: Announce,
         trust: Trust = Trust(),
+        make_app: MakeApp = node_app,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._load_node, self._health, self._host = load, health, address[0]
+        self._make_app, self._on_end = make_app, on_end
         self._token, self._drain_s, self._announce = token or None, drain_s, announce
         self._step, self._began_at = "starting", time.monotonic()
         self._served: Node | None = None
@@ -66,6 +70,7 @@ class NodeStart:
         finally:
             if self._served:
                 _close(self._served, max(0.0, min(self._closes_at - time.monotonic(), self._drain_s)))
+            self._on_end()
         if self._error:
             raise self._error
         if not self._served:  # stopped while it loads: a library's thread may not survive the interpreter's end
@@ -93,7 +98,7 @@ class NodeStart:
 
     def _serve(self, served: Node, port: int) -> None:
         self._served = served
-        self._server.mount(node_app(served, self._token))
+        self._server.mount(self._make_app(served, self._token))
         seconds = round(time.monotonic() - self._began_at, 1)
         self._announce("ready", port=port, host=self._host, scheme=self._scheme, **_about(served), seconds=seconds)
 
@@ -143,6 +148,8 @@ def _about(served: Node) -> dict[str, Any]:
 
 def _close(served: Node, drain_s: float) -> None:
     try:
+        if served.readings:
+            served.readings.close()
         for role in served.roles:
             role.close(drain_s=drain_s)
     finally:

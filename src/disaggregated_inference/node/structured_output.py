@@ -54,8 +54,8 @@ class GrammarCompiler:
     def __init__(self, tokenizer: ModelTokenizer, vocabulary: int, eos_tokens: tuple[int, ...]) -> None:
         self._tokenizer, self._vocabulary, self._eos = tokenizer, vocabulary, list(eos_tokens)
         self._lock, self._building = threading.Lock(), threading.Lock()
-        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
-        self._compiling: dict[bytes, _Compilation] = {}
+        self.compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self.compiling: dict[bytes, _Compilation] = {}
         self._compilers = ThreadPoolExecutor(_COMPILERS, "grammars")
 
     def warm(self) -> None:
@@ -73,12 +73,12 @@ class GrammarCompiler:
         format.require_valid()
         key, future = msgspec.json.encode(format), Future["LLMatcher"]()
         with self._lock:
-            if key in self._compiled:
-                self._compiled.move_to_end(key)
-                future.set_result(self._compiled[key])
+            if key in self.compiled:
+                self.compiled.move_to_end(key)
+                future.set_result(self.compiled[key])
                 return future
-            running = key in self._compiling
-            compilation = self._compiling.setdefault(key, _Compilation())
+            running = key in self.compiling
+            compilation = self.compiling.setdefault(key, _Compilation())
             compilation.waiting.add(future)
             if not running:
                 compilation.work = self._compilers.submit(self._compile, key, format, compilation)
@@ -89,16 +89,16 @@ class GrammarCompiler:
         with self._lock:
             compilation.waiting.discard(done)
             if not compilation.waiting and compilation.work and compilation.work.cancel():
-                del self._compiling[key]
+                del self.compiling[key]
 
     def _compile(self, key: bytes, format: OutputFormat, compilation: _Compilation) -> None:
         outcome: LLMatcher | BaseException
         try:
-            outcome = _on_deep_stack(lambda: self._first_state(_grammar(format, self._llguidance.LLMatcher)))
+            outcome = _on_deep_stack(lambda: self.first_state(_grammar(format, self._llguidance.LLMatcher)))
         except BaseException as error:
             outcome = error
         with self._lock:
-            del self._compiling[key]
+            del self.compiling[key]
             if not isinstance(outcome, BaseException):
                 self._cache(key, outcome)
             waiting = list(compilation.waiting)
@@ -107,11 +107,11 @@ class GrammarCompiler:
                 each.set_exception(outcome) if isinstance(outcome, BaseException) else each.set_result(outcome)
 
     def _cache(self, key: bytes, matcher: "LLMatcher") -> None:
-        self._compiled[key] = matcher
-        while len(self._compiled) > _MAX_COMPILED or sum(map(len, self._compiled)) > _MAX_COMPILED_BYTES:
-            self._compiled.popitem(last=False)
+        self.compiled[key] = matcher
+        while len(self.compiled) > _MAX_COMPILED or sum(map(len, self.compiled)) > _MAX_COMPILED_BYTES:
+            self.compiled.popitem(last=False)
 
-    def _first_state(self, grammar: str) -> "LLMatcher":
+    def first_state(self, grammar: str) -> "LLMatcher":
         limits = self._llguidance.LLParserLimits(verbose_errors=False)
         matcher: LLMatcher = self._llguidance.LLMatcher(self._vocabulary_trie, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()  # some grammars fail only here

@@ -33,6 +33,7 @@ from disaggregated_inference.errors import (
     NotOffered,
 )
 from disaggregated_inference.node import RateMeter
+from disaggregated_inference.observe import ReadingsSampler
 from disaggregated_inference.ollama_node.client import LoadedModel, ModelDetails, OllamaClient, keep_alive_of
 from disaggregated_inference.ollama_node.output import SentPrompts
 from disaggregated_inference.ollama_node.requests import TextRequest
@@ -58,6 +59,7 @@ class OllamaNode:
         self.ollama, self.role, self.slots, self.queue, self.timeouts = ollama, role, slots, queue, timeouts
         self.epoch = secrets.token_hex(8)
         self.identity = self.trusted_link = ""  # for its status
+        self.readings: ReadingsSampler | None = None
         self.draining = self.loading = False
         self.details: ModelDetails | None = None
         self.version = ""
@@ -231,6 +233,8 @@ class OllamaNode:
             context_window=self.window,
             waiting=self.open_requests,
             running=running,
+            working=running,
+            readings=self.readings.latest() if self.readings else None,
             exports=False,
             imports=False,
             tokenizer="none",

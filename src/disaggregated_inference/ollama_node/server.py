@@ -1,12 +1,15 @@
 """`disagg serve --engine ollama`: from a command line to a running node in front of an Ollama."""
 
 import asyncio
+from urllib.parse import urlsplit
 
-from disaggregated_inference.http import Announce, HttpServer, require_free_port
+from disaggregated_inference.http import Announce, HttpServer, is_loopback, require_free_port
 from disaggregated_inference.node import NodeSettings, open_trust, peer_tls, require_token, require_trusted_link
+from disaggregated_inference.observe import ReadingsSampler
 from disaggregated_inference.ollama_node.client import OllamaClient
 from disaggregated_inference.ollama_node.node import OllamaNode
 from disaggregated_inference.ollama_node.routes import ollama_app
+from disaggregated_inference.timeouts import NodeTimeouts
 
 
 def run_ollama_node(settings: NodeSettings, port: int, announce: Announce) -> None:
@@ -24,6 +27,8 @@ def run_ollama_node(settings: NodeSettings, port: int, announce: Announce) -> No
     require_trusted_link([settings.host], [], trust)
     require_token([settings.host], trust, settings.insecure)
     node.identity, node.trusted_link = trust.identity.name if trust.identity else "", trust.trusted_link
+    here = is_loopback(urlsplit(ollama.url).hostname or "")
+    node.readings = ReadingsSampler("gpu" if here else "elsewhere", NodeTimeouts().readings_s).start()
     require_free_port(settings.host, port)
     asyncio.run(node.require_model())
     about = {"role": settings.role, "model": settings.model, "backend": "ollama", "host": settings.host}

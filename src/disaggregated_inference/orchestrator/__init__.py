@@ -1,22 +1,56 @@
 """The orchestrator: routing, health, failover, queueing. `DisaggregatedInference` is the way in."""
 
 from disaggregated_inference.api import Delta
+from disaggregated_inference.orchestrator.alone import MachineComparison, comparisons
 from disaggregated_inference.orchestrator.cluster_view import Route
 from disaggregated_inference.orchestrator.defaults import require_defaults
 from disaggregated_inference.orchestrator.history import History
+from disaggregated_inference.orchestrator.history_energy import (
+    EnergySum,
+    EnergySums,
+    energy_by_node,
+    energy_sums,
+)
+from disaggregated_inference.orchestrator.history_reader import HistoryFilter, HistoryReader
+from disaggregated_inference.orchestrator.history_series import series
+from disaggregated_inference.orchestrator.moments import DURATION_SHAPE, MOMENT_SHAPE, duration_s, moment
+from disaggregated_inference.orchestrator.node_state import NodeState
 from disaggregated_inference.orchestrator.orchestrator import DisaggregatedInference
 from disaggregated_inference.orchestrator.recorder import FALLBACK_WARNING, OnPlan
+from disaggregated_inference.orchestrator.summary import RECENT_REQUESTS, Summary, is_cached, speedup, summary
 from disaggregated_inference.orchestrator.threads import in_thread
-from disaggregated_inference.orchestrator.verdict import Verdict
+from disaggregated_inference.orchestrator.verdict import Verdict, verdict_of
+from disaggregated_inference.orchestrator.waterfall import WAITING_PHASES
 
 __all__ = [
+    "DURATION_SHAPE",
     "FALLBACK_WARNING",
+    "MOMENT_SHAPE",
+    "RECENT_REQUESTS",
+    "WAITING_PHASES",
     "Delta",
     "DisaggregatedInference",
+    "EnergySum",
+    "EnergySums",
     "History",
+    "HistoryFilter",
+    "HistoryReader",
+    "MachineComparison",
+    "NodeState",
     "OnPlan",
     "Route",
+    "Summary",
     "Verdict",
+    "comparisons",
+    "duration_s",
+    "energy_by_node",
+    "energy_sums",
     "in_thread",
+    "is_cached",
+    "moment",
     "require_defaults",
+    "series",
+    "speedup",
+    "summary",
+    "verdict_of",
 ]

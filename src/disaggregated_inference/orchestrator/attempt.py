@@ -15,6 +15,7 @@ class Attempt:
     engine: str  # of the decode node
     began_at: float
     node_model: str = ""  # the decode node's own name of its model
+    whole: bool = False  # a prefill node writes the answer too
     text_only: bool = False  # on a node that takes text, which reports nothing about KV
     epochs: dict[str, str] = field(default_factory=dict)  # of the nodes, when the attempt began
     written: dict[int, int] = field(default_factory=dict)  # tokens of each choice, when the attempt began

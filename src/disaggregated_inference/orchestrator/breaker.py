@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
+from disaggregated_inference.timeouts import BreakerTimeouts
+
 State = Literal["closed", "open", "half_open"]
 
 _COLD = 0.2  # a node that just came back gets a fifth of its share at once, or it would never be tried
@@ -18,16 +20,11 @@ class Breaker:
         clock: Callable[[], float] = time.monotonic,
         *,
         soft_failures: int = 3,
-        soft_window_s: float = 30.0,
-        first_open_s: float = 0.5,
-        longest_open_s: float = 10.0,
-        probe_s: float = 10.0,
-        warm_s: float = 10.0,
+        timeouts: BreakerTimeouts = BreakerTimeouts(),
     ) -> None:
         self.reason = ""  # of the last failure; empty after a success
-        self._clock, self._soft_window_s, self._probe_s, self._warm_s = clock, soft_window_s, probe_s, warm_s
-        self._first_open_s = self._open_s = first_open_s
-        self._longest_open_s = longest_open_s
+        self._clock, self._timeouts = clock, timeouts
+        self._open_s = timeouts.first_open_s
         self._soft_at: deque[float] = deque(maxlen=soft_failures)
         self._retry_at: float | None = None
         self._probe_until: float | None = None
@@ -55,7 +52,7 @@ class Breaker:
         if not self.ready:
             return False
         if self._retry_at is not None:
-            self._probe_until = self._clock() + self._probe_s
+            self._probe_until = self._clock() + self._timeouts.trial_s
         return True
 
     def released(self) -> None:
@@ -68,9 +65,9 @@ class Breaker:
         self.reason = reason
         state = self.state
         if state == "half_open":
-            self._open(min(self._open_s * 2, self._longest_open_s))
+            self._open(min(self._open_s * 2, self._timeouts.longest_open_s))
         elif state == "closed" and (hard or self._too_many_failures()):
-            self._open(self._first_open_s)
+            self._open(self._timeouts.first_open_s)
         # Open already: requests that ran there together fail together: this failure adds nothing.
 
     def succeeded(self) -> None:
@@ -80,7 +77,7 @@ class Breaker:
         self.reason = ""
         if self._retry_at is not None:
             self._retry_at = self._probe_until = None
-            self._open_s, self._warm_from = self._first_open_s, self._clock()
+            self._open_s, self._warm_from = self._timeouts.first_open_s, self._clock()
 
     def renewed(self) -> None:
         """The node was restarted: failures of the old process do not count. An open circuit lets a trial through at
@@ -94,7 +91,7 @@ class Breaker:
         """0.2 to 1: the share of work for a node that just came back."""
         if self._warm_from is None:
             return 1.0
-        return min(1.0, _COLD + (1 - _COLD) * (self._clock() - self._warm_from) / self._warm_s)
+        return min(1.0, _COLD + (1 - _COLD) * (self._clock() - self._warm_from) / self._timeouts.warm_s)
 
     def _open(self, seconds: float) -> None:
         self._open_s, self._retry_at = seconds, self._clock() + seconds
@@ -108,4 +105,4 @@ class Breaker:
         """The deque holds exactly the number that opens the circuit: the oldest of a full one decides."""
         now = self._clock()
         self._soft_at.append(now)
-        return len(self._soft_at) == self._soft_at.maxlen and now - self._soft_at[0] <= self._soft_window_s
+        return len(self._soft_at) == self._soft_at.maxlen and now - self._soft_at[0] <= self._timeouts.soft_window_s

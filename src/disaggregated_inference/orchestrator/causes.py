@@ -18,7 +18,7 @@ def node_causes(nodes: Iterable[NodeState], failovers: Sequence[Failover] = ()) 
 
 def no_decode_node(model: str, nodes: Iterable[NodeState], failovers: Sequence[Failover] = ()) -> NoDecodeNode:
     """`nodes`: all of the model. One that has the wrong role is a cause too."""
-    candidates = [node for node in nodes if {node.role, node.server.role} != {"prefill"}]
+    candidates = [node for node in nodes if {node.role, node.server.role} != {"prefill"} or node.whole_answers]
     if not candidates:
         return NoDecodeNode([f"the cluster file has no decode server for {model}"])
     return NoDecodeNode(node_causes(candidates, failovers))

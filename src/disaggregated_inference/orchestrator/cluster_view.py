@@ -16,6 +16,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     group: str = ""  # nodes of one group hold the same model and may hand caches to each other
     exports: bool = True
     imports: bool = True
+    whole_answers: bool = False  # a prefill node whose engine also writes answers, without KV from others
     prompt_logprobs: bool = False  # its engine can compute them
     context_window: int = 0
     kv_token_bytes: int = 0
@@ -34,7 +35,12 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def can_decode(self) -> bool:
-        return self.role != "prefill"
+        return self.role != "prefill" or self.whole_answers
+
+    @property
+    def serves_alone(self) -> bool:
+        """A prefill node that decodes only what it prefilled itself, with a sampler of its own."""
+        return self.role == "prefill" and self.whole_answers
 
 
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +60,8 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     cached: dict[str, int] = {}  # node: tokens of this prompt that are likely in its prefix cache
     avoid: frozenset[str] = frozenset()  # nodes that failed this request already
     scored_tokens: int | None = None  # with prompt logprobs: how many tokens have theirs already
+    structured: bool = False  # its output has a format, which only this project's own sampler knows
+    seeded: bool = False  # the client gave a seed: another sampler draws other tokens with it
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,8 +69,9 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
     decode: str
     prefill: str | None
-    first_token_s: float
+    first_token_s: float  # without the exposed transfer: the logits overtake it
     total_s: float
+    exposed_s: float = 0.0  # between the first token and the second
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

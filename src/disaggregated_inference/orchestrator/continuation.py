@@ -84,6 +84,7 @@ class TokenContinuation:
             cached=self._registry.prefix_index.lookup(prompt, epochs, self.salt),
             avoid=avoid,
             scored_tokens=self.prompt_logprobs.scored_tokens,
+            structured=self._request.format is not None,
         )
 
     def decode_request(self, numbers: Numbers, timeout_s: float, context: str | None) -> DecodeRequest:

@@ -5,7 +5,6 @@ out. A file that is damaged or cannot be written costs a warning, never a reques
 disk did not take are tried again with the next ones.
 """
 
-import json
 import logging
 import math
 import sqlite3
@@ -14,46 +13,72 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
-from typing import Any, TypeGuard
 
+from disaggregated_inference.api import RequestRecord
+from disaggregated_inference.orchestrator import history_table
+from disaggregated_inference.orchestrator.history_reader import HistoryReader
+from disaggregated_inference.orchestrator.history_table import Record, Row, is_number
 from disaggregated_inference.private_files import make_private, make_private_file
 
 log = logging.getLogger(__name__)
-
-Record = dict[str, Any]  # a `RequestRecord` as plain values; a file may hold rows of other versions
-Row = tuple[float, str, bool, float | None, str]
 
 _CALLER = "caller"
 _MAX_PENDING = 4096
 _MAX_UNWRITTEN = 1000  # after failed writes; beyond it the oldest are dropped
 _FILE_TIMES = 100  # as many rows in the file as there are in memory
-_TABLE = """CREATE TABLE IF NOT EXISTS requests
-    (id INTEGER PRIMARY KEY, time REAL, model TEXT, ok INTEGER, total_time REAL, json TEXT)"""
-_INSERT = "INSERT INTO requests (time, model, ok, total_time, json) VALUES (?, ?, ?, ?, ?)"
 _LAST = "SELECT json FROM requests ORDER BY id DESC LIMIT ?"
-_PRUNE = "DELETE FROM requests WHERE id <= (SELECT max(id) FROM requests) - ?"
+_DAY_S = 86400.0
+
+
+class _Kept:
+    """One record. That of a request becomes plain values when it is first read, and most never are."""
+
+    __slots__ = ("_caller", "_record", "_row")
+
+    def __init__(self, record: Record | RequestRecord, caller: str = "") -> None:
+        self._record, self._caller = record, {_CALLER: caller} if caller else {}
+        self._row = {"time": time.time()} | record | self._caller if isinstance(record, dict) else None
+
+    @property
+    def row(self) -> Record:
+        """Other threads may ask at the same time: they get the same."""
+        if self._row is None:
+            assert isinstance(self._record, RequestRecord)
+            self._row = self._record.row() | self._caller
+        return self._row
 
 
 class History:
-    """Thread-safe. Only the constructor waits for the file, which it reads."""
+    """Thread-safe. Only the constructor and `reader` wait for the file. The file keeps `rows` requests (0: a hundred
+    times `size`) of the last `days` (0: of any age)."""
 
-    def __init__(self, size: int, file: str = "", lock_s: float = 2.0) -> None:
+    def __init__(self, size: int, file: str = "", lock_s: float = 2.0, rows: int = 0, days: int = 0) -> None:
         self.lost = 0  # records that could not be written to the file
         self._size, self._lock_s = size, lock_s
-        self._recent: deque[Record] = deque(maxlen=size)
+        self._rows, self._days = rows or _FILE_TIMES * size, days
+        self._path: Path | None = None  # of the file, while it is in use
+        self._recent: deque[_Kept] = deque(maxlen=size)
         self._changed = threading.Condition()
-        self._pending: deque[Record] = deque()
+        self._pending: deque[_Kept] = deque()
         self._closing = False
         self._is_failing = False
         self._writer: threading.Thread | None = None
+        self._number = 0  # of the last request
         if file and size:
             self._open(Path(file).expanduser())
 
-    def add(self, record: Record, caller: str = "") -> None:
+    def next_number(self) -> int:
+        """Of the next request. It goes on where the file ends."""
+        with self._changed:
+            self._number += 1
+            return self._number
+
+    def add(self, record: Record | RequestRecord, caller: str = "") -> None:
         """Known fields: time (now, if not given), model, ok, total_time. The caller is kept to filter by, and not part
         of the records that are given out."""
-        kept = {"time": time.time()} | record | ({_CALLER: caller} if caller else {})
+        kept = _Kept(record, caller)
         with self._changed:
             self._recent.append(kept)
             if self._writer is None or self._closing:
@@ -66,14 +91,36 @@ class History:
 
     def recent(self, count: int, model: str | None = None, caller: str | None = None) -> list[Record]:
         """Newest first; those of one model, those of one caller."""
-        kept = [record for record in self._of(model) if caller is None or record.get(_CALLER) == caller]
-        newest = kept[::-1][: max(0, count)]
+        with self._changed:
+            kept = list(self._recent)
+        wanted = (
+            record
+            for record in (each.row for each in reversed(kept))
+            if model in (None, record.get("model")) and caller in (None, record.get(_CALLER))
+        )
+        newest = islice(wanted, max(0, count))
         return [{name: value for name, value in record.items() if name != _CALLER} for record in newest]
 
+    def find(self, request_id: str, caller: str | None = None) -> Record | None:
+        """The newest in memory with this id; of one caller, unless that is None."""
+        for record in reversed(self._of(None)):
+            if record.get("request_id") == request_id and caller in (None, record.get(_CALLER)):
+                return record
+        return None
+
     def percentiles(self, field: str, model: str | None = None) -> dict[str, float]:
-        """p50, p95 and p99 of a field over the records in memory that have it; empty if none has."""
-        values = sorted(value for record in self._of(model) if _is_number(value := record.get(field)))
+        """p50, p95 and p99 of a field over the answered requests in memory that have it; empty if none has. Refusals
+        and failures end early, and would make the answers look quick."""
+        answered = (record for record in self._of(model) if record.get("ok", True))
+        values = sorted(value for record in answered if is_number(value := record.get(field)))
         return {f"p{share}": _percentile(values, share / 100) for share in (50, 95, 99)} if values else {}
+
+    def reader(self) -> HistoryReader:
+        """Reads the file, or what is in memory where no file can be used. It blocks: call it on a thread, and close
+        it there."""
+        if self._path and not self._is_failing:
+            return HistoryReader.of_file(self._path, self._lock_s)
+        return HistoryReader.of_records(self._of(None))
 
     def adopt(self, old: "History") -> None:
         """Take over what `old` has in memory, as far as there is room. Records that both read from one file are kept
@@ -81,9 +128,10 @@ class History:
         theirs = old._of(None)
         known = {_identity(record) for record in theirs}
         with self._changed:
-            mine = [record for record in self._recent if _identity(record) not in known]
+            self._number = max(self._number, old._number)
+            mine = [kept.row for kept in self._recent if _identity(kept.row) not in known]
             self._recent.clear()
-            self._recent.extend(sorted(mine + theirs, key=_time))
+            self._recent.extend(_Kept(record) for record in sorted(mine + theirs, key=_time))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is pending, for `timeout_s` at most. Later records stay in memory."""
@@ -99,7 +147,7 @@ class History:
     def _of(self, model: str | None) -> list[Record]:
         with self._changed:
             kept = list(self._recent)
-        return [dict(record) for record in kept if model is None or record.get("model") == model]
+        return [dict(each.row) for each in kept if model is None or each.row.get("model") == model]
 
     def _open(self, path: Path) -> None:
         try:
@@ -110,23 +158,35 @@ class History:
         except (OSError, sqlite3.Error) as error:
             return _warn(path, error)
         try:
-            self._recent.extend(_read(database, self._size))
+            self._recent.extend(_Kept(record) for record in _read(database, self._size))
+            numbers = (_number(kept.row) for kept in self._recent)
+            self._number = max(numbers, default=0) or history_table.last_id(database)
         except (sqlite3.Error, UnicodeDecodeError) as error:
             database.close()
             return _warn(path, error)
+        self._path = path
         self._writer = threading.Thread(target=self._write, args=(path, database), name="history", daemon=True)
         self._writer.start()
 
     def _write(self, path: Path, database: sqlite3.Connection) -> None:
         unwritten: Sequence[Row] = ()
         with closing(database):
+            self._complete(path, database)
             while batch := self._next_batch():
-                new = [row for record in batch if (row := _row(record))]
+                new = [row for kept in batch if (row := _row(kept))]
                 unwritten = self._store(path, database, [*unwritten, *new], keep=_MAX_UNWRITTEN)
             if unwritten:
                 self._store(path, database, unwritten, keep=0)
 
-    def _next_batch(self) -> list[Record]:
+    def _complete(self, path: Path, database: sqlite3.Connection) -> None:
+        """Brings the rows of an earlier version up to date. A failure costs figures, no record."""
+        try:
+            while not self._closing and history_table.complete_rows(database):
+                pass
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            log.warning("old rows of the history file %s stay without figures: %s", path, error)
+
+    def _next_batch(self) -> list[_Kept]:
         """Empty when closed and done."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending or self._closing)
@@ -139,8 +199,8 @@ class History:
         One warning per failure is enough."""
         try:
             with database:
-                database.executemany(_INSERT, rows)
-                database.execute(_PRUNE, (_FILE_TIMES * self._size,))
+                history_table.insert(database, rows)
+                history_table.prune(database, self._rows, time.time() - self._days * _DAY_S if self._days else 0.0)
             self._is_failing = False
             return ()
         except sqlite3.Error as error:
@@ -160,7 +220,12 @@ def _identity(record: Record) -> tuple[float, str]:
 def _time(record: Record) -> float:
     """A file may hold anything: a record without a time counts as old."""
     found = record.get("time")
-    return found if _is_number(found) else 0.0
+    return found if is_number(found) else 0.0
+
+
+def _number(record: Record) -> int:
+    found = record.get("number")
+    return found if type(found) is int and 0 < found < 1 << 53 else 0
 
 
 def _warn(path: Path, error: Exception) -> None:
@@ -173,35 +238,18 @@ def _read(database: sqlite3.Connection, size: int) -> list[Record]:
     database.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not block each other
     database.execute("PRAGMA synchronous = NORMAL")
     with database:
-        database.execute("BEGIN IMMEDIATE")  # fails now if it cannot be written
-        database.execute(_TABLE)
-    found = [_record(text) for (text,) in database.execute(_LAST, (size,))]
+        history_table.create(database)
+    found = [history_table.decoded(text) for (text,) in database.execute(_LAST, (size,))]
     return [record for record in reversed(found) if record is not None]
 
 
-def _record(text: Any) -> Record | None:
-    try:
-        record = json.loads(text)
-    except (TypeError, ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def _row(record: Record) -> Row | None:
+def _row(kept: _Kept) -> Row | None:
     """None, with a warning, for a record that cannot be written."""
     try:
-        model = str(record.get("model", "")).encode("utf-8", "replace").decode()
-        total = record.get("total_time")
-        total_s = float(total) if _is_number(total) else None
-        return float(record["time"]), model, bool(record.get("ok", True)), total_s, json.dumps(record, default=str)
+        return history_table.row_of(kept.row)
     except Exception as error:  # the next record is written all the same
         log.warning("a record cannot be written to the history file: %s", error)
         return None
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    """A finite one; math.isfinite fails for integers that no float holds."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _percentile(values: Sequence[float], share: float) -> float:

@@ -28,6 +28,7 @@ from disaggregated_inference.api import (
     checksum_text,
 )
 from disaggregated_inference.cluster import Server
+from disaggregated_inference.orchestrator.connections import post
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats, MonitoredStream, PendingRequest, StreamSilent
 from disaggregated_inference.orchestrator.leg_errors import LegBusy, LegFailed, NodeRefused, refusal
 from disaggregated_inference.orchestrator.strangers import why_unreachable
@@ -51,6 +52,7 @@ _BUSY_CODES = frozenset({"node_busy", "kv_memory_full", "queue_full"})
 _REFUSAL_STATUS = {"deadline_exceeded": 504, "bad_request": 400, "context_too_long": 400}
 
 
+_event = msgspec.json.Decoder(StreamEvent)
 _events = msgspec.json.Decoder(list[StreamEvent])
 
 
@@ -65,7 +67,7 @@ class NodeClient:
         self.epoch = ""  # of its last status: after a restart the node may hold another model
         self.replaceable: Callable[[], bool] = lambda: False  # whether another node could do its work now
         self.last_data_at = -math.inf  # when it last sent anything on a stream
-        self._latency_s = 0.0  # of its recent answers to small requests
+        self.latency_s = 0.0  # of its recent answers to small requests
         self._probe: asyncio.Task[NodeHealth] | None = None
         self._cancels: set[asyncio.Task[None]] = set()
 
@@ -82,7 +84,7 @@ class NodeClient:
                 body = await self._bounded(response, _MAX_BODY_BYTES)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unreachable(error) from error
-        self._latency_s = max(loop.time() - sent_at, self._latency_s * _DECAY)
+        self.latency_s = max(loop.time() - sent_at, self.latency_s * _DECAY)
         if response.status != 200 and path != "/health":
             raise self._error(response.status, body)
         return body
@@ -107,7 +109,7 @@ class NodeClient:
             raise self._bad_answer(f"its health cannot be read: {error}") from error
 
     def _probe_timeout_s(self) -> float:
-        usual_s = _PATIENCE * self._latency_s if self.replaceable() else math.inf
+        usual_s = _PATIENCE * self.latency_s if self.replaceable() else math.inf
         return min(self._timeouts.max_probe_s, max(self._timeouts.probe_s, usual_s))
 
     async def prefill(self, request: PrefillRequest, request_id: str) -> str:
@@ -155,17 +157,20 @@ class NodeClient:
             stream = MonitoredStream(response, self._require_alive, loop.time(), self._timeouts)
             self._heartbeats.open.add(stream)
             try:
-                rest, proven = b"", self._proven(response)
+                rest, proven, receive = b"", self._proven(response), response.content.readany
                 while True:
-                    data = await self._receive(response)
+                    try:
+                        data = await receive()  # the heartbeat ends the wait on a silent stream
+                    except (aiohttp.ClientError, StreamSilent, OSError) as error:
+                        raise self._unreachable(error) from error
                     stream.last_data_at = self.last_data_at = loop.time()
-                    *lines, rest = (rest + proven(data)).split(b"\n\n")
+                    *lines, rest = (rest + self._feed(proven, data)).split(b"\n\n")
                     if len(rest) > _MAX_EVENT_BYTES:
                         raise self._bad_answer(f"an event of its stream has no end within {_MAX_EVENT_BYTES} bytes")
                     if events := self._parse(lines, check):
                         yield events
                         if events[-1].done:
-                            self._require_nothing(rest + proven(await self._drain(response)))
+                            self._require_nothing(rest + self._feed(proven, await self._drain(response)))
                             return
                         if events[-1].error:
                             raise self._stream_error(events[-1].error, check.began)
@@ -174,19 +179,17 @@ class NodeClient:
             finally:
                 self._heartbeats.open.discard(stream)
 
-    def _proven(self, response: aiohttp.ClientResponse) -> Callable[[bytes], bytes]:
+    def _proven(self, response: aiohttp.ClientResponse) -> ChecksumReader:
         """What of the stream is proven by its checksums."""
         if CHECKSUM_HEADER not in response.headers:
             raise self._bad_answer(f"its stream has no checksums: {_OLD}")
-        reader = ChecksumReader()
+        return ChecksumReader()
 
-        def feed(data: bytes) -> bytes:
-            try:
-                return reader.feed(data)
-            except StreamDamaged as error:
-                raise self._bad_answer(str(error)) from error
-
-        return feed
+    def _feed(self, proven: ChecksumReader, data: bytes) -> bytes:
+        try:
+            return proven.feed(data)
+        except StreamDamaged as error:
+            raise self._bad_answer(str(error)) from error
 
     def _parse(self, lines: list[bytes], check: StreamCheck) -> list[StreamEvent]:
         """Tokens, and perhaps the end or an error. One decode call for all of them costs half."""
@@ -194,7 +197,7 @@ class NodeClient:
         if len(data) < len(lines):
             self._read_comments([line for line in lines if not line.startswith(b"data: ")])
         try:
-            events = _events.decode(b"[%b]" % b",".join(data))
+            events = [_event.decode(data[0])] if len(data) == 1 else _events.decode(b"[%b]" % b",".join(data))
             check.check(events)
         except _UNREADABLE as error:
             raise self._bad_answer(f"its stream cannot be read: {error}") from error
@@ -203,9 +206,10 @@ class NodeClient:
         return events
 
     async def _drain(self, response: aiohttp.ClientResponse) -> bytes:
-        """To the very end, so that the connection can be reused. A node that fails now has done its work."""
+        """To the very end, so that the connection can be reused. A node that fails now has done its work, also one
+        that freezes: the heartbeat still watches this stream."""
         rest = b""
-        with suppress(aiohttp.ClientError, TimeoutError, OSError):
+        with suppress(aiohttp.ClientError, StreamSilent, TimeoutError, OSError):
             async with asyncio.timeout(self._timeouts.small_body_s):
                 while len(rest) < _MAX_ERROR_BYTES and (part := await response.content.readany()):
                     rest += part
@@ -241,9 +245,8 @@ class NodeClient:
         headers[CHECKSUM_HEADER] = checksum_text(body)
         try:
             with PendingRequest(self._heartbeats, self._require_alive):
-                response = await self._session.post(
-                    url, data=body, headers=headers, timeout=self._dial_timeout, allow_redirects=False
-                )
+                options = {"data": body, "headers": headers, "timeout": self._dial_timeout, "allow_redirects": False}
+                response = await post(self._session, url, self._timeouts.closed_connection_s, **options)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unreachable(error) from error
         try:
@@ -252,13 +255,6 @@ class NodeClient:
             yield response
         finally:
             response.close()  # the connection is kept only if the response was read to its end
-
-    async def _receive(self, response: aiohttp.ClientResponse) -> bytes:
-        """What has arrived, at least something. The heartbeat ends the wait on a silent stream."""
-        try:
-            return await response.content.readany()
-        except (aiohttp.ClientError, StreamSilent, OSError) as error:
-            raise self._unreachable(error) from error
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         try:

@@ -12,8 +12,10 @@ import msgspec
 from disaggregated_inference.api import ModelInfo, NodeStatus, PeerStatus, Rate, Rates, Role
 from disaggregated_inference.cluster import Policies, Server
 from disaggregated_inference.models import is_same_model
+from disaggregated_inference.orchestrator.alone import MachineFacts
 from disaggregated_inference.orchestrator.breaker import Breaker
 from disaggregated_inference.orchestrator.cluster_view import NodeView
+from disaggregated_inference.orchestrator.energy import PowerLog, price_per_hour
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats
 from disaggregated_inference.orchestrator.leg_errors import LegFailed
 from disaggregated_inference.orchestrator.node_client import WRONG_TOKEN, NodeClient
@@ -49,8 +51,9 @@ class NodeState:
         self.client = NodeClient(server, session, heartbeats, policies.stuck_s)
         self._timeouts = heartbeats.timeouts
         self.prefill_slots = asyncio.Semaphore(_MAX_PREFILLS)
-        self.breaker = Breaker()
+        self.breaker = Breaker(timeouts=heartbeats.timeouts.breaker)
         self.status: NodeStatus | None = None  # None: the node has never answered
+        self.power = PowerLog()
         self.info: ModelInfo | None = None
         self.reachable = False
         self._condition = _UNREACHABLE  # one word for people
@@ -90,6 +93,15 @@ class NodeState:
     @property
     def role(self) -> Role:
         return self.status.role if self.status else self.server.role
+
+    @property
+    def whole_answers(self) -> bool:
+        """A prefill node whose engine also writes answers, without KV from other nodes."""
+        return self.role == "prefill" and self.status is not None and self.status.whole_answers
+
+    @property
+    def can_decode(self) -> bool:
+        return self.role != "prefill" or self.whole_answers
 
     @property
     def usable(self) -> bool:
@@ -141,7 +153,7 @@ class NodeState:
             reason = f"{self.name}: it does not answer as a node: {error}"
             self.lost(await self._identified(reason, "bad_answer"))
             return False
-        self._update(status)
+        self.update(status)
         return renewed
 
     async def _identified(self, reason: str, code: str) -> str:
@@ -177,7 +189,8 @@ class NodeState:
             return False
         return self.status is not None or self._condition == "loading"
 
-    def _update(self, status: NodeStatus) -> None:
+    def update(self, status: NodeStatus) -> None:
+        """What the node told when it was polled."""
         if self.status and self.epoch != status.epoch:  # it came back; at first sight every node is new
             self.breaker.renewed()
             self._best_rates.clear()
@@ -186,6 +199,7 @@ class NodeState:
         self.unread_tokens = self._read_tokens = 0  # the status counts them now
         self._open_at_status = self.open
         self._compare_rates(status)
+        self.power.add(status)
         self._condition, self.trouble = self._assess(status)
         own = self.own_model
         is_right = not (own and self._spellings) or is_same_model(own, self._spellings)
@@ -219,10 +233,24 @@ class NodeState:
         found = [peer for peer in peers if peer.epoch == prefill.epoch and peer.identity in ("", name)]
         return min(found, key=lambda peer: bool(peer.refused), default=None)  # others may lie about their epoch
 
+    def facts(self) -> MachineFacts:
+        """What is known of its machine."""
+        rates = self.status.rates if self.status else Rates()
+        measured_w = self.power.mean_busy_w()
+        return MachineFacts(
+            prefill_rates=rates.local_prefill or rates.prefill,
+            decode_rates=tuple(rate for rate in rates.decode if self.can_decode),
+            busy_w=self.server.power_w if measured_w is None else measured_w,
+            idle_w=self.server.idle_power_w,
+            price_per_hour=price_per_hour(self.server),
+        )
+
     def view(self, group: str) -> NodeView:
         status = self.status or NodeStatus()
         others = max(0, status.running - self._open_at_status)  # of other orchestrators
         running = min(others + self.open, status.slots.most) if self.role != "prefill" else 0
+        if self.whole_answers:  # `open` are its prefills too
+            running = min(status.running, status.slots.most)
         return NodeView(
             name=self.name,
             role=self.role,
@@ -232,6 +260,7 @@ class NodeState:
             group=group,
             exports=status.exports,
             imports=status.imports,
+            whole_answers=self.whole_answers,
             prompt_logprobs=status.prompt_logprobs,
             context_window=status.context_window,
             kv_token_bytes=status.kv_token_bytes,
@@ -267,11 +296,15 @@ class NodeState:
             "open": self.open,
             "waiting": status.waiting,
             "running": status.running,
+            "working": status.working,
             "slots": msgspec.to_builtins(status.slots),
             "kv": msgspec.to_builtins(status.kv),
             "rates": msgspec.to_builtins(status.rates),
             "paths": msgspec.to_builtins(status.paths),
             "peers": msgspec.to_builtins(status.peers),
+            "readings": msgspec.to_builtins(status.readings) if self.reachable else None,
+            "configured_power_w": self.server.power_w,
+            "idle_power_w": self.server.idle_power_w,
             "identity": status.identity,
             "trusted_link": status.trusted_link,
             "heard_s_ago": round(time.monotonic() - self.polled_at, 3) if self.polled_at else None,

@@ -18,6 +18,7 @@ from disaggregated_inference.api import (
     GenerateOptions,
     GenerateRequest,
     PromptLogprob,
+    Rates,
     RequestOptions,
     RequestRecord,
     generate_request,
@@ -25,11 +26,12 @@ from disaggregated_inference.api import (
     new_seed,
     options_of,
 )
-from disaggregated_inference.cluster import ClusterConfig, load_config
+from disaggregated_inference.cluster import ClusterConfig, Policies, load_config
 from disaggregated_inference.errors import ClusterError, DeadlineExceeded, DisaggError
 from disaggregated_inference.identity import Identity, open_identity
 from disaggregated_inference.models import ModelTokenizer
 from disaggregated_inference.orchestrator.causes import no_decode_node
+from disaggregated_inference.orchestrator.connections import NodeConnector
 from disaggregated_inference.orchestrator.continuation import with_seed
 from disaggregated_inference.orchestrator.defaults import require_defaults
 from disaggregated_inference.orchestrator.history import History
@@ -67,7 +69,7 @@ class DisaggregatedInference:
             require_defaults(self.config, name)
         self._timeouts = timeouts
         policies = self.config.policies
-        self._outcomes = Outcomes(History(policies.history, policies.history_file, timeouts.history_lock_s))
+        self._outcomes = Outcomes(_history_of(policies, timeouts))
         self._was_replaced = False
         self.queue = RequestQueue(policies.queue, _PLACES)
         self._inputs = InputProcessor(self.config, timeouts)
@@ -76,6 +78,7 @@ class DisaggregatedInference:
         self._closed = False
         self._identity: Identity | None = None
         self._running: set[asyncio.Task[Any]] = set()
+        self._servers = {server.name: server for server in self.config.servers}
 
     async def __aenter__(self) -> "DisaggregatedInference":
         await self.start()
@@ -90,7 +93,7 @@ class DisaggregatedInference:
             self._loop = asyncio.get_running_loop()
             keep_s, self._identity = self._timeouts.idle_connection_s, open_identity(self.config.identity, environ={})
             tls: ssl.SSLContext | bool = self._identity.watch().client_context if self._identity else True
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=keep_s, ssl=tls)
+            connector = NodeConnector(limit=0, keepalive_timeout=keep_s, ssl=tls)
             cookies = aiohttp.DummyCookieJar()  # nodes set none
             session = aiohttp.ClientSession(connector=connector, cookie_jar=cookies, auto_decompress=False)
             self._registry = NodeRegistry(self.config, session, self._timeouts)  # which closes it
@@ -125,6 +128,11 @@ class DisaggregatedInference:
         return self._outcomes.history
 
     @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one request ran."""
+        return self._outcomes.busy.seconds
+
+    @property
     def on_end(self) -> list[Callable[[RequestRecord], None]]:
         """Called with the record of every request that ended."""
         return self._outcomes.on_end
@@ -134,7 +142,7 @@ class DisaggregatedInference:
         caller closes the returned history."""
         policies, before = self.config.policies, old.config.policies
         own, self._outcomes, old._was_replaced = self.history, old._outcomes, True
-        if (policies.history, policies.history_file) != (before.history, before.history_file):
+        if _kept_as(policies) != _kept_as(before):
             own.adopt(self._outcomes.history)
             own, self._outcomes.history = self._outcomes.history, own
         return own
@@ -218,19 +226,17 @@ class DisaggregatedInference:
     async def status(self) -> dict[str, Any]:
         """What is known, without polling; see `health`."""
         registry = await self.start()
+        links = [link for model in self.config.names for link in registry.links(model)]
         return {
             "verdict": cluster_verdict(list(registry.nodes.values())),
             "models": {model: model_verdict(registry.of(model)) for model in self.config.names},
             "nodes": [node.summary() for node in registry.nodes.values()],
-            "links": [
-                {"prefill": p, "decode": d, "bytes_per_s": speed}
-                for model in self.config.names
-                for (p, d), speed in registry.view(model).links.items()
-            ],
+            "links": links,
             "refusals": [refusal for model in self.config.names for refusal in registry.refusals(model)],
-            "warnings": warnings_of(registry.nodes.values()),
+            "warnings": warnings_of(registry.nodes.values()) + [each["warning"] for each in links if each["warning"]],
             "queue": msgspec.to_builtins(self.queue.status()),
             "served": dict(self._outcomes.counts),
+            "uptime": registry.uptime.share,
             "latency": {"total_time": self.history.percentiles("total_time")},
         }
 
@@ -251,10 +257,12 @@ class DisaggregatedInference:
     ) -> tuple[GenerateRequest, RequestRecorder]:
         """Checks the request. Raises BadRequest before a node is contacted."""
         model = self.config.resolve_model(options.get("model") or options.get("model_type"))
-        request = with_seed(generate_request(options, self.config.options_of(model).defaults), new_seed())
+        asked = generate_request(options, self.config.options_of(model).defaults)
+        request = with_seed(asked, new_seed())
         operation = "text_completion" if request.messages is None else "chat"
         recorder = RequestRecorder(request.request_id, model, operation, caller=request.caller)
         recorder.on_plan = on_plan or recorder.on_plan
+        recorder.keeps_seed = bool(asked.temperature) and asked.seed is not None
         return request, recorder
 
     def _start(
@@ -262,8 +270,10 @@ class DisaggregatedInference:
     ) -> "asyncio.Task[RequestRecord]":
         """In a task of its own: its timeout must not end the caller's work, nor a slow reader hold its place."""
         task = asyncio.create_task(self._run(request, recorder, put))
+        self._outcomes.busy.began()
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+        task.add_done_callback(lambda _: self._outcomes.busy.ended())
         return task
 
     async def _run(self, request: GenerateRequest, recorder: RequestRecorder, put: Put | None) -> RequestRecord:
@@ -301,15 +311,31 @@ class DisaggregatedInference:
         return prefill_s + (options.decode_timeout_s or policies.decode_timeout_s)
 
     def _finish(self, recorder: RequestRecorder, error: BaseException | None) -> RequestRecord:
-        servers = {server.name: server for server in self.config.servers}
         outcome = outcome_of(error)
         detail = ErrorDetail(getattr(error, "code", outcome), str(error)) if error else None
-        record = recorder.finish(servers, self.config.policies, outcome, detail)
+        nodes = self._registry.nodes if self._registry else {}
+        power = {name: node.power for name, node in nodes.items()}
+        record = recorder.finish(self._servers, self.config.policies, outcome, detail, power, self._rates_of)
+        record = msgspec.structs.replace(record, number=self.history.next_number())
         self._outcomes.counts[outcome] += 1
-        self.history.add(record.row(), record.caller)
+        self.history.add(record, record.caller)
         for callback in self.on_end:
             callback(record)
         return record
+
+    def _rates_of(self, name: str) -> Rates:
+        """That a node measured."""
+        node = self._registry.nodes.get(name) if self._registry else None
+        return node.status.rates if node and node.status else Rates()
+
+
+def _kept_as(policies: Policies) -> tuple[int, str, int, int]:
+    return policies.history, policies.history_file, policies.history_rows, policies.history_days
+
+
+def _history_of(policies: Policies, timeouts: OrchestratorTimeouts) -> History:
+    size, file, rows, days = _kept_as(policies)
+    return History(size, file, timeouts.history_lock_s, rows, days)
 
 
 def _is_late(error: BaseException, deadline: float) -> bool:

@@ -1,11 +1,9 @@
 """Records what happens to a request: which nodes served it, how long every phase took, what failed."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-import msgspec
 
 from disaggregated_inference.api import (
     ErrorDetail,
@@ -22,6 +20,8 @@ from disaggregated_inference.api import (
 from disaggregated_inference.cluster import Policies, Server
 from disaggregated_inference.orchestrator.attempt import Attempt
 from disaggregated_inference.orchestrator.cluster_view import Route
+from disaggregated_inference.orchestrator.energy import Meters, PowerLog, with_energy
+from disaggregated_inference.orchestrator.machine_time import RatesOf, no_rates, with_machine_times
 from disaggregated_inference.orchestrator.waterfall import phases_of, waterfall
 
 FALLBACK_WARNING = "Using fallback mode - slower performance"
@@ -90,6 +90,7 @@ class RequestRecorder:
         self.on_waiting: Callable[[str], None] = lambda reason: None  # no node is there; called once per outage
         self.on_prompt_logprobs: Callable[[PromptLogprobs], None] = lambda piece: None
         self.fallback = self.prefill_down = False
+        self.keeps_seed = False  # a sampled answer, whose seed the client gave
         self._warnings: dict[str, None] = {}  # in order, each once
         self.warning_reason = ""  # of a fallback
         self.first_token_s = self.total_s = 0.0
@@ -108,9 +109,16 @@ class RequestRecorder:
         self.phase("queue", since)
 
     def begin(
-        self, route: Route, reason: str, engine: str, *, node_model: str = "", text_only: bool = False
+        self,
+        route: Route,
+        reason: str,
+        engine: str,
+        *,
+        node_model: str = "",
+        text_only: bool = False,
+        whole: bool = False,
     ) -> Attempt:
-        attempt = Attempt(route, reason, engine, self._clock(), node_model, text_only)
+        attempt = Attempt(route, reason, engine, self._clock(), node_model, whole, text_only)
         self.attempts.append(attempt)
         self.on_plan(route, reason, self.warnings)
         return attempt
@@ -142,8 +150,15 @@ class RequestRecorder:
         return tuple(state.result(index) for index, state in enumerate(self.choice_states))
 
     def finish(
-        self, servers: dict[str, Server], policies: Policies, outcome: Outcome = "ok", error: ErrorDetail | None = None
+        self,
+        servers: dict[str, Server],
+        policies: Policies,
+        outcome: Outcome = "ok",
+        error: ErrorDetail | None = None,
+        power: Mapping[str, PowerLog] | None = None,
+        rates: RatesOf = no_rates,
     ) -> RequestRecord:
+        """`power` and `rates`: of the nodes, by name."""
         self.total_s = self._clock() - self.came_at
         known = (phase for attempt in self.attempts for phase in phases_of(attempt, self.came_at, self.total_s))
         bars = waterfall([*self.phases, *known], self.total_s)
@@ -175,8 +190,10 @@ class RequestRecorder:
             model=self.model,
             node_model=(last.node_model or None) if last else None,
             first_token_time=self.first_token_s,
+            output_token_time=self._output_token_s(completion / len(states) if states else 0.0),
             plan=last.reason if last else None,
             predicted_first_token_time=last.route.first_token_s if last else None,
+            predicted_total_time=last.route.total_s if last else None,
             attempts=len(self.attempts),
             failovers=tuple(self.failovers),
             cached_tokens=self._cached_tokens(last),
@@ -192,7 +209,13 @@ class RequestRecorder:
             caller=self.caller,
             **_reported(last),
         )
-        return _with_energy(record, last, servers, policies)
+        shares = Meters(servers.values(), power or {}).shares(bars, time.monotonic() - self.total_s)
+        return with_machine_times(with_energy(record, shares, policies), shares, rates)
+
+    def _output_token_s(self, tokens: float) -> float | None:
+        """As the client sees it: the time after the first token over the tokens of a choice after the first. What of
+        the transfer is exposed after the first token is part of it."""
+        return (self.total_s - self.first_token_s) / (tokens - 1) if self.first_token_s and tokens > 1 else None
 
     def _prefill_s(self, attempt: Attempt | None) -> float:
         """The prefill time that the node reported; without a report, the time to the first token."""
@@ -228,6 +251,8 @@ class RequestRecorder:
             return None
         if self.fallback:
             return "fallback"
+        if attempt.whole:
+            return f"whole_{attempt.engine}"
         return f"disaggregated_{attempt.engine}" if attempt.route.prefill else "local"
 
 
@@ -237,8 +262,12 @@ _REPORTED = (
     "admission_time",
     "canary_time",
     "fetch_time",
+    "first_slice_time",
+    "transfer_time",
+    "hidden_transfer_time",
     "exposed_transfer_time",
     "inject_time",
+    "batch_size",
     "kv_bytes",
     "kv_codec",
     "kv_paths",
@@ -253,30 +282,3 @@ def _reported(attempt: Attempt | None) -> dict[str, Any]:
         return {}
     names = _TEXT_REPORTED if attempt.text_only else _REPORTED
     return {name: getattr(attempt.metrics, name) for name in names}
-
-
-def _with_energy(
-    record: RequestRecord, attempt: Attempt | None, servers: dict[str, Server], policies: Policies
-) -> RequestRecord:
-    """Energy and cost, if the config has power and prices: each machine for the time it worked for this request, as if
-    it had no other request meanwhile."""
-    if attempt is None:
-        return record
-    times = [
-        (servers[attempt.prefill_name], record.prefill_time),
-        (servers[attempt.route.decode], record.decode_time),
-    ]
-    energy_wh: float | None = None
-    if all(server.power_w is not None for server, _ in times):
-        energy_wh = sum((server.power_w or 0.0) * seconds for server, seconds in times) / 3600
-    cost = _cost(times, energy_wh, policies.electricity_price_per_kwh)
-    return msgspec.structs.replace(record, energy_wh=energy_wh, cost=cost)
-
-
-def _cost(times: list[tuple[Server, float]], energy_wh: float | None, price_per_kwh: float | None) -> float | None:
-    parts: list[float] = []
-    if all(server.price_per_hour is not None for server, _ in times):
-        parts.append(sum((server.price_per_hour or 0.0) * seconds for server, seconds in times) / 3600)
-    if energy_wh is not None and price_per_kwh is not None:
-        parts.append(energy_wh / 1000 * price_per_kwh)
-    return sum(parts) if parts else None

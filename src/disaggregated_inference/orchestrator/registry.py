@@ -6,19 +6,33 @@ import random
 import time
 from collections.abc import Iterable
 from functools import partial
+from typing import Any, NamedTuple
 
 import aiohttp
 
+from disaggregated_inference.api import NodeStatus
 from disaggregated_inference.cluster import ClusterConfig
 from disaggregated_inference.orchestrator.cluster_view import ClusterView
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats
+from disaggregated_inference.orchestrator.links import link_warning, paths_between
 from disaggregated_inference.orchestrator.node_state import NodeState
 from disaggregated_inference.orchestrator.prefix_index import PrefixIndex
+from disaggregated_inference.orchestrator.uptime import Uptime
+from disaggregated_inference.orchestrator.verdict import model_verdict
 from disaggregated_inference.timeouts import OrchestratorTimeouts
 
 log = logging.getLogger(__name__)
 
 _JITTER = 0.2
+
+
+class _Pairs(NamedTuple):
+    """What is known of pairs of a prefill node and a decode node, from these statuses."""
+
+    statuses: list[NodeStatus | None]
+    links: dict[tuple[str, str], float]
+    checked: frozenset[tuple[str, str]]
+    refused: frozenset[tuple[str, str]]
 
 
 class NodeRegistry:
@@ -40,7 +54,10 @@ class NodeRegistry:
                 server, model, session, self._heartbeats, config.policies, config.spellings_of(model)
             )
             node.client.replaceable = partial(self._replaceable, node)
+        self._of = {model: [node for node in self.nodes.values() if node.model == model] for model in config.names}
+        self._pairs: dict[str, _Pairs] = {}  # of the latest statuses, by model
         self._links = {(link.prefill, link.decode): link.gbps * 1e9 / 8 for link in config.links}
+        self.uptime = Uptime()
         self._polled = {name: asyncio.Event() for name in self.nodes}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -48,7 +65,7 @@ class NodeRegistry:
         """Any node replaces a prefill node, since decode nodes prefill too; only a decode node replaces a decode
         node."""
         others = [other for other in self.of(node.model) if other is not node and other.usable]
-        return any(node.role == "prefill" or other.role != "prefill" for other in others)
+        return any(node.role == "prefill" or other.can_decode for other in others)
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._keep_polling(node)) for node in self.nodes.values()]
@@ -69,11 +86,13 @@ class NodeRegistry:
         await self._session.close()  # again, where its task had not begun
 
     def of(self, model: str) -> list[NodeState]:
-        return [node for node in self.nodes.values() if node.model == model]
+        return self._of.get(model, [])
 
     async def wait_for_status(self, model: str) -> None:
         """Until every node of a model was polled once, or one of each role is usable. Only the first requests wait."""
         nodes = self.of(model)
+        if all(self._was_polled(node) for node in nodes):
+            return
         roles = [role for role in ([n for n in nodes if n.server.role != "decode"], _decoders(nodes)) if role]
         waiting = {asyncio.create_task(self._polled[node.name].wait()) for node in nodes if not self._was_polled(node)}
         tasks, until = set(waiting), asyncio.get_running_loop().time() + self.timeouts.first_status_s
@@ -111,6 +130,8 @@ class NodeRegistry:
             log.exception("polling %s failed", node.name)
         if node.was_polled:  # not if it was only slow to answer
             self._polled[node.name].set()
+        if all(event.is_set() for event in self._polled.values()):
+            self.uptime.observe(all(model_verdict(self.of(model)).serves for model in self.config.names))
         extra = {"node": node.name, "model": node.model}
         if node.misnamed and node.misnamed != warned:
             log.warning("%s: %s", node.name, node.misnamed, extra=extra | {"node_model": node.own_model})
@@ -147,12 +168,21 @@ class NodeRegistry:
 
     def view(self, model: str) -> ClusterView:
         nodes = self.of(model)
-        pairs = [(p, d) for p in nodes for d in nodes if p is not d and p.status and d.status and d.role != "prefill"]
-        links = {(p.name, d.name): speed for p, d in pairs if (speed := self._speed(p, d))}
-        views = (node.view("" if node.mismatch or not node.info else model) for node in nodes)
-        known = {(p.name, d.name): bool(peer.refused) for p, d in pairs if (peer := d.peer_status(p))}
-        checked, refused = (frozenset(pair for pair, no in known.items() if no is kind) for kind in (False, True))
-        return ClusterView(nodes=tuple(views), links=links, checked=checked, refused=refused)
+        views = [node.view("" if node.mismatch or not node.info else model) for node in nodes]
+        pairs = self._pairs_of(model, nodes)
+        return ClusterView(nodes=tuple(views), links=pairs.links, checked=pairs.checked, refused=pairs.refused)
+
+    def _pairs_of(self, model: str, nodes: list[NodeState]) -> "_Pairs":
+        """Made again when a node has a new status."""
+        statuses, found = [node.status for node in nodes], self._pairs.get(model)
+        if found is None or any(status is not known for status, known in zip(statuses, found.statuses, strict=True)):
+            pairs = [(p, d) for p in nodes for d in nodes if p is not d and p.status and d.status]
+            pairs = [(p, d) for p, d in pairs if d.role != "prefill"]
+            links = {(p.name, d.name): speed for p, d in pairs if (speed := self._speed(p, d))}
+            known = {(p.name, d.name): bool(peer.refused) for p, d in pairs if (peer := d.peer_status(p))}
+            checked, refused = (frozenset(pair for pair, no in known.items() if no is kind) for kind in (False, True))
+            found = self._pairs[model] = _Pairs(statuses, links, checked, refused)
+        return found
 
     def refusals(self, model: str) -> list[dict[str, str]]:
         """Which decode node refuses KV of which prefill node, and why, for people."""
@@ -163,19 +193,32 @@ class NodeRegistry:
             if p.reachable and d.reachable and (peer := d.peer_status(p)) and peer.refused
         ]
 
+    def links(self, model: str) -> list[dict[str, Any]]:
+        """Every link whose speed is known, for people."""
+        return [self._link(p, d, speed) for (p, d), speed in self.view(model).links.items()]
+
+    def _link(self, prefill: str, decode: str, speed: float) -> dict[str, Any]:
+        """`line_rate_bytes_s`: what the config expects of the link. `payload_bytes`: since the decode node started."""
+        paths = paths_between(self.nodes[prefill], self.nodes[decode])
+        return {
+            "prefill": prefill,
+            "decode": decode,
+            "bytes_per_s": speed,
+            "line_rate_bytes_s": self.line_rate(prefill, decode),
+            "measured": any(path.goodput_bytes_s for path in paths),
+            "payload_bytes": sum(path.payload_bytes for path in paths),
+            "connections": sum(path.connections for path in paths),
+            "warning": link_warning(prefill, decode, paths, self.line_rate(prefill, decode)),
+        }
+
     def _speed(self, prefill: NodeState, decode: NodeState) -> float | None:
         """Bytes per second: measured if there is a measurement, else from the config."""
-        assert prefill.status
-        assert decode.status
-        ports = {address.rpartition(":")[2] for address in prefill.status.kv_addresses}
-        hosts = {prefill.server.host, *(address.rpartition(":")[0] for address in prefill.status.kv_addresses)}
-        hosts |= {address.rpartition(":")[0] or address for address in prefill.server.kv_addresses}
-        speeds = [
-            path.goodput_bytes_s
-            for path in decode.status.paths
-            if path.goodput_bytes_s and str(path.port) in ports and path.host in hosts
-        ]
+        speeds = [path.goodput_bytes_s for path in paths_between(prefill, decode) if path.goodput_bytes_s]
         return max(speeds) if speeds else self._links.get((prefill.name, decode.name))
+
+    def line_rate(self, prefill: str, decode: str) -> float | None:
+        """Bytes per second that the config expects of a link."""
+        return self._links.get((prefill, decode))
 
     def epochs(self, model: str) -> dict[str, str]:
         return {node.name: node.epoch for node in self.of(model)}

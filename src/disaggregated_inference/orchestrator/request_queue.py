@@ -6,8 +6,7 @@ import math
 import time
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -133,28 +132,32 @@ class RequestQueue:
 
     def allow(self, model: str, places: int) -> None:
         """Set how many requests of a model run at once. Requests that run beyond it finish, and are not replaced."""
-        self._queue(model).places = places
-        self._grant_places()
-
-    @asynccontextmanager
-    async def turn(
-        self, model: str, priority: int = 0, deadline: float = math.inf, caller: str = ""
-    ) -> AsyncIterator[None]:
-        """Wait for a place and hold it inside the `with`. `deadline` is on the queue's clock."""
         queue = self._queue(model)
-        await self._enter(queue, model, priority, deadline, caller)
-        started_at = self._clock()
-        try:
-            yield
-        finally:
-            queue.served_s.append(self._clock() - started_at)
-            self._leave(queue, caller)
+        if queue.places != places:
+            queue.places = places
+            self._grant_places()
 
-    async def _enter(self, queue: _ModelQueue, model: str, priority: int, deadline: float, caller: str) -> None:
+    def turn(self, model: str, priority: int = 0, deadline: float = math.inf, caller: str = "") -> "_Turn":
+        """`async with`: waits for a place and holds it inside. `deadline` is on the queue's clock."""
+        return _Turn(self, model, priority, deadline, caller)
+
+    async def enter(self, model: str, priority: int, deadline: float, caller: str) -> float:
+        """Returns when the turn began."""
+        await self._wait(self._queue(model), model, priority, deadline, caller)
+        return self._clock()
+
+    def leave(self, model: str, caller: str, began_at: float) -> None:
+        queue = self._queue(model)
+        queue.served_s.append(self._clock() - began_at)
+        self._leave(queue, caller)
+
+    async def _wait(self, queue: _ModelQueue, model: str, priority: int, deadline: float, caller: str) -> None:
         if (left_s := deadline - self._clock()) <= 0:
             raise DeadlineExceeded(f"the request for {model} arrived after its deadline")
         loop = asyncio.get_running_loop()
         waiter = self._join(queue, model, _Waiter(priority, caller, loop.create_future()))
+        if waiter.has_place:
+            return
         timer = None if math.isinf(left_s) else loop.call_later(left_s, self._expire, queue, waiter)
         try:
             if not await waiter.turn:
@@ -188,7 +191,7 @@ class RequestQueue:
         """Grant all free places, first to the model whose last turn is the longest ago."""
         while self.running < self.max_running:
             due = (queue for queue in self._queues.values() if queue.is_due)
-            if not (queue := min(due, key=lambda each: each.last_turn, default=None)):
+            if not self.waiting or not (queue := min(due, key=lambda each: each.last_turn, default=None)):
                 return
             self._grant(queue, queue.pop())
 
@@ -215,3 +218,19 @@ class RequestQueue:
     def _leave(self, queue: _ModelQueue, caller: str) -> None:
         queue.end(caller)
         self._grant_places()
+
+
+class _Turn:
+    """A place of a model, while the `with` lasts."""
+
+    __slots__ = ("_began_at", "_caller", "_deadline", "_model", "_priority", "_queue")
+
+    def __init__(self, queue: RequestQueue, model: str, priority: int, deadline: float, caller: str) -> None:
+        self._queue, self._model, self._priority = queue, model, priority
+        self._deadline, self._caller = deadline, caller
+
+    async def __aenter__(self) -> None:
+        self._began_at = await self._queue.enter(self._model, self._priority, self._deadline, self._caller)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._queue.leave(self._model, self._caller, self._began_at)

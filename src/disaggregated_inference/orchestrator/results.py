@@ -1,10 +1,33 @@
 """Outcomes and results of finished requests, for clients, counters and the history."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from disaggregated_inference.api import Completion, Outcome, RequestRecord, plain
 from disaggregated_inference.orchestrator.history import History
+
+
+class BusyTime:
+    """The time in which something runs, however much at once."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._running = clock, 0
+        self._past_s = self._since = 0.0
+
+    def began(self) -> None:
+        if not self._running:
+            self._since = self._clock()
+        self._running += 1
+
+    def ended(self) -> None:
+        self._running -= 1
+        if not self._running:
+            self._past_s += self._clock() - self._since
+
+    @property
+    def seconds(self) -> float:
+        return self._past_s + (self._clock() - self._since if self._running else 0.0)
 
 
 class Outcomes:
@@ -13,6 +36,7 @@ class Outcomes:
     def __init__(self, history: History) -> None:
         self.history = history
         self.counts: dict[Outcome, int] = {"ok": 0, "failed": 0, "refused": 0, "cancelled": 0}
+        self.busy = BusyTime()
         self.on_end: list[Callable[[RequestRecord], None]] = []
 
 
@@ -36,8 +60,13 @@ def answer_of(completion: Completion) -> dict[str, Any]:
 
 
 def merge_results(results: Sequence[dict[str, Any]], wall_s: float) -> dict[str, Any]:
-    """Of requests that ran at once. `speedup`: the sum of their times over the time that all of them took."""
-    sequential_s = sum(result.get("total_time") or 0.0 for result in results)
+    """Of requests that ran at once. `speedup`: what they would have taken one after the other, each with the cluster to
+    itself, over the time that all of them took."""
+    known = [result.get("sequential_time") for result in results]
+    sequential_s = sum(
+        result.get("total_time") or 0.0 if alone_s is None else alone_s
+        for result, alone_s in zip(results, known, strict=True)
+    )
     tokens = sum(result.get("completion_tokens") or 0 for result in results)
     return {
         "results": list(results),

@@ -1,8 +1,9 @@
 """Picks the route of one attempt: the router's best that the policies and the request's own failures allow."""
 
 import time
+from enum import Enum
 
-from disaggregated_inference.api import ModelInfo
+from disaggregated_inference.api import LocalPrefill, ModelInfo
 from disaggregated_inference.errors import ClusterError
 from disaggregated_inference.orchestrator.causes import prefill_causes
 from disaggregated_inference.orchestrator.cluster_view import Plan, Route, RouteRequest
@@ -16,10 +17,31 @@ _MAX_EXPLORATION = 4.0  # times the best route's time, at most
 _QUICK_EXPLORATIONS = 6
 
 
+class Cause(Enum):
+    """Why a route was taken that the router did not choose."""
+
+    REQUEST = "the request asks for it"
+    POLICY = "by policies.local = {local}"
+    FAILURE = "after a failure of this request"
+    EXPLORED = "to measure a node again"
+    IMPOSSIBLE = "no other way is allowed now"
+
+
 class RoutePicker:
-    def __init__(self, registry: NodeRegistry, model: str, failover: FailoverState, *, can_transfer_kv: bool) -> None:
+    """`local`: the request's own wish, instead of the policy."""
+
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        model: str,
+        failover: FailoverState,
+        *,
+        can_transfer_kv: bool,
+        local: LocalPrefill | None = None,
+    ) -> None:
         self._registry, self._model, self._failover = registry, model, failover
         self._policies = registry.config.policies
+        self._local, self._is_forced = local or self._policies.local, local not in (None, "auto")
         self._can_transfer_kv = can_transfer_kv  # false: no KV can move, whatever the policies say
         self.info: ModelInfo | None = None  # the model that the request began with
 
@@ -43,7 +65,7 @@ class RoutePicker:
             allowed = [route for route in candidates if self._keeps_policy(route) and self._may_fall_back(route)]
             if allowed:
                 route = self._explore(allowed) if explore else allowed[0]
-                return route, _reason(planned, route)
+                return route, self._reason(planned, route, is_explored=route is not allowed[0])
         if not self._policies.fallback:
             causes = "; ".join(prefill_causes(self._registry.of(self._model), routes[0].decode)) if routes else ""
             message = "no prefill node can read this prompt, and the config allows no fallback"
@@ -51,19 +73,46 @@ class RoutePicker:
         if not routes or (self._failover.fell_back and all(route.prefill for route in routes)):
             raise ClusterError("the prefill nodes failed, and no decode node can compute prompt logprobs: try again")
         route = pinned[0] if pinned else routes[0]
-        return route, _reason(planned, route)
+        return route, self._reason(planned, route)
+
+    def _reason(self, planned: Plan, route: Route, is_explored: bool = False) -> str:
+        """The router's sentence where its choice was taken; otherwise what was taken in its place, and why."""
+        cause = self._cause(route, is_explored)
+        if route is planned.routes[0] and cause is not Cause.REQUEST:
+            return planned.reason
+        best = planned.routes[0]
+        compared = (
+            "the fastest way, too" if route is best else f"the fastest is {_way(best)}, done in {best.total_s:.2f} s"
+        )
+        return f"{_way(route)}: {cause.value.format(local=self._local)}, done in {route.total_s:.2f} s; {compared}"
+
+    def _cause(self, route: Route, is_explored: bool) -> "Cause":
+        if self._failover.avoid or self._failover.prefill_failures or self._failover.pinned:
+            return Cause.FAILURE
+        if self._is_forced and self._can_transfer_kv:
+            return Cause.REQUEST if self._keeps_policy(route) else Cause.IMPOSSIBLE
+        if is_explored:
+            return Cause.EXPLORED
+        return Cause.POLICY if self._local != "auto" and self._keeps_policy(route) else Cause.IMPOSSIBLE
 
     def is_fallback(self, route: Route) -> bool:
-        if not self._can_transfer_kv or route.prefill is not None or self._policies.local == "always":
+        if not self._can_transfer_kv or route.prefill is not None or self._local == "always" or self.is_whole(route):
             return False
         failed = self._failover.prefill_failures > 0 or self.prefill_is_down(route)
         return failed or not self._failover.prefill_expected(route.decode)
+
+    def is_whole(self, route: Route) -> bool:
+        """A prefill node writes the answer too."""
+        return self._registry.nodes[route.decode].whole_answers
 
     def prefill_is_down(self, route: Route) -> bool:
         """The decode node prefills, and the verdict on its model is that no prefill node is there: with any policy, the
         cluster is in its fallback mode."""
         nodes = self._registry.of(self._model)
         return route.prefill is None and model_verdict(nodes) is Verdict.PREFILL_DOWN
+
+    def decode_is_down(self) -> bool:
+        return model_verdict(self._registry.of(self._model)) is Verdict.WHOLE_ANSWERS
 
     def _may_fall_back(self, route: Route) -> bool:
         return self._policies.fallback or not self.is_fallback(route)
@@ -72,10 +121,12 @@ class RoutePicker:
         return route.decode == self._failover.pinned
 
     def _keeps_policy(self, route: Route) -> bool:
-        local = self._policies.local
+        local = self._local
         if not self._can_transfer_kv:
             return True
-        if self._failover.fell_back or local == "always":
+        if local == "always":
+            return route.prefill is None and not self.is_whole(route)
+        if self._failover.fell_back:
             return route.prefill is None
         return route.prefill is not None or (local == "auto" and not self._failover.prefill_failures)
 
@@ -99,9 +150,5 @@ class RoutePicker:
         return time.monotonic() - node.used_at > (timeouts.explore_doubtful_s if doubtful else timeouts.explore_s)
 
 
-def _reason(planned: Plan, route: Route) -> str:
-    if route is planned.routes[0]:
-        return planned.reason
-    way = f"{route.prefill} -> {route.decode}" if route.prefill else f"local on {route.decode}"
-    best_s = planned.routes[0].first_token_s
-    return f"{way}: by policy, after a failure or to look again; {route.first_token_s:.2f} s, best {best_s:.2f} s"
+def _way(route: Route) -> str:
+    return f"{route.prefill} -> {route.decode}" if route.prefill else f"local on {route.decode}"

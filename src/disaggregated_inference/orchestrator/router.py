@@ -4,7 +4,8 @@ Pure, so that every decision can be replayed from what was known. Only the order
 they rest on rates that the nodes measured at their own work, and on round numbers until there are some.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from disaggregated_inference.api import Rate
@@ -17,6 +18,7 @@ from disaggregated_inference.errors import (
 )
 from disaggregated_inference.kv import reusable_tokens
 from disaggregated_inference.orchestrator.cluster_view import ClusterView, NodeView, Plan, Route, RouteRequest
+from disaggregated_inference.orchestrator.rate_curve import prefill_seconds
 
 # Rates of a machine without measurements: a DGX Spark and a Mac Studio with a 30B model, rounded down. A rate that is
 # too low costs a detour for a request or two; then there are measurements.
@@ -39,11 +41,14 @@ class _Estimate(NamedTuple):
     overloaded: bool
     in_flight: int
     cold_s: float  # not predicted: a handicap for nodes that just came back
+    is_whole: bool  # a prefill node writes the answer too
+    last_resort: bool  # its answer would be another one than the client asked for with its seed
 
     @property
-    def rank(self) -> tuple[bool, float, int, str, str]:
+    def rank(self) -> tuple[bool, bool, float, int, str, str]:
         """An overloaded route comes last, however fast it looks: the prediction leaves out that a node may refuse."""
         return (
+            self.last_resort,
             self.overloaded,
             self.route.total_s + self.cold_s,
             self.in_flight,
@@ -52,7 +57,13 @@ class _Estimate(NamedTuple):
         )
 
     @property
+    def ready_s(self) -> float:
+        return self.route.first_token_s + self.route.exposed_s
+
+    @property
     def name(self) -> str:
+        if self.is_whole:
+            return f"{self.route.decode} alone"
         return f"{self.route.prefill} -> {self.route.decode}" if self.route.prefill else "local"
 
 
@@ -75,7 +86,7 @@ def plan(request: RouteRequest, cluster: ClusterView) -> Plan:
 def _estimates(request: RouteRequest, cluster: ClusterView) -> Iterator[_Estimate]:
     available = [node for node in cluster.nodes if _available(node, request) and _fits(node, request)]
     for decode in available:
-        if decode.can_decode:
+        if _may_decode(decode, request):
             if _can_score(decode, request):
                 yield _local(request, decode)
             scorers = (node for node in available if _can_score(node, request))
@@ -85,6 +96,11 @@ def _estimates(request: RouteRequest, cluster: ClusterView) -> Iterator[_Estimat
 
 def _available(node: NodeView, request: RouteRequest) -> bool:
     return node.usable and node.name not in request.avoid
+
+
+def _may_decode(node: NodeView, request: RouteRequest) -> bool:
+    """An engine with a sampler of its own knows neither formats nor logprobs of prompts."""
+    return node.can_decode and not (node.serves_alone and (request.structured or request.scored_tokens is not None))
 
 
 def _can_score(reader: NodeView, request: RouteRequest) -> bool:
@@ -107,7 +123,7 @@ def _can_hand_over(prefill: NodeView, decode: NodeView, cluster: ClusterView) ->
 
 def _no_route(request: RouteRequest, cluster: ClusterView) -> DisaggError:
     """If only the context windows are in the way, or the engines, that is the error."""
-    decoders = [node for node in cluster.nodes if node.can_decode and _available(node, request)]
+    decoders = [node for node in cluster.nodes if _may_decode(node, request) and _available(node, request)]
     windows = [node.context_window for node in decoders]
     if not windows:
         return NoDecodeNode()
@@ -127,19 +143,19 @@ def _no_scores(cluster: ClusterView) -> DisaggError:
 
 def _local(request: RouteRequest, node: NodeView) -> _Estimate:
     new = _computed_tokens(request, node)
-    busy_s = _slot_s(node) + _queue_s(node) + new / _prefill_rate(node, request.prompt_tokens)
+    busy_s = _slot_s(node) + _queue_s(node) + _prefill_s(node, request.prompt_tokens, new)
     return _estimate(request, node, None, new, busy_s, busy_s * _coldness(node))
 
 
 def _remote(request: RouteRequest, cluster: ClusterView, prefill: NodeView, decode: NodeView) -> _Estimate:
     new = _computed_tokens(request, prefill)
-    prefill_s = new / _prefill_rate(prefill, request.prompt_tokens)
+    prefill_s = _prefill_s(prefill, request.prompt_tokens, new)
     exposed_s = _exposed_s(request, cluster, prefill, decode, prefill_s)
     checked = (prefill.name, decode.name) in cluster.checked
     overhead_s = _HANDOVER_S + (0.0 if checked else _PEER_CHECK_S)
     reader_s, slot_s = _queue_s(prefill) + prefill_s, _slot_s(decode)
     cold_s = reader_s * _coldness(prefill) + slot_s * _coldness(decode)
-    return _estimate(request, decode, prefill, new, overhead_s + reader_s + slot_s + exposed_s, cold_s)
+    return _estimate(request, decode, prefill, new, overhead_s + reader_s + slot_s, cold_s, exposed_s)
 
 
 def _estimate(
@@ -149,6 +165,7 @@ def _estimate(
     new_tokens: int,
     first_token_s: float,
     cold_s: float,
+    exposed_s: float = 0.0,
 ) -> _Estimate:
     nodes = [node for node in (decode, prefill) if node]
     decode_s = _decode_s(request, decode)
@@ -157,12 +174,15 @@ def _estimate(
             decode=decode.name,
             prefill=prefill.name if prefill else None,
             first_token_s=first_token_s,
-            total_s=first_token_s + decode_s,
+            total_s=first_token_s + exposed_s + decode_s,
+            exposed_s=exposed_s,
         ),
         new_tokens,
         _is_full(request, decode) or (prefill is not None and _lacks_memory(prefill, request.prompt_tokens)),
         sum(node.running + node.waiting for node in nodes),
         cold_s + decode_s * _coldness(decode),
+        decode.serves_alone,
+        decode.serves_alone and request.seeded,
     )
 
 
@@ -171,24 +191,29 @@ def _computed_tokens(request: RouteRequest, node: NodeView) -> int:
     return request.prompt_tokens - min(request.cached.get(node.name, 0), reusable)
 
 
-def _prefill_rate(node: NodeView, prompt_tokens: int) -> float:
-    """Prefill tokens per second, by the length of the whole prompt: attention reads all of it even for a few new
-    tokens."""
-    unknown = _LOCAL_PREFILL_TOKENS_PER_S if node.role == "decode" else _PREFILL_TOKENS_PER_S
-    rate = _nearest(node.prefill_rates, prompt_tokens)
-    return (rate.tokens_per_s if rate else unknown) * (_PREFILL_SHARE if node.running else 1.0)
+def _prefill_s(node: NodeView, prompt_tokens: int, new_tokens: int) -> float:
+    """At the speed of the whole prompt's length: attention reads all of it even for a few new tokens."""
+    whole_s = prefill_seconds(node.prefill_rates, prompt_tokens)
+    if whole_s is None:
+        whole_s = prompt_tokens / (_LOCAL_PREFILL_TOKENS_PER_S if node.role == "decode" else _PREFILL_TOKENS_PER_S)
+    alone_s = whole_s * new_tokens / max(prompt_tokens, 1)
+    return alone_s / (_PREFILL_SHARE if node.running else 1.0)
 
 
 def _queue_s(node: NodeView) -> float:
     """Until the prompts before this one are prefilled, each taken as long as their mean."""
-    return node.waiting_tokens / _prefill_rate(node, node.waiting_tokens // max(node.waiting, 1))
+    if not node.waiting_tokens:
+        return 0.0
+    return _prefill_s(node, node.waiting_tokens // max(node.waiting, 1), node.waiting_tokens)
 
 
 def _slot_s(node: NodeView) -> float:
     """Until a slot is free for this answer."""
     too_many = node.running + node.waiting + 1 - node.slots
+    if too_many <= 0:
+        return 0.0
     slots = max(node.slots, 1)
-    return max(too_many, 0) * _ANSWER_TOKENS / _decode_rate(node, slots) / slots
+    return too_many * _ANSWER_TOKENS / _decode_rate(node, slots) / slots
 
 
 def _decode_s(request: RouteRequest, node: NodeView) -> float:
@@ -199,13 +224,17 @@ def _decode_s(request: RouteRequest, node: NodeView) -> float:
 def _decode_rate(node: NodeView, answers: int) -> float:
     """Tokens per second of one answer in a batch of this size. Beyond the measured sizes the nearest counts: a batch
     reads the weights once, so that another answer costs the others little."""
-    rate = _nearest(node.decode_rates, answers) or _DECODE_RATE
+    rate = nearest_rate(node.decode_rates, answers) or _DECODE_RATE
     return rate.tokens_per_s / min(max(answers, rate.size, 1), max(2 * rate.size - 1, 1))
 
 
-def _nearest(rates: Iterable[Rate], size: int) -> Rate | None:
+def nearest_rate(rates: tuple[Rate, ...], size: int) -> Rate | None:
     """In powers of two, as they are measured; of two equally near, the smaller."""
-    power = max(size, 1).bit_length()
+    return _nearest(rates, max(size, 1).bit_length())
+
+
+@lru_cache(maxsize=1024)  # rates change with a node's status, sizes with every request
+def _nearest(rates: tuple[Rate, ...], power: int) -> Rate | None:
     known = (rate for rate in rates if rate.tokens_per_s > 0)
     return min(known, key=lambda rate: (abs(max(rate.size, 1).bit_length() - power), rate.size), default=None)
 
@@ -223,11 +252,13 @@ def _exposed_s(
 def _coldness(node: NodeView) -> float:
     """Counting a new node's load as load / warmth gives it work step by step, and not all at once because it is idle.
     This is what that adds to a second of its time."""
-    return 1 / min(max(node.warmth, _COLDEST), 1.0) - 1
+    return 1 / max(node.warmth, _COLDEST) - 1 if node.warmth < 1.0 else 0.0
 
 
 def _is_full(request: RouteRequest, node: NodeView) -> bool:
     queued = node.waiting > 0 and node.running + node.waiting >= node.slots
+    if node.serves_alone:  # its status shows the memory for KV that waits to be fetched, not its engine's own
+        return queued
     return queued or _lacks_memory(node, request.choices * (request.prompt_tokens + request.max_tokens))
 
 
@@ -237,19 +268,32 @@ def _lacks_memory(node: NodeView, tokens: int) -> bool:
 
 
 def _reason(best: _Estimate, others: list[_Estimate]) -> str:
-    """For people: what the route was chosen over. Two routes with one decode node are compared by the time to the first
-    token, others by the whole time."""
+    """For people: what the route was chosen over. Two routes with one decode node are compared by the time until it can
+    write, others by the whole time."""
     new = f"{best.new_tokens} new tokens"
     if not others:
-        return f"only way: {best.name}, {new}, {best.route.first_token_s:.2f} s"
+        return f"only way: {best.name}, {new}, {best.ready_s:.2f} s"
+    if any(estimate.is_whole for estimate in (best, *others)):
+        return f"{best.name}: {new}; done in {', '.join(_three_ways([best, *others]))}"
     if rival := next((estimate for estimate in others if _differs_in_prefill(best, estimate)), None):
         where = "" if rival.route.prefill else " local"
-        compared = _compare(best.route.first_token_s, rival.route.first_token_s)
+        compared = _compare(best.ready_s, rival.ready_s)
     else:
         rival = others[0]
         where, compared = f" on {rival.route.decode}", _compare(best.route.total_s, rival.route.total_s, "done in ")
     note = " (overloaded)" if rival.overloaded and not best.overloaded else ""
     return f"{best.name}: {new}, {compared}{where}{note}"
+
+
+def _three_ways(estimates: list[_Estimate]) -> Iterator[str]:
+    """The best of each way: both machines, the decode node alone, a prefill node alone."""
+    ways: dict[str, _Estimate] = {}
+    for estimate in estimates:
+        ways.setdefault("whole" if estimate.is_whole else "pair" if estimate.route.prefill else "local", estimate)
+    for way, estimate in ways.items():
+        name = f"{estimate.route.decode} alone" if way == "local" else estimate.name
+        note = " (overloaded)" if estimate.overloaded else " (another sampler)" if estimate.last_resort else ""
+        yield f"{estimate.route.total_s:.2f} s by {name}{note}"
 
 
 def _differs_in_prefill(best: _Estimate, estimate: _Estimate) -> bool:

@@ -47,7 +47,10 @@ class RequestRunner:
         self._policies, self._timeouts = registry.config.policies, registry.timeouts
         self._choice_states = recorder.choice_states = continuation.choice_states
         self._failover = FailoverState(registry, self._model, self._policies)
-        self._picker = RoutePicker(registry, self._model, self._failover, can_transfer_kv=continuation.can_transfer_kv)
+        can_transfer_kv = continuation.can_transfer_kv
+        self._picker = RoutePicker(
+            registry, self._model, self._failover, can_transfer_kv=can_transfer_kv, local=request.local
+        )
         self._gave_second_chance = False
         self._waiting_since: float | None = None
         self._waits_for_node = False
@@ -87,6 +90,7 @@ class RequestRunner:
 
     def _begin(self, numbers: Numbers) -> Attempt:
         route_request = self._continuation.route_request(numbers, self._picker.excluded())
+        route_request = msgspec.structs.replace(route_request, seeded=self._recorder.keeps_seed)
         route, reason = self._picker.pick(route_request, explore=not self._recorder.failovers)
         self._waits_for_node = False
         self._recorder.fallback = self._picker.is_fallback(route)
@@ -99,7 +103,11 @@ class RequestRunner:
         engine, text_only = decode.status.backend if decode.status else "", not self._continuation.can_transfer_kv
         self._recorder.warn(f"{decode.name}: {decode.warning}" if decode.warning else None)
         reason = self._continuation.explain(route, reason)
-        attempt = self._recorder.begin(route, reason, engine, node_model=decode.own_model, text_only=text_only)
+        if (whole := self._picker.is_whole(route)) and self._picker.decode_is_down():
+            self._recorder.warn(f"no decode node: {decode.name} wrote the answer alone")
+        attempt = self._recorder.begin(
+            route, reason, engine, node_model=decode.own_model, text_only=text_only, whole=whole
+        )
         attempt.epochs = self._registry.epochs(self._model)
         attempt.written = {number: self._choice_states[number].tokens for number in numbers}
         return attempt
@@ -191,7 +199,8 @@ class RequestRunner:
                 if piece := self._continuation.prompt_logprobs.take(event.prompt_logprobs, attempt.route.decode):
                     self._recorder.on_prompt_logprobs(piece)
             elif self._continuation.is_output(event):
-                self._continuation.prompt_logprobs.require_complete(attempt.route.decode)
+                if not attempt.first_token_at and not output:
+                    self._continuation.prompt_logprobs.require_complete(attempt.route.decode)
                 number = numbers[event.choice]
                 self._choice_states[number].take(event)
                 output.append(msgspec.structs.replace(event, choice=number) if renumber else event)
@@ -243,7 +252,7 @@ class RequestRunner:
         another request tries them out and a while longer; nodes that failed it get one second chance. Nodes that may
         come back are waited for as long as the request has time."""
         others = self._picker.other_models()
-        nodes = [node for node in self._registry.of(self._model) if node.role != "prefill" and node.name not in others]
+        nodes = [node for node in self._registry.of(self._model) if node.can_decode and node.name not in others]
         present = [node for node in nodes if node.reachable and not node.mismatch and not node.trouble]
         untried = [node for node in present if (node.name, node.epoch) not in self._failover.avoid]
         if not self._policies.retries:

@@ -23,6 +23,7 @@ from disaggregated_inference.models import ModelTokenizer
 
 _FINISH_REASONS = (None, "stop", "length")
 _ABOVE_ZERO = 0.01  # a logprob may be rounded to slightly more than 0
+_NUMBERS = (int, float)
 _LARGEST = 1e15  # of a count, a time or a rate
 _MAX_HELD = 64  # tokens without text: parts of characters that never end, which take ever longer to decode
 
@@ -43,15 +44,18 @@ class StreamCheck(ABC):
 
     def check(self, events: Iterable[StreamEvent]) -> None:
         for event in events:
-            if self._ended:
-                raise BadEvents("an event follows the end")
-            if event.metrics is not None or event.waiting or (event.node_metrics is not None and not event.done):
-                raise BadEvents("an event has what only the end or the orchestrator sends")
-            if _is_side_event(event):
-                self._side_event(event)
-            else:
-                self.began = True
-                self._output(event)
+            self._check(event)
+
+    def _check(self, event: StreamEvent) -> None:
+        if self._ended:
+            raise BadEvents("an event follows the end")
+        if event.metrics is not None or event.waiting or (event.node_metrics is not None and not event.done):
+            raise BadEvents("an event has what only the end or the orchestrator sends")
+        if _is_side_event(event):
+            self._side_event(event)
+        else:
+            self.began = True
+            self._output(event)
 
     def _side_event(self, event: StreamEvent) -> None:
         if event.progress:
@@ -66,9 +70,8 @@ class StreamCheck(ABC):
     def _done(self, metrics: ReportedMetrics | None) -> None:
         if metrics is None:
             raise BadEvents("the end has no metrics")
-        for name in metrics.__struct_fields__:
-            value = getattr(metrics, name)
-            if isinstance(value, int | float) and name != "seed" and not 0 <= value < _LARGEST:
+        for name, value in zip(metrics.__struct_fields__, msgspec.structs.astuple(metrics), strict=True):
+            if type(value) in _NUMBERS and not 0 <= value < _LARGEST and name != "seed":
                 raise BadEvents(f"{name} is {value:g}")
 
     @abstractmethod
@@ -115,13 +118,33 @@ class TokenStreamCheck(StreamCheck):
     ) -> None:
         super().__init__()
         self._request, self._prompt_tokens = request, len(request.tokens or ())
-        vocabulary = (model.vocabulary if model else None) or 1 << 31
-        self._numbers = _TokenNumbers(vocabulary, request.logprobs)
+        self._vocabulary = (model.vocabulary if model else None) or 1 << 31
+        self._numbers = _TokenNumbers(self._vocabulary, request.logprobs)
         eos = frozenset(model.eos_tokens) if model else frozenset()
         self._choices = [
             _ChoiceCheck(request, eos, _TextCheck(tokenizer, request, written_text) if tokenizer else None)
             for _ in range(request.n)
         ]
+        self._first = self._choices[0]
+
+    def check(self, events: Iterable[StreamEvent]) -> None:
+        """Nearly every event is one more token of an answer, and nothing else."""
+        for event in events:
+            if self._ended or not (_is_plain_token(event) and self._takes(event)):
+                self._check(event)
+
+    def _takes(self, event: StreamEvent) -> bool:
+        """The short way of a plain token: whether `_check` would let it pass. Then it is counted."""
+        token, first = event.token, self._first
+        if token is None or not 0 <= token < self._vocabulary or self._request.logprobs is not None:
+            return False
+        if first.finished or first.count + 1 >= first.limit or token in first.eos:
+            return False
+        if first.text and not first.text.takes(token, event.text):
+            return False
+        first.count += 1
+        self.began = True
+        return True
 
     def _output(self, event: StreamEvent) -> None:
         if event.token is None:
@@ -195,30 +218,30 @@ class _ChoiceCheck:
 
     def __init__(self, request: DecodeRequest, eos: frozenset[int], text: "_TextCheck | None") -> None:
         self.count, self.finished = 0, False
-        self._limit, self._text = request.max_tokens or 1 << 31, text
+        self.limit, self.text = request.max_tokens or 1 << 31, text
         self._free = request.format is None  # else a grammar ends the choice
         self._stops = bool(request.stop_strings)
-        self._eos = eos if not request.ignore_eos and self._free else frozenset[int]()
+        self.eos = eos if not request.ignore_eos and self._free else frozenset[int]()
 
     def take(self, token: int, text: str, finish_reason: str | None) -> None:
         self.count += 1
-        if self.finished or self.count > self._limit:
+        if self.finished or self.count > self.limit:
             raise BadEvents("a token follows the end of its choice")
         if finish_reason not in _FINISH_REASONS:
             raise BadEvents(f"{finish_reason[:40]!r} is no finish reason" if finish_reason else "no finish reason")
         self.finished = finish_reason is not None
         self._require_reason(token, finish_reason)
-        if self._text and self._text.is_decodable:
-            by_string = self._free and finish_reason == "stop" and token not in self._eos
-            self._text.take(token, text, finish_reason, by_string=by_string)
+        if self.text and self.text.is_decodable:
+            by_string = self._free and finish_reason == "stop" and token not in self.eos
+            self.text.take(token, text, finish_reason, by_string=by_string)
 
     def _require_reason(self, token: int, finish_reason: str | None) -> None:
         """An answer that ends too early is a wrong answer."""
-        if finish_reason == "length" and self.count < self._limit:
-            raise BadEvents(f"it ended by length after {self.count} of {self._limit} tokens", tainted=True)
-        if finish_reason is None and (self.count == self._limit or token in self._eos):
-            raise BadEvents("a choice goes on after its last token", tainted=self.count == self._limit)
-        if finish_reason == "stop" and self._free and not self._stops and token not in self._eos:
+        if finish_reason == "length" and self.count < self.limit:
+            raise BadEvents(f"it ended by length after {self.count} of {self.limit} tokens", tainted=True)
+        if finish_reason is None and (self.count == self.limit or token in self.eos):
+            raise BadEvents("a choice goes on after its last token", tainted=self.count == self.limit)
+        if finish_reason == "stop" and self._free and not self._stops and token not in self.eos:
             raise BadEvents(f"it stopped at token {token}, which ends no answer")
 
 
@@ -236,6 +259,11 @@ class _TextCheck:
     def is_decodable(self) -> bool:
         return self._stream.held < _MAX_HELD
 
+    def takes(self, token: int, text: str) -> bool:
+        """Whether this is known to be the whole text of a token, with nothing held back before it or after it. Then
+        there is nothing to remember; else the token was not taken."""
+        return not self._owed and self._stream.knows(token, text)
+
     def take(self, token: int, text: str, finish_reason: str | None, *, by_string: bool = False) -> None:
         """`by_string`: only a stop string can have ended the choice."""
         self._owed += self._stream.push(token)
@@ -251,6 +279,25 @@ class _TextCheck:
         if finish_reason is None:
             return len(self._owed) < max(map(len, self._stops), default=0)
         return finish_reason == "stop" and self._owed.startswith(self._stops)
+
+
+def _is_plain_token(event: StreamEvent) -> bool:
+    """Of the first choice, in the middle of an answer: only `token` and `text` differ from their defaults."""
+    return not (
+        event.choice
+        or event.logprob is not None
+        or event.top_logprobs
+        or event.finish_reason is not None
+        or event.thinking
+        or event.tool_calls
+        or event.waiting
+        or event.done
+        or event.progress is not None
+        or event.prompt_logprobs is not None
+        or event.metrics is not None
+        or event.node_metrics is not None
+        or event.error is not None
+    )
 
 
 def _is_side_event(event: StreamEvent) -> bool:

@@ -29,7 +29,7 @@ class TokenizerCache:
     def __init__(self, home: Path | None = None, fetch_s: float = 15.0) -> None:
         self._home = (home or default_home()) / "tokenizers"
         self._fetch_s = fetch_s
-        self._cached: dict[str, ModelTokenizer] = {}
+        self._cached: dict[_Identities, ModelTokenizer] = {}
         self._fetching: dict[str, asyncio.Task[ModelTokenizer]] = {}
         self._workers = asyncio.Semaphore(2)
 
@@ -42,9 +42,9 @@ class TokenizerCache:
         if sources[0].info.fingerprint is None:
             return MissingTokenizer(sources[0].model, sources[0].info.capabilities)
         wanted = _identities_of(sources[0].info)
-        identity = hashlib.blake2b("/".join(wanted).encode(), digest_size=16).hexdigest()
-        if found := self._cached.get(identity):
+        if found := self._cached.get(wanted):
             return found
+        identity = hashlib.blake2b("/".join(wanted).encode(), digest_size=16).hexdigest()
         if identity not in self._fetching or self._fetching[identity].done():
             self._fetching[identity] = asyncio.create_task(self._get(identity, wanted, sources))
         return await asyncio.shield(self._fetching[identity])
@@ -57,7 +57,7 @@ class TokenizerCache:
             self._fetching.pop(identity, None)
         while len(self._cached) >= _MAX_CACHED:
             self._cached.pop(next(iter(self._cached)))
-        self._cached[identity] = found
+        self._cached[wanted] = found
         return found
 
     def _from_disk(self, identity: str, wanted: "_Identities") -> ModelTokenizer | None:

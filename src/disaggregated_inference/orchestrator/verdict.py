@@ -1,6 +1,6 @@
-"""Verdicts: whether a model's nodes can serve, in one of five phrases."""
+"""Verdicts: whether a model's nodes can serve, in one of six phrases."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 from disaggregated_inference.orchestrator.node_state import NodeState
@@ -11,6 +11,7 @@ class Verdict(StrEnum):
     SOME_DOWN = "a node is down, others serve"
     PREFILL_DOWN = "prefill down: decode-only"
     DECODE_DOWN = "decode down: cannot serve"
+    WHOLE_ANSWERS = "decode down: prefill nodes write the answers"
     NOTHING_UP = "nothing is up"
 
     @property
@@ -19,8 +20,15 @@ class Verdict(StrEnum):
 
 
 def model_verdict(nodes: list[NodeState]) -> Verdict:
-    prefill = [node.serves for node in nodes if node.role != "decode"]
-    decode = [node.serves for node in nodes if node.role != "prefill"]
+    found = verdict_of([(node.role, node.serves) for node in nodes])
+    alone = found is Verdict.DECODE_DOWN and any(node.serves and node.whole_answers for node in nodes)
+    return Verdict.WHOLE_ANSWERS if alone else found
+
+
+def verdict_of(nodes: Sequence[tuple[str, bool]]) -> Verdict:
+    """Of a model's nodes: the role of each, and whether it serves."""
+    prefill = [serves for role, serves in nodes if role != "decode"]
+    decode = [serves for role, serves in nodes if role != "prefill"]
     if all(prefill + decode):
         return Verdict.ALL_UP
     if not any(prefill + decode):

@@ -20,22 +20,43 @@ _ORDER = (
     "tokenize",
     "queue",
 )
+WAITING_PHASES = ("queue", "admission", "prefill queue")  # without work for the request
+_RANKS = {name: rank for rank, name in enumerate(_ORDER)}
 _SMALL_S = 0.001
-_REST = "overhead"  # HTTP, planning, and what no node reports
+_NOTHING = Phase("overhead", 0.0, 0.0)  # HTTP, planning, and what no node reports
+
+_Bar = tuple[float, float, Phase]  # start, end
 
 
 def waterfall(phases: Iterable[Phase], total_s: float) -> tuple[Phase, ...]:
     """One phase at a time, from the request's arrival to its end."""
-    bars = [(phase, *_cut(phase, 0.0, total_s)) for phase in phases]
-    edges = sorted({0.0, total_s, *(edge for _, *ends in bars for edge in ends)})
+    bars = [(*_cut(phase, 0.0, total_s), phase) for phase in phases]
+    bars.sort(key=_rank)
+    edges = {0.0, total_s}
+    for since_s, until_s, _ in bars:
+        edges.add(since_s)
+        edges.add(until_s)
     found: list[Phase] = []
-    for start_s, end_s in pairwise(edges):
-        present = (phase for phase, since_s, until_s in bars if since_s <= start_s and end_s <= until_s)
-        phase = min(present, key=lambda each: _ORDER.index(each.name), default=Phase(_REST, 0.0, 0.0))
-        if found and (found[-1].name, found[-1].node) == (phase.name, phase.node):
+    last = _NOTHING
+    for start_s, end_s in pairwise(sorted(edges)):
+        phase = _shown(bars, start_s, end_s)
+        if found and last.name == phase.name and last.node == phase.node:
             start_s = found.pop().start_s
-        found.append(Phase(phase.name, start_s, end_s - start_s, phase.node))
+        last = Phase(phase.name, start_s, end_s - start_s, phase.node)
+        found.append(last)
     return tuple(found)
+
+
+def _rank(bar: _Bar) -> int:
+    return _RANKS[bar[2].name]
+
+
+def _shown(bars: list[_Bar], start_s: float, end_s: float) -> Phase:
+    """The first of the bars that covers this time."""
+    for since_s, until_s, phase in bars:
+        if since_s <= start_s and end_s <= until_s:
+            return phase
+    return _NOTHING
 
 
 def phases_of(attempt: Attempt, came_at: float, total_s: float) -> list[Phase]:
@@ -48,7 +69,11 @@ def phases_of(attempt: Attempt, came_at: float, total_s: float) -> list[Phase]:
 
 def _cut(phase: Phase, start_s: float, end_s: float) -> tuple[float, float]:
     """Start and end of a phase, within these limits."""
-    return min(max(phase.start_s, start_s), end_s), min(max(phase.start_s + phase.seconds, start_s), end_s)
+    since_s = phase.start_s
+    until_s = since_s + phase.seconds
+    since_s = start_s if since_s < start_s else since_s
+    until_s = start_s if until_s < start_s else until_s
+    return end_s if since_s > end_s else since_s, end_s if until_s > end_s else until_s
 
 
 def _broken(attempt: Attempt, came_at: float, ended_s: float) -> list[Phase]:

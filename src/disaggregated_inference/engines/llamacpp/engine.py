@@ -84,7 +84,7 @@ class LlamaEngine(Engine):
     def __init__(self, model: LlamaContext, spec: ModelSpec, fingerprint: Fingerprint, codec: StateCodec) -> None:
         super().__init__(spec, fingerprint, codec.dtype)
         self.model = model
-        self._codec = codec
+        self.codec = codec
         self._before: Callable[[], LlamaLogits | None] = lambda: None  # the last logits, if they are still in use
         self._spare = model.size.sequences - 1
         self._numbers = list(range(self._spare))[::-1]
@@ -97,7 +97,7 @@ class LlamaEngine(Engine):
             self.threads = count
 
     def _unload(self) -> None:
-        del self.model, self._codec, self._before
+        del self.model, self.codec, self._before
         gc.collect()
 
     def _kv_held(self) -> int:
@@ -155,7 +155,7 @@ class LlamaEngine(Engine):
             state = self.model.dump(self._spare)
         finally:
             self.model.forget(self._spare)
-        return self._codec.decode(state, start, stop)
+        return self.codec.decode(state, start, stop)
 
     def _export(self, sequence: Sequence, start: int) -> Iterator[KVSlice]:
         return self._read(sequence, start, sequence.length)
@@ -180,7 +180,7 @@ class LlamaEngine(Engine):
         held: LlamaSequence = sequence.state
         if held.arriving:
             rows = [held.arriving[layer] for layer in range(len(sequence.placed))]
-            self.model.restore(self._spare, self._codec.encode(rows, length, self._spare))
+            self.model.restore(self._spare, self.codec.encode(rows, length, self._spare))
             self.model.share(self._spare, held.number)
             self.model.forget(self._spare)
             held.arriving = {}

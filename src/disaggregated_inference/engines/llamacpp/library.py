@@ -48,7 +48,7 @@ class LlamaBatch(ctypes.Structure):
     )
 
 
-class _ModelParams(ctypes.Structure):
+class ModelParams(ctypes.Structure):
     _fields_ = (
         *_fields(c_void_p, "devices tensor_buft_overrides"),
         *_fields(c_int32, "n_gpu_layers split_mode load_mode lazy_mode main_gpu"),
@@ -57,7 +57,7 @@ class _ModelParams(ctypes.Structure):
     )
 
 
-class _ContextParams(ctypes.Structure):
+class ContextParams(ctypes.Structure):
     _fields_ = (
         *_fields(c_uint32, "n_ctx n_batch n_ubatch n_seq_max n_rs_seq n_outputs_max n_outputs_max_per_seq"),
         *_fields(c_int32, "n_threads n_threads_batch ctx_type rope_scaling_type pooling_type attention_type"),
@@ -212,7 +212,7 @@ def _xllamacpp() -> tuple[Path, tuple[Any, Any]]:
     spec = find_spec("xllamacpp")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for path in sorted(Path(folder).glob("xllamacpp*.so")):
-            return path, (_ModelParams, _ContextParams)
+            return path, (ModelParams, ContextParams)
     raise EngineUnavailable("xllamacpp is installed without its library: install it again")
 
 

@@ -28,6 +28,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     experts_per_token: int = 0
     answer_tokens: int = 0  # average length of a completion; 0: it never ends by itself
     chunk_tokens: int = 2048
+    power_w: float | None = None  # published maximum of the machine; None: not known
+    idle_power_w: float | None = None
+    line_gbps: float | None = None  # of its fastest network port
 
     def prefill_s(self, start: int, stop: int) -> float:
         """To prefill tokens `start` to `stop` after those before them."""
@@ -41,6 +44,16 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         """Experts beyond those of one sequence, if tokens choose their experts at random."""
         unread = (1 - self.experts_per_token / EXPERTS) ** sequences
         return EXPERTS * (1 - unread) - self.experts_per_token
+
+
+# Published: NVIDIA's 140 W of a GB10 and 200 Gb/s of its ConnectX-7; Apple's support page 102027, at the wall, and its
+# 10 GbE (ESTIMATE: an M3 Ultra takes what an M2 Ultra takes); NVIDIA's 700 W of an H200 SXM and 400 Gb/s of a DGX H200.
+_HARDWARE: dict[str, dict[str, float]] = {
+    "dgx-spark": {"power_w": 140, "line_gbps": 200},
+    "m2-ultra": {"power_w": 295, "idle_power_w": 10, "line_gbps": 10},
+    "m3-ultra": {"power_w": 295, "idle_power_w": 10, "line_gbps": 10},
+    "h200": {"power_w": 700, "line_gbps": 400},
+}
 
 
 def _fitted(
@@ -67,6 +80,9 @@ def _fitted(
         expert_s=expert_ms / 1000,
         experts_per_token=_EXPERTS_PER_TOKEN[shape],
         chunk_tokens=chunk_tokens,
+        power_w=_HARDWARE[name].get("power_w"),
+        idle_power_w=_HARDWARE[name].get("idle_power_w"),
+        line_gbps=_HARDWARE[name].get("line_gbps"),
     )
 
 
@@ -154,6 +170,12 @@ _SETTINGS: dict[str, Callable[[float], dict[str, float]]] = {
     "answer": lambda tokens: {"answer_tokens": int(tokens)},
     "chunk": lambda tokens: {"chunk_tokens": int(tokens)},
 }
+
+
+def line_gbps(one: Profile, other: Profile) -> float | None:
+    """Between two machines: that of the slower port; None: not known."""
+    rates = (one.line_gbps, other.line_gbps)
+    return min(rate for rate in rates if rate) if all(rates) else None
 
 
 def _set(profile: Profile, key: str, value: str) -> Profile:

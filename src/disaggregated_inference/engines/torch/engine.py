@@ -78,7 +78,7 @@ class TorchEngine(Engine):
         super().__init__(spec, fingerprint, dtype)
         self.arena = TorchArena(spec.layout, dtype, self.device, kv_bytes or _default_budget(self.device), sequences)
         self.kv_limit_bytes = self.arena.limit_bytes
-        self._host = HostCopies(self.arena)
+        self.host_copies = HostCopies(self.arena)
         self._places = Places(self.arena, sequences)
         self.max_batch = sequences
         if self.device.type == "cuda":
@@ -87,9 +87,9 @@ class TorchEngine(Engine):
         if flash:
             fused.install(self.model)
         self._graphs = DecodeGraphs(self._decode, self._places, sequences) if flash else None
-        self._chunks: ChunkGraphs | None = None
+        self.chunk_graphs: ChunkGraphs | None = None
         if flash and not any(plan.window for plan in spec.layout.layers):
-            self._chunks = ChunkGraphs(self._compute_chunk, self.arena, self._host)
+            self.chunk_graphs = ChunkGraphs(self._compute_chunk, self.arena, self.host_copies)
             self.warm_lengths = tuple(size - 1 for size in ChunkGraphs.sizes)
 
     def set_threads(self, count: int) -> None:
@@ -102,7 +102,7 @@ class TorchEngine(Engine):
         return self.arena.used_bytes + sum(sequence.state.shadow_bytes for sequence in tuple(self.live))
 
     def _unload(self) -> None:
-        del self.model, self.arena, self._host, self._places, self._graphs, self._chunks
+        del self.model, self.arena, self.host_copies, self._places, self._graphs, self.chunk_graphs
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -111,20 +111,22 @@ class TorchEngine(Engine):
         return TorchState(self.arena.take(capacity))
 
     def _close(self, sequence: Sequence) -> None:
-        self._host.finish()
+        self.host_copies.finish()
         self.arena.give_back(sequence.state.starts)
 
     @torch.inference_mode()
     def _prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None, scoring: Scoring | None) -> Logits:
         count = len(tokens)
         self.counters.prompt_tokens += count
-        if self._chunks and self._chunks.fits(count) and not scoring:  # a graph keeps the last position's logits only
-            logits = self._chunks.run(sequence, tokens, emit)
+        if (
+            self.chunk_graphs and self.chunk_graphs.fits(count) and not scoring
+        ):  # a graph keeps the last position's logits only
+            logits = self.chunk_graphs.run(sequence, tokens, emit)
             if logits is not None:
                 return TorchLogits(logits)
         ids = torch.tensor(tokens, device=self.device).unsqueeze(0)
         positions = torch.arange(sequence.length, sequence.length + count, device=self.device).unsqueeze(0)
-        hidden = self._forward(ids, positions, PrefillPass(self.arena, sequence, count, emit, self._host))
+        hidden = self._forward(ids, positions, PrefillPass(self.arena, sequence, count, emit, self.host_copies))
         if scoring:
             self._score(hidden[0], sequence.length + 1, scoring)
         return TorchLogits(self.model.lm_head(hidden[:, -1]))

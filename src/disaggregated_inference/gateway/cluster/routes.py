@@ -11,10 +11,13 @@ from disaggregated_inference.api import ModelInfo
 from disaggregated_inference.errors import TokensRefused
 from disaggregated_inference.gateway import openapi
 from disaggregated_inference.gateway.auth import Caller, Keys
+from disaggregated_inference.gateway.cluster import history_routes
 from disaggregated_inference.gateway.cluster.requests import DetokenizeRequest, TokenizeRequest
+from disaggregated_inference.gateway.cluster.seen import seen_requests, seen_status, seen_summary
 from disaggregated_inference.gateway.event_stream import EventStream
 from disaggregated_inference.gateway.metrics import GatewayMetrics
 from disaggregated_inference.gateway.openai.errors import error_body
+from disaggregated_inference.gateway.query_cache import QueryCache
 from disaggregated_inference.gateway.request_context import RequestContext
 from disaggregated_inference.gateway.slo import targets
 from disaggregated_inference.gateway.validation import read_request
@@ -26,7 +29,6 @@ from disaggregated_inference.timeouts import GatewayTimeouts
 __all__ = ["ID_HEADER", "NAME", "error_body", "owns", "routes"]
 
 NAME, ID_HEADER = "gateway", "x-request-id"
-_RECENT_RECORDS = 50
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -44,6 +46,7 @@ def routes() -> list[Route]:
         Route("/metrics", _metrics),
         Route("/cluster", _cluster),
         Route("/cluster/events", _events),
+        *history_routes.routes(),
         *openapi.routes(),
     ]
 
@@ -52,6 +55,7 @@ def attach(app: Starlette, keys: Keys, timeouts: GatewayTimeouts = GatewayTimeou
     """Metrics and events live as long as the app, and count from its first request on."""
     app.state.metrics = GatewayMetrics(lambda: app.state.core, lambda: keys.names)
     app.state.feed = EventStream(lambda: app.state.core, timeouts)
+    app.state.answers = QueryCache(timeouts)
 
 
 async def model_info(core: DisaggregatedInference, model: str) -> ModelInfo | None:
@@ -135,10 +139,17 @@ async def _metrics(request: Request) -> Response:
 async def _cluster(request: Request) -> Response:
     context = RequestContext(request)
     context.caller.require_all()
-    core, status = context.core, await context.core.status()
-    records = core.history.recent(core.config.policies.history)
-    seen = core.history.recent(_RECENT_RECORDS, caller=context.caller.only_own)
-    return json_response(status | {"history": seen, "targets": targets(records, status["nodes"])})
+    core, status, own = context.core, await context.core.status(), context.caller.only_own
+    records = core.history.recent(core.config.policies.history, caller=own)
+    return json_response(
+        seen_status(status, own)
+        | {
+            "history": seen_requests(core, own),
+            "summary": seen_summary(core, own),
+            "targets": targets(records, status["nodes"], uptime=status["uptime"]),
+            "sees_all": own is None,
+        }
+    )
 
 
 async def _events(request: Request) -> Response:

@@ -30,7 +30,7 @@ __all__ = ["ID_HEADER", "NAME", "error_body", "owns", "routes"]
 NAME, ID_HEADER = "ollama", "x-request-id"
 VERSION = "0.13.0"  # programs check it before they use thinking, tools or schemas
 _NDJSON = "application/x-ndjson"
-_NOT_OFFERED = {
+NOT_OFFERED = {
     "/api/push": "the gateway publishes no models; share their folder",
     "/api/create": "models come with the nodes; start one: `disagg serve --model ...`",
     "/api/copy": "a second name for a model is an alias in the cluster file",
@@ -56,7 +56,7 @@ def routes() -> list[Route]:
         Route("/api/ps", ps),
         Route("/api/version", _version),
         Route("/api/pull", _pull, methods=["POST"]),
-        *(Route(path, _refuse(reason), methods=["GET", "POST", "DELETE"]) for path, reason in _NOT_OFFERED.items()),
+        *(Route(path, _refuse(reason), methods=["GET", "POST", "DELETE"]) for path, reason in NOT_OFFERED.items()),
     ]
 
 

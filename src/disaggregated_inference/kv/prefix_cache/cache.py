@@ -69,7 +69,7 @@ class PrefixCache:
         self._root = root_of(fingerprint, dtype, block_tokens)
         self._tree = BlockTree(self._root, limit_bytes if self._shape.full_layers else 0)
         self._reach = snapshot_reached if self._shape.windows else rows_reached
-        self._max_age_s, self._disk, self._clock = max_age_s, disk, clock
+        self._max_age_s, self.disk, self._clock = max_age_s, disk, clock
         self._hits = self._misses = self._hit_tokens = 0
         self._lock = threading.Lock()
 
@@ -82,20 +82,20 @@ class PrefixCache:
         addresses = self._addresses(tokens if most is None else tokens[: max(most, 0)], salt)
         if not addresses:
             return self._match(TreePath([], 0))
-        if self._disk:
-            self._bring_back(addresses, self._disk)
+        if self.disk:
+            self._bring_back(addresses, self.disk)
         with self._lock:
             path = self._path(addresses)
             self._count(path.tokens)
             found = self._match(path)
-        if self._disk:
-            self._disk.used(block.address.hash for block in reversed(path.blocks))
+        if self.disk:
+            self.disk.used(block.address.hash for block in reversed(path.blocks))
         return found
 
     def recall(self, tokens: Sequence[int], salt: Salt = NO_SALT) -> None:
         """Load blocks from disk ahead of `match`, whose thread must not wait for files."""
-        if self._disk and (addresses := self._addresses(tokens, salt)):
-            self._bring_back(addresses, self._disk)
+        if self.disk and (addresses := self._addresses(tokens, salt)):
+            self._bring_back(addresses, self.disk)
 
     def insert(self, tokens: Sequence[int], salt: Salt = NO_SALT) -> Insertion | None:
         """An insertion for the rows of `tokens` that are missing; None if there are none, or no memory for them."""
@@ -124,7 +124,7 @@ class PrefixCache:
                 hit_tokens=self._hit_tokens,
                 evicted_blocks=self._tree.evicted,
             )
-        if not (disk := self._disk):
+        if not (disk := self.disk):
             return memory
         return msgspec.structs.replace(
             memory,
@@ -138,8 +138,8 @@ class PrefixCache:
 
     def close(self) -> None:
         """Stop the disk tier's writer."""
-        if self._disk:
-            self._disk.close()
+        if self.disk:
+            self.disk.close()
 
     def _addresses(self, tokens: Sequence[int], salt: Salt) -> list[Address]:
         return chain(self._root, tokens, self.block_tokens, salt) if self.limit_bytes else []
@@ -223,9 +223,9 @@ class PrefixCache:
                     self._tree.give(path[number], {position: snapshot})
             self._tree.release(hold)
             self._tree.touch(path, self._clock())
-        if self._disk:
+        if self.disk:
             for block in path:
-                self._disk.write(self._root, self._shape, block)
+                self.disk.write(self._root, self._shape, block)
         return addresses[len(path) - 1].stop if path else 0
 
     # Loading from disk.

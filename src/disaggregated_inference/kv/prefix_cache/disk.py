@@ -27,19 +27,20 @@ from disaggregated_inference.kv.prefix_cache.block_file import (
 )
 from disaggregated_inference.kv.prefix_cache.blocks import HASH_BYTES, Address, Block, BlockShape
 from disaggregated_inference.private_files import make_private, make_private_folder, private_opener
+from disaggregated_inference.timeouts import KVTimeouts
 
 log = logging.getLogger(__name__)
 
-_LAST_WRITES_S = 10.0
-_STALE_S = 3600.0  # a temporary file this old was left by a process that ended
 _NAME = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
 
 
 class DiskTier:
     """All blocks in one folder, of any model, in order of use. Any thread may call; one thread writes."""
 
-    def __init__(self, folder: Path, limit_bytes: int, queue_blocks: int = 1024) -> None:
-        self.folder, self.limit_bytes = folder, limit_bytes
+    def __init__(
+        self, folder: Path, limit_bytes: int, queue_blocks: int = 1024, timeouts: KVTimeouts = KVTimeouts()
+    ) -> None:
+        self.folder, self.limit_bytes, self._timeouts = folder, limit_bytes, timeouts
         self.size_bytes = self.hits = self.damaged = self.dropped = 0
         self._labels: OrderedDict[bytes, Label] = OrderedDict()
         self._children: dict[bytes, dict[bytes, Label]] = {}
@@ -104,14 +105,18 @@ class DiskTier:
         except queue.Full:
             self.dropped += 1
 
+    def flush(self) -> None:
+        """Wait until all queued blocks are written or dropped."""
+        self._queue.join()
+
     def close(self) -> None:
-        """Write queued blocks within `_LAST_WRITES_S`, and the order of use for the next start."""
+        """Write queued blocks within `last_writes_s`, and the order of use for the next start."""
         if self._closed:
             return
         self._closed = True
         with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=_LAST_WRITES_S)
-        self._writer.join(_LAST_WRITES_S)
+            self._queue.put(None, timeout=self._timeouts.last_writes_s)
+        self._writer.join(self._timeouts.last_writes_s)
         for label in [label for hash, label in self._labels.items() if hash in self._used]:
             self._touch(label)
 
@@ -243,7 +248,7 @@ class DiskTier:
                 status = path.stat()
                 if path.suffix == ".kv":
                     found.append((status.st_mtime_ns, read_label(path, bytes.fromhex(folder.name), status.st_size)))
-                elif path.suffix == ".tmp" and status.st_mtime < time.time() - _STALE_S:
+                elif path.suffix == ".tmp" and status.st_mtime < time.time() - self._timeouts.stale_file_s:
                     self._unlink(path)
             except Damaged:
                 self.damaged += 1

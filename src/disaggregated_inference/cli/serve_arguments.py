@@ -1,0 +1,71 @@
+"""Arguments of `disagg serve` that need more than a line."""
+
+from typing import Annotated
+
+import typer
+
+NodePort = Annotated[
+    int | None,
+    typer.Option(min=0, max=65535, help="HTTP port; 0: any free port. Default: 8000 for prefill, else 8001."),
+]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Allow an address other than loopback without identity and token.")
+]
+TrustedLink = Annotated[
+    str,
+    typer.Option(
+        metavar="WORDS",
+        help='Say in words why nothing else is on the network between the nodes, such as "the cable between spark-1'
+        ' and mac-1". Allows an address other than loopback without --identity.',
+    ),
+]
+EngineThreadCount = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=1024,
+        help="CPU threads of the engine; 0: OMP_NUM_THREADS, else nodes on one machine divide its cores.",
+    ),
+]
+KVPort = Annotated[
+    int, typer.Option(min=0, max=65535, help="Port for KV transfers; 0: any free port. Decode nodes have none.")
+]
+KVAddresses = Annotated[
+    list[str] | None,
+    typer.Option(help="HOST or HOST:PORT for KV transfers, fastest link first; repeatable. Default: --host."),
+]
+LeaseSeconds = Annotated[float, typer.Option("--lease", min=1, help="Lease of an unfetched KV cache, in seconds.")]
+KVSecurityMode = Annotated[
+    str,
+    typer.Option(
+        help="Of KV transfers from this node: tls, authenticated (cannot be altered, can be read) or plain."
+        " Default: tls with --identity, else plain."
+    ),
+]
+PrefixMemory = Annotated[
+    str, typer.Option(help="Part of --kv-memory for the prefix cache; 0: no prefix cache. Default: a quarter.")
+]
+IdleUnload = Annotated[
+    float, typer.Option("--idle-unload", min=0, help="Unload an idle model after this many seconds; 0: never.")
+]
+VllmPython = Annotated[
+    str,
+    typer.Option(
+        metavar="PATH",
+        help="Python of the environment that has vLLM, for --engine vllm. Default: DISAGG_VLLM_PYTHON, or the one"
+        " beside the command vllm.",
+    ),
+]
+VllmUrl = Annotated[
+    str, typer.Option(metavar="URL", help="Attach to a vLLM that already runs, with this project's connector.")
+]
+VllmArguments = Annotated[
+    str,
+    typer.Option(metavar="WORDS", help='More arguments of vLLM, in quotes, such as "--tensor-parallel-size 2".'),
+]
+VllmSocket = Annotated[
+    str, typer.Option(metavar="PATH", help="Where the connector inside vLLM meets this node. Default: in DISAGG_HOME.")
+]
+KeepAlive = Annotated[
+    str, typer.Option(help="How long Ollama keeps an idle model: 30m, or -1 for ever. Default: Ollama's setting.")
+]

@@ -1,0 +1,28 @@
+"""What a key sees of the cluster. An operator, or everyone where no keys are needed, sees everything; another key sees
+the nodes, and of requests its own alone: figures of all could be taken apart into those of others."""
+
+from typing import Any
+
+from disaggregated_inference.orchestrator import RECENT_REQUESTS, DisaggregatedInference, Summary, summary
+
+Record = dict[str, Any]
+_OF_ALL = ("served", "latency")  # parts of the status that tell of the requests of all
+_HIDDEN = ("caller", "number")  # fields of a request: who else asks, and how often
+
+
+def seen_status(status: Record, own: str | None) -> Record:
+    """`own`: whose requests alone are seen; None: all."""
+    return status if own is None else {name: value for name, value in status.items() if name not in _OF_ALL}
+
+
+def seen_request(row: Record, own: str | None) -> Record:
+    return row if own is None else {name: value for name, value in row.items() if name not in _HIDDEN}
+
+
+def seen_requests(core: DisaggregatedInference, own: str | None, count: int = RECENT_REQUESTS) -> list[Record]:
+    """Newest first."""
+    return [seen_request(row, own) for row in core.history.recent(count, caller=own)]
+
+
+def seen_summary(core: DisaggregatedInference, own: str | None) -> Summary:
+    return summary(core.history.recent(RECENT_REQUESTS, caller=own), core.config.names)

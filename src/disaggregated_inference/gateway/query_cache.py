@@ -1,0 +1,59 @@
+"""Answers to questions about the history, worked out on threads: a few at a time, each once for all who ask."""
+
+import asyncio
+import time
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, TypeVar
+
+from disaggregated_inference.orchestrator import in_thread
+from disaggregated_inference.timeouts import GatewayTimeouts
+
+Result = TypeVar("Result")
+
+_MAX_ANSWERS = 64
+_AT_ONCE = 2  # threads that read the history
+_REST = 10  # an answer is good for so many times the time that it took: reading never takes much of a core
+
+
+class _Answer(NamedTuple):
+    content: bytes
+    good_until: float
+
+
+class QueryCache:
+    """An answer is good for `answer_s`, and longer if it was much work. Many open dashboards ask the same: one of them
+    causes the work."""
+
+    def __init__(self, timeouts: GatewayTimeouts = GatewayTimeouts()) -> None:
+        self._answer_s = timeouts.answer_s
+        self._tasks: dict[Hashable, asyncio.Task[_Answer]] = {}
+        self._turn, self._single_turn = asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(_AT_ONCE)
+
+    async def answer(self, question: Hashable, work: Callable[[], bytes]) -> bytes:
+        """`work` runs on a thread. An error is for all who wait, and is not kept."""
+        task = self._tasks.get(question)
+        if task is None or not _is_good(task):
+            self._tasks.pop(question, None)
+            task = self._tasks[question] = asyncio.create_task(self._work(work))
+            while len(self._tasks) > _MAX_ANSWERS:
+                self._tasks.pop(next(iter(self._tasks)))
+        return (await asyncio.shield(task)).content
+
+    async def single(self, work: Callable[[], Result]) -> Result:
+        """What is read for one caller alone. The others wait: a client that asks for much, at once, gets no thread for
+        each question."""
+        async with self._single_turn:
+            return await in_thread(work)
+
+    async def _work(self, work: Callable[[], bytes]) -> _Answer:
+        async with self._turn:
+            began_at = time.monotonic()
+            content = await in_thread(work)
+            now = time.monotonic()
+            return _Answer(content, now + max(self._answer_s, _REST * (now - began_at)))
+
+
+def _is_good(task: "asyncio.Task[_Answer]") -> bool:
+    if not task.done():
+        return True
+    return not task.cancelled() and task.exception() is None and time.monotonic() < task.result().good_until

@@ -1,0 +1,37 @@
+"""Connections to nodes. They are kept between requests, and a node may close one just when the next request goes in.
+
+Such a request was not accepted: the node had closed its side before it came. So it is sent again, and the caller sees
+nothing of it. Were it accepted all the same, because a line broke at that very moment, its ticket would make the node
+refuse the second one.
+"""
+
+import asyncio
+from contextvars import ContextVar
+from typing import Any
+
+import aiohttp
+
+_MOST_CLOSED = 64  # kept connections that one request may find closed
+_dialled: ContextVar[bool] = ContextVar("dialled")  # whether this task's request has a new connection
+
+
+class NodeConnector(aiohttp.TCPConnector):
+    """Tells `post` of new connections."""
+
+    async def _create_connection(self, *arguments: Any, **options: Any) -> Any:
+        _dialled.set(True)
+        return await super()._create_connection(*arguments, **options)
+
+
+async def post(session: aiohttp.ClientSession, url: str, closed_s: float, **options: Any) -> aiohttp.ClientResponse:
+    """Returns when the response begins. A kept connection that breaks within `closed_s` was closed before."""
+    loop, keeps = asyncio.get_running_loop(), isinstance(session.connector, NodeConnector)
+    for _ in range(_MOST_CLOSED):
+        sent_at = loop.time()
+        _dialled.set(not keeps)
+        try:
+            return await session.post(url, **options)
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            if _dialled.get() or loop.time() - sent_at > closed_s:
+                raise
+    return await session.post(url, **options)

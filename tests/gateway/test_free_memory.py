@@ -1,0 +1,47 @@
+"""Memory that malloc keeps between blocks in use goes back to the system."""
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from disaggregated_inference.gateway import free_memory
+from disaggregated_inference.timeouts import GatewayTimeouts
+
+FRAGMENTED = """
+from disaggregated_inference.bench.processes import resident_bytes
+from disaggregated_inference.gateway.free_memory import release_free_memory
+import os
+blocks = [bytearray(os.urandom(20_000)) for _ in range(4_000)]
+kept = blocks[::100]
+del blocks
+before = resident_bytes(os.getpid())
+assert release_free_memory()
+print(before - resident_bytes(os.getpid()))
+"""
+
+
+@pytest.mark.skipif(free_memory._trim() is None, reason="this C library has no malloc_trim")
+def test_fragments_are_given_back() -> None:
+    run = subprocess.run([sys.executable, "-c", FRAGMENTED], capture_output=True, text=True, check=True)
+    assert int(run.stdout) > 40_000_000
+
+
+@pytest.mark.skipif(free_memory._trim() is None, reason="this C library has no malloc_trim")
+def test_the_gateway_does_it_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        third, times, loop = asyncio.Event(), list[int](), asyncio.get_running_loop()
+
+        def release() -> bool:
+            times.append(1)
+            if len(times) == 3:
+                loop.call_soon_threadsafe(third.set)
+            return True
+
+        monkeypatch.setattr(free_memory, "release_free_memory", release)
+        releasing = asyncio.create_task(free_memory.keep_releasing(GatewayTimeouts(release_memory_s=0.001)))
+        await third.wait()
+        releasing.cancel()
+
+    asyncio.run(run())
