@@ -22,7 +22,8 @@ grade-demo: $(READY)
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # mypy needs one core, and tests leave some of two: both at the same time. Either may fail.
-beside_mypy = $(BIN)/mypy & types=$$!; $(1); tests=$$?; wait $$types && exit $$tests
+MYPY := $(BIN)/mypy
+beside_mypy = $(MYPY) & types=$$!; $(1); tests=$$?; wait $$types && exit $$tests
 
 # Everything: about 20 minutes on two cores.
 test: lint
@@ -46,7 +47,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 
 check: lint
-	$(BIN)/mypy
+	$(MYPY)
 
 # Prompts and parsed completions against the makers' own, from packages that this downloads into .cache/.
 templates: $(READY)

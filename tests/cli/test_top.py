@@ -254,6 +254,10 @@ def test_ctrl_c_and_refusals(pair: tuple[Process, Process], tmp_path: Path) -> N
         (tmp_path / "key").write_text(limited)
         refused = disagg("top", "--once", *asked)
         assert "limited to some models" in refused.stderr
+        (tmp_path / "key").write_text("of-another-gateway")
+        wrong = disagg("top", "--once", *asked)
+        assert wrong.stderr.endswith("refuses the API key in --token-file, else DISAGG_TOKEN: give one of its keys\n")
+        assert "of-another-gateway" not in wrong.stderr
 
 
 @pytest.mark.slow
@@ -261,7 +265,10 @@ def test_ctrl_c_and_refusals(pair: tuple[Process, Process], tmp_path: Path) -> N
     ("url", "message"),
     [
         ("localhost:8080", "error: --url: 'localhost:8080' is no address of a gateway; give one such as http://"),
-        ("http://127.0.0.1:1", "error: http://127.0.0.1:1: no gateway answers there: Connection refused"),
+        (
+            "http://127.0.0.1:1",
+            "error: http://127.0.0.1:1: no gateway answers there: Connection refused; start one with `disagg gateway` or",
+        ),
     ],
 )
 def test_mistakes(url: str, message: str) -> None:

@@ -1,10 +1,11 @@
 """The README from top to bottom: every fenced command runs, in order, in a fresh folder, and prints what is promised.
 The embedded model stands for large ones, loopback for the addresses; answers of 64 and 200 tokens have 16.
 
-Not run: `make test` and `make quick`, which this test is a part of (`make --dry-run` shows that they run pytest),
-`make grade-demo`, in which models judge for minutes (tests/grader/cli/test_commands.py runs the demo without them), the
-installation by `make` before `make demo`, and the dependencies of `pip install`, which are those of the tests: the
-package itself is built and installed into an environment of its own, and what follows uses that."""
+`make` uses the environment of the tests, and does not install it again. `make test` and `make quick` lint for real; one
+file of tests stands for all, which this test is a part of, and mypy prints its version. The package is built and
+installed by `pip install` into an environment of its own, and what follows uses that; its dependencies are those of the
+tests. Not run: `make grade-demo`, in which models judge for minutes (tests/grader/cli/test_commands.py runs the demo
+without them); `make --dry-run` shows what it would run."""
 
 import json
 import os
@@ -51,7 +52,7 @@ class Walk:
         self.port, self.ports = free_port(), {"prefill": free_port(), "decode": free_port()}
         self.env = os.environ | {"DISAGG_HOME": str(folder / "home"), "COLUMNS": "200"}
         self.env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        for name in ("DISAGG_CONFIG", "DISAGG_TOKEN", "DISAGG_TOKEN_FILE", "DISAGG_IDENTITY", "DISAGG_KEYS"):
+        for name in ("DISAGG_CONFIG", "DISAGG_TOKEN", "DISAGG_TOKEN_FILE", "DISAGG_IDENTITY", "DISAGG_KEYS", "MAKEFLAGS"):
             self.env.pop(name, None)
         models = folder / "home" / "models"
         models.mkdir(parents=True)
@@ -79,14 +80,27 @@ class Walk:
                 return run(self, match)
         raise AssertionError(f"the README has a command that this test does not know: {line}")
 
-    def demo(self, _: "re.Match[str]") -> None:
-        assert "demo: $(READY)\n\t$(BIN)/disagg demo\n" in (ROOT / "Makefile").read_text()
-        self.call(["disagg", "demo"])
+    def make(self, target: str, *options: str) -> None:
+        made = ("--no-print-directory", f"--old-file={sys.prefix}/.ready", f"VENV={sys.prefix}")
+        self.call(["make", *made, target, *options], folder=ROOT)
 
-    def target(self, match: "re.Match[str]") -> None:
-        self.call(["make", "--dry-run", match[1]], folder=ROOT)
-        assert ("disagg-grade demo" if match[1] == "grade-demo" else "-m pytest") in self.printed
+    def demo(self, _: "re.Match[str]") -> None:
+        self.make("demo")
+
+    def grade_demo(self, _: "re.Match[str]") -> None:
         self.end()  # what follows starts nodes of its own
+        self.make("grade-demo", "--dry-run")
+        assert self.printed.splitlines()[-1].endswith("/disagg-grade demo")
+
+    def lane(self, match: "re.Match[str]") -> None:
+        self.make(match[1], "--dry-run")
+        assert ('-m "not slow"' in self.printed) == (match[1] == "quick")
+        python = f"{sys.prefix}/bin/python"
+        assert f"{python} -m pytest -n 3" in self.printed, "all tests, by several processes"
+        one = f"PYTEST={python} -m pytest -p no:cacheprovider --noconftest tests/test_lanes.py"
+        self.make(match[1], one, f"MYPY={sys.prefix}/bin/mypy --version")
+        for said in ("All checks passed!", "files already formatted", "mypy ", " passed in "):
+            assert said in self.printed, self.printed
 
     def install(self, match: "re.Match[str]") -> None:
         assert match[1] in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -182,7 +196,8 @@ class Walk:
 
 _STEPS: list[tuple[str, Callable[[Walk, "re.Match[str]"], None]]] = [
     (r"make demo", Walk.demo),
-    (r"make ([\w-]+)", Walk.target),
+    (r"make grade-demo", Walk.grade_demo),
+    (r"make (test|quick)", Walk.lane),
     (r"pip install '\.\[(\w+)\]'", Walk.install),
     (r"export (\w+)=(\S+)", Walk.export),
     (r"disagg up", Walk.up),

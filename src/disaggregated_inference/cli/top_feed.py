@@ -15,6 +15,7 @@ from disaggregated_inference.timeouts import TopTimeouts
 
 _KEPT = 50  # requests
 _MAX_EVENT_BYTES = 64 << 20
+_START = "start one with `disagg gateway` or `disagg up`, or give its address with --url"
 
 
 class TopState:
@@ -64,7 +65,7 @@ class TopFeed:
             try:
                 cluster, targets = await self._get(session, "/cluster"), await self._get(session, "/cluster/targets")
             except (aiohttp.ClientError, OSError, ValueError) as error:
-                raise DisaggError(f"{self._state.url}: no gateway answers there: {_reason(error)}") from error
+                raise DisaggError(f"{self._state.url}: no gateway answers there: {_reason(error)}; {_START}") from error
         self._state.began(dict(cluster), targets)
         return cluster
 
@@ -107,7 +108,7 @@ class TopFeed:
 
     async def _get(self, session: aiohttp.ClientSession, path: str) -> dict[str, Any]:
         async with session.get(self._state.url + path) as response:
-            _require_answer(response, self._state.url)
+            self._require_answer(response)
             found = json.loads(await response.read())
         if not isinstance(found, dict):
             raise ValueError("it answers as no gateway of ours")
@@ -115,7 +116,7 @@ class TopFeed:
 
     async def _events(self, session: aiohttp.ClientSession) -> AsyncIterator[tuple[str, dict[str, Any]]]:
         async with session.get(f"{self._state.url}/cluster/events") as response:
-            _require_answer(response, self._state.url)
+            self._require_answer(response)
             waiting = b""
             async for piece in response.content.iter_any():
                 *whole, waiting = (waiting + piece).split(b"\n\n")
@@ -125,21 +126,23 @@ class TopFeed:
                 if len(waiting) > _MAX_EVENT_BYTES:
                     raise ValueError("an event is too long")
 
+    def _require_answer(self, response: aiohttp.ClientResponse) -> None:
+        url = self._state.url
+        if response.status == 401 and self._headers:
+            raise Unauthorized(f"{url} refuses the API key in --token-file, else DISAGG_TOKEN: give one of its keys")
+        if response.status == 401:
+            raise Unauthorized(f"{url} needs an API key: set DISAGG_TOKEN, or give --token-file FILE")
+        if response.status == 403:
+            raise NotForThisKey(f"{url}: this API key is limited to some models, and the whole cluster is shown here")
+        if response.status == 404:
+            raise BadRequest(f"{url} is no gateway of this version: it has no {response.url.path}")
+        response.raise_for_status()
+
 
 def _parsed(event: bytes) -> tuple[str, dict[str, Any]] | None:
     """None: a comment."""
     fields = dict(line.split(b": ", 1) for line in event.split(b"\n") if b": " in line and not line.startswith(b":"))
     return (fields[b"event"].decode(), json.loads(fields[b"data"])) if b"data" in fields else None
-
-
-def _require_answer(response: aiohttp.ClientResponse, url: str) -> None:
-    if response.status == 401:
-        raise Unauthorized(f"{url} needs an API key: set DISAGG_TOKEN, or give --token-file FILE")
-    if response.status == 403:
-        raise NotForThisKey(f"{url}: this API key is limited to some models, and the whole cluster is shown here")
-    if response.status == 404:
-        raise BadRequest(f"{url} is no gateway of this version: it has no {response.url.path}")
-    response.raise_for_status()
 
 
 def _reason(error: Exception) -> str:

@@ -237,8 +237,9 @@ def _find(environ: Mapping[str, str]) -> str:
             return place
     places = f"DISAGG_CONFIG is not set, and there is no {', '.join(PLACES)}"
     raise ConfigError(
-        f"no cluster file: {places}; create one with `disagg config example > cluster.json`, or"
-        " with `disagg cluster init` from the machines"
+        f"no cluster file: {places}; create one with `disagg config example > cluster.json`, with"
+        " `disagg cluster init` from the machines, or for the cluster of `disagg up` with `disagg config example"
+        " --local > cluster.json`"
     )
 
 
