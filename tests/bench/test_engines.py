@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from disaggregated_inference.bench import drift, engines
-from disaggregated_inference.bench.pairs import bench_pairs
 from disaggregated_inference.bench.prompts import row_prompts, token_prompt
 from disaggregated_inference.bench.report import Report
 from disaggregated_inference.engines import Sequence
-from disaggregated_inference.errors import EngineUnavailable
+from disaggregated_inference.errors import BadRequest, EngineUnavailable
 from tests.support.engines import ENGINE_OPTIONS, LLAMACPP, LoadTiny, twin_of
 from tests.support.handoff import prompt_of
 
@@ -58,12 +57,13 @@ def test_decode_is_measured_with_these_prompts(
     assert engines.baseline_of(engine).decode_seconds(prompts, 2) > 0
 
 
-def test_each_pair_over_nodes(tiny_folder: Callable[[str], Path]) -> None:
+def test_each_pair_over_nodes(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
     """Of one engine: starting nodes is what takes time here."""
     folder, names = tiny_folder("twin_llama"), NAMES[-1:]
     if LLAMACPP:
         twin_of(folder)
-    report = bench_pairs(names, str(folder), 40, 1)
+    (report,) = engines.run(list(names), str(folder), "", "", 0, True, tmp_path, only_pairs=True)
+    assert (tmp_path / "engines-pairs.json").exists()
     pairs = [f"{reader} → {writer}" for writer in names for reader in names]
     rows = [f"{pair}, {what}" for pair in pairs for what in ("first token", "exposed transfer")]
     assert [row.what for row in report.rows] == rows
@@ -104,3 +104,8 @@ def test_an_unknown_engine_is_an_error(tmp_path: Path) -> None:
         engines.run(["abacus"], "smollm2", "", "", 1, True, tmp_path)
     with pytest.raises(EngineUnavailable, match="abacus"):
         drift.run(["abacus"], "smollm2", 2, 1, True, tmp_path)
+
+
+def test_pairs_of_a_shape_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="leave out --pairs or --shape"):
+        engines.run([], "smollm2", "qwen3-30b-a3b", "cpu", 1, True, tmp_path, only_pairs=True)

@@ -267,7 +267,7 @@ def test_ctrl_c_and_refusals(pair: tuple[Process, Process], tmp_path: Path) -> N
         ("localhost:8080", "error: --url: 'localhost:8080' is no address of a gateway; give one such as http://"),
         (
             "http://127.0.0.1:1",
-            "error: http://127.0.0.1:1: no gateway answers there: Connection refused; start one with `disagg gateway` or",
+            "error: http://127.0.0.1:1: no gateway answers there: Connection refused; start one with `disagg gateway`",
         ),
     ],
 )

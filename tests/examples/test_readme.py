@@ -52,8 +52,9 @@ class Walk:
         self.port, self.ports = free_port(), {"prefill": free_port(), "decode": free_port()}
         self.env = os.environ | {"DISAGG_HOME": str(folder / "home"), "COLUMNS": "200"}
         self.env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        for name in ("DISAGG_CONFIG", "DISAGG_TOKEN", "DISAGG_TOKEN_FILE", "DISAGG_IDENTITY", "DISAGG_KEYS", "MAKEFLAGS"):
-            self.env.pop(name, None)
+        for name in ("CONFIG", "TOKEN", "TOKEN_FILE", "IDENTITY", "KEYS"):
+            self.env.pop(f"DISAGG_{name}", None)
+        self.env.pop("MAKEFLAGS", None)
         models = folder / "home" / "models"
         models.mkdir(parents=True)
         (models / embedded.path.name).symlink_to(embedded.path)

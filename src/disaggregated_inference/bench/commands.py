@@ -27,12 +27,13 @@ def bench_engines(
     device: Annotated[str, typer.Option(help="torch device, such as cpu or cuda. Default: the best one.")] = "",
     threads: Threads = 0,
     quick: Annotated[bool, typer.Option(help="Fewer rounds.")] = False,
+    pairs: Annotated[bool, typer.Option("--pairs", help="Only the pairs.")] = False,
     output: Output = _FOLDER,
 ) -> None:
     """Engines compared with their bare libraries: load, prefill, decode, KV export and import; then all pairs."""
     from disaggregated_inference.bench.engines import run
 
-    run(engine or [], model, shape, device, threads, quick, output)
+    run(engine or [], model, shape, device, threads, quick, output, pairs)
 
 
 @bench_app.command("drift")

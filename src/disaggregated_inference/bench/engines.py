@@ -14,7 +14,7 @@ from disaggregated_inference.bench.pairs import bench_pairs
 from disaggregated_inference.bench.prompts import resolve_model, row_prompts, token_prompt
 from disaggregated_inference.bench.report import Report, Row, compared, in_turn, progress
 from disaggregated_inference.engines import ENGINES, Engine, Sequence, chunks, file_kind, load_engine, require_engine
-from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.errors import BadRequest, DisaggError
 from disaggregated_inference.kv import KVSlice
 from disaggregated_inference.models import ModelFiles, simulated
 
@@ -182,17 +182,26 @@ def _seconds(action: Callable[[], None]) -> float:
 
 
 def run(
-    engines: list[str], model: str, shape: str, device: str, threads: int, quick: bool, output: Path
+    engines: list[str],
+    model: str,
+    shape: str,
+    device: str,
+    threads: int,
+    quick: bool,
+    output: Path,
+    only_pairs: bool = False,
 ) -> list[Report]:
     """Every report is saved before the next measurement begins."""
     if shape and shape not in SHAPES:
         raise DisaggError(f"unknown shape {shape!r}; there are {', '.join(SHAPES)}")
-    reports = _reports(engines, model, shape, device, threads or None, quick)
+    if shape and only_pairs:
+        raise BadRequest("--shape has no weights for two engines: leave out --pairs or --shape")
+    reports = _reports(engines, model, shape, device, threads or None, quick, only_pairs)
     return [report.publish(output / f"engines-{name}.json") for name, report in reports]
 
 
 def _reports(
-    engines: list[str], model: str, shape: str, device: str, threads: int | None, quick: bool
+    engines: list[str], model: str, shape: str, device: str, threads: int | None, quick: bool, only_pairs: bool
 ) -> Iterator[tuple[str, Report]]:
     if shape:
         yield f"torch-{shape}", bench_shape(shape, device or "cuda", quick)
@@ -204,6 +213,6 @@ def _reports(
     chosen = engines or [name for name, packages in ENGINES.items() if packages]
     for name in chosen:
         require_engine(name)
-    for name in chosen:
+    for name in () if only_pairs else chosen:
         yield name, bench_model(name, resolve_model(model, file_kind(name)), options.get(name, {}), quick)
     yield "pairs", bench_pairs(chosen, model, 500, 1 if quick else 3)
