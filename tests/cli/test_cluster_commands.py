@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from io import StringIO
@@ -341,9 +342,10 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_chat(folder: Path, nodes: list[Pro
 class Terminal:
     """A process at a terminal of its own."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, columns: int = 80) -> None:
         self.output = ""
         ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, columns))
         self.process = start(folder, *arguments, stdin=theirs, stdout=theirs, stderr=theirs)
         os.close(theirs)
         self._end = ours
@@ -377,8 +379,8 @@ class Terminal:
 def terminal(folder: Path) -> Iterator[Callable[..., Terminal]]:
     made: list[Terminal] = []
 
-    def make(*arguments: str) -> Terminal:
-        made.append(Terminal(folder, *arguments))
+    def make(*arguments: str, columns: int = 80) -> Terminal:
+        made.append(Terminal(folder, *arguments, columns=columns))
         return made[-1]
 
     yield make
@@ -588,6 +590,15 @@ def test_a_narrow_terminal_keeps_names_and_states(width: int) -> None:
     assert "healthy" in lines[1]
     assert "circuit half_open" in lines[2]
     assert "…" not in "".join(lines)
+
+
+def test_status_at_a_terminal_of_60_columns(terminal: Callable[..., Terminal]) -> None:
+    at = terminal("status", columns=60)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", at.until("all up")).splitlines()
+    assert at.end() == 0
+    assert max(map(len, lines)) <= 60
+    assert re.match(r"p1 +prefill .*healthy", lines[1])
+    assert re.match(r"d1 +decode .*healthy", lines[2])
 
 
 def test_a_node_that_loads_is_shown_without_numbers() -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,20 @@ def test_models_lists_and_inspects(smollm2: ModelFiles) -> None:
     assert result["memory_bytes"] > result["weights_bytes"] > 500e6
     assert result["engines"] == ["torch", "mlx", "llamacpp"]
     assert "23.04 MB at 1,000 tokens" in disagg("models", "inspect", "smollm2", "--context", "1000").stdout
-    table = disagg("models", "list").stdout.splitlines()  # piped: one line each, whatever the width
-    assert [line.split()[0] for line in table] == ["model", *(row["name"] for row in listed)]
     assert json.loads(disagg("models", "list", "--json").stdout) == listed
+
+
+def test_a_piped_list_has_one_line_for_each_model(
+    tmp_path: Path, smollm2: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it, whatever the width of the terminal."""
+    monkeypatch.setenv("COLUMNS", "40")
+    disagg("models", "import", str(smollm2.path), "--name", "mine", home=tmp_path)
+    listed = json.loads(disagg("models", "list", "--json", home=tmp_path).stdout)
+    assert str(smollm2.path) in [row["path"] for row in listed]
+    _, *lines = disagg("models", "list", home=tmp_path).stdout.splitlines()
+    rows = [[cell for cell in (row["name"], row["path"] or "-", row["note"]) if cell] for row in listed]
+    assert [re.split(r"\s{2,}", line.strip()) for line in lines] == rows
 
 
 @pytest.mark.slow
