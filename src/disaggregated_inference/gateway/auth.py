@@ -136,6 +136,10 @@ class Keys:
             raise Unauthorized("missing or unknown API key: send Authorization: Bearer KEY, or x-api-key: KEY")
         return found[0]
 
+    def has(self, caller: Caller) -> bool:
+        """Whether this caller of all models would be the same one now: keys may have been reloaded since."""
+        return self._callers.get(bytes.fromhex(caller.owner)) == caller if self._callers else not caller.owner
+
     def budget(self, name: str) -> Budget | None:
         return self._budgets.get(name)
 
