@@ -58,7 +58,7 @@ class HeadDeadlineProtocol(H11Protocol):
             super().handle_events()
         if self.cycle is last:
             return
-        _close_after_two_lengths(self.scope["headers"])  # type: ignore[index, arg-type]
+        _close_after_two_lengths(self.scope["headers"])  # type: ignore[arg-type]
         if has_chunks(self.scope):  # type: ignore[arg-type]
             offer_body_writer(self.scope, self.cycle, self.transport)  # type: ignore[arg-type]
             self.cycle.send = ChunkedHeads(self.cycle).send  # type: ignore[method-assign, assignment]
