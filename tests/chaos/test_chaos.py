@@ -69,9 +69,7 @@ def test_a_minute_of_chaos(tmp_path: Path, record_property: Any) -> None:
     assert report["cancelled"] > 0
     assert len(struck) >= 5
     assert len({fault["kind"] for fault in struck}) >= 3
-    record_property(
-        "report", f"a minute of chaos: {counts}, {len(struck)} faults, slowest {report['slowest_s']} s"
-    )
+    record_property("report", f"a minute of chaos: {counts}, {len(struck)} faults, slowest {report['slowest_s']} s")
 
 
 def test_chaos_with_tls(tmp_path: Path) -> None:
