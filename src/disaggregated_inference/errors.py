@@ -215,6 +215,10 @@ class Unauthorized(DisaggError, status=401):
     """Missing or unknown API key."""
 
 
+class ForeignSite(DisaggError, status=403):
+    """A web page of another site sent this request, from a browser on this machine."""
+
+
 class NotForThisKey(DisaggError, status=403):
     """The key does not allow this."""
 

@@ -4,7 +4,9 @@ import asyncio
 import hashlib
 import json
 import stat
+import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +238,19 @@ def test_without_keys_the_gateway_listens_on_loopback_only(host: str, keys: Keys
     require_keys(host, Keys(), insecure=True)
     for near in ("127.0.0.1", "::1", "localhost"):
         require_keys(near, Keys(), insecure=False)
+
+
+def test_keys_that_are_made_at_once_are_all_in_the_file(tmp_path: Path) -> None:
+    path, together = tmp_path / "keys.json", threading.Barrier(8)
+
+    def make(number: int) -> None:
+        together.wait()
+        for part in range(5):
+            new_key(f"key-{number}-{part}", path)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(make, range(8)))
+    assert len(Keys.load(path)) == 40
 
 
 def test_a_new_key_is_stored_as_its_hash(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from disaggregated_inference.cluster import load_config
 from disaggregated_inference.errors import DisaggError, QueueFull
 from disaggregated_inference.gateway.app import gateway_app
 from disaggregated_inference.gateway.auth import Keys
-from disaggregated_inference.gateway.event_stream import EventStream
+from disaggregated_inference.gateway.event_stream import EventStream, Subscriber
 from disaggregated_inference.gateway.metrics import STATUS_OF, GatewayMetrics
 from disaggregated_inference.gateway.slo import error_share, parallel_efficiency, targets
 from disaggregated_inference.models import ModelStore
@@ -438,3 +438,59 @@ def test_subscribers_are_limited() -> None:
         feed.require_room()
 
     run(AWAY, ask)
+
+
+def test_subscribers_that_come_at_once_are_limited() -> None:
+    """All of them find room, because none has begun to listen yet."""
+
+    async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
+        feed = EventStream(lambda: core, max_subscribers=4)
+        streams = [feed.listen() for _ in range(20)]
+        firsts = await asyncio.gather(*(anext(events, b"") for events in streams))
+        assert [bool(first) for first in firsts] == [True] * 4 + [False] * 16
+        assert len(feed.subscribers) == 4
+        for events in streams:
+            await events.aclose()
+
+    run(AWAY, ask)
+
+
+def test_one_key_does_not_take_all_event_streams() -> None:
+    async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
+        feed, streams = EventStream(lambda: core, max_subscribers=8), []
+
+        async def listen(caller: str | None) -> None:
+            feed.require_room(caller)
+            streams.append(feed.listen(caller))
+            assert await anext(streams[-1])
+
+        for name in ("ann", "bob", "cy"):
+            for _ in range(2):
+                await listen(name)
+            with pytest.raises(QueueFull, match="this key has 2 event streams"):
+                feed.require_room(name)
+        with pytest.raises(QueueFull, match="in use"):
+            feed.require_room("dan")
+        for _ in range(2):  # an operator, who sees all
+            await listen(None)
+        with pytest.raises(QueueFull, match="in use"):
+            feed.require_room(None)
+        for events in streams:
+            await events.aclose()
+
+    run(AWAY, ask)
+
+
+def test_events_for_a_subscriber_that_does_not_read_are_bounded_in_bytes() -> None:
+    async def fill() -> None:
+        subscriber, event = Subscriber(), b"x" * 100_000
+        for _ in range(20):
+            assert subscriber.put(event)
+        assert not subscriber.put(event)
+        assert await subscriber.take() == b"", "its stream ends"
+        large = Subscriber()
+        assert large.put(b"x" * 5_000_000), "one event may be larger: a cluster with many nodes"
+        assert await large.take()
+        assert large.put(event)
+
+    asyncio.run(fill())

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from disaggregated_inference.errors import QueueFull
 from disaggregated_inference.gateway.query_cache import QueryCache
 from disaggregated_inference.orchestrator import in_thread
 from disaggregated_inference.timeouts import GatewayTimeouts
@@ -87,6 +88,40 @@ def test_a_crowd_that_asks_for_rows_gets_few_threads() -> None:
         cache, crowd = QueryCache(), Crowd()
         assert set(await asyncio.gather(*(cache.single(crowd.work) for _ in range(100)))) == {b"fine"}
         assert crowd.most <= 2
+
+    asyncio.run(ask())
+
+
+def test_questions_of_one_caller_are_bounded() -> None:
+    """Also those of clients that have left: their questions are worked on all the same. Others are served meanwhile."""
+
+    async def ask() -> None:
+        cache, hold = QueryCache(), threading.Event()
+
+        def work() -> bytes:
+            hold.wait(60)
+            return b"fine"
+
+        asked = [asyncio.create_task(cache.answer(number, work, "ann")) for number in range(300)]
+        asked += [asyncio.create_task(cache.single(work, "bob")) for _ in range(300)]
+        await asyncio.sleep(0)
+        refused = [task for task in asked if task.done()]
+        assert len(refused) == 2 * (300 - 256)
+        assert all(isinstance(task.exception(), QueueFull) for task in refused)
+        for task in asked[:256]:
+            task.cancel()  # the client leaves
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await cache.answer("one more", work, "ann")
+        other = asyncio.create_task(cache.answer("q", work, "cy"))
+        hold.set()
+        assert await other == b"fine"
+        await asyncio.gather(*asked, return_exceptions=True)
+
+        async def is_free() -> bool:
+            return not cache._waiting
+
+        assert await until_async(is_free)
 
     asyncio.run(ask())
 

@@ -79,6 +79,37 @@ def test_events_of_requests_reach_their_caller() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("change", ["removed", "no operator"])
+def test_a_stream_ends_with_its_key(tmp_path: Path, change: str) -> None:
+    """A stolen operator's key is taken out of the file, and its open stream shows the requests of all no longer."""
+    file, fresh = tmp_path / "keys.json", tmp_path / "fresh.json"
+    key = new_key("root", file, operator=True)
+    new_key("ann", file)
+    entries = json.loads(file.read_text())["keys"]
+    kept = entries[1:] if change == "removed" else [entries[0] | {"operator": False}, entries[1]]
+    fresh.write_text(json.dumps({"keys": kept}))
+
+    async def run() -> None:
+        async with DisaggregatedInference(load_config(AWAY)) as core:
+            keys = Keys.load(file)
+            app = gateway_app(core, keys)
+            asked = {"type": "http", "method": "GET", "path": "/cluster/events", "raw_path": b"/cluster/events"}
+            scope = asked | {"query_string": b"", "headers": [(b"x-api-key", key.encode())], "http_version": "1.1"}
+            sent: asyncio.Queue[Any] = asyncio.Queue()
+            serving = asyncio.create_task(app(scope, asyncio.Event().wait, sent.put))  # type: ignore[arg-type]
+            assert (await sent.get())["status"] == 200
+            assert (await sent.get())["body"].startswith(b"event: status")
+            app.state.feed.ended(RequestRecord(request_id="first", caller="ann"))
+            assert b'"first"' in (await sent.get())["body"]
+            keys.reload(fresh)
+            app.state.feed.ended(RequestRecord(request_id="second", caller="ann"))
+            assert await sent.get() == {"type": "http.response.body", "body": b"", "more_body": False}
+            await serving
+            assert not app.state.feed.subscribers
+
+    asyncio.run(run())
+
+
 def _answered(events: "asyncio.Queue[bytes | None]") -> list[int]:
     found = [events.get_nowait() or b"" for _ in range(events.qsize())]
     contents = [event.partition(b"data: ")[2] for event in found if event.startswith(b"event: summary")]

@@ -128,6 +128,31 @@ def test_guesses_of_one_address_are_looked_at_one_by_one() -> None:
     asyncio.run(run())
 
 
+def test_a_form_that_does_not_arrive() -> None:
+    """A client without the password keeps no connection open for ever."""
+    from grader.web.gate import PasswordGate
+
+    gate = PasswordGate(Starlette(), "open sesame", form_s=0.05)
+    scope: Any = {"type": "http", "method": "POST", "path": "/login", "query_string": b"", "headers": []}
+    sent: list[Any] = []
+
+    async def run() -> None:
+        parts = iter([{"type": "http.request", "body": b"passw", "more_body": True}])
+
+        async def receive() -> Any:
+            for part in parts:
+                return part
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await asyncio.wait_for(gate(scope, receive, send), 60)
+
+    asyncio.run(run())
+    assert sent[0]["status"] == 408
+
+
 def test_an_unused_session_ends() -> None:
     from starlette.testclient import TestClient
 

@@ -249,6 +249,20 @@ def test_unfinished_heads_do_not_keep_others_out() -> None:
         assert server.ask("/double", {"n": 4})[1]["n"] == 8
 
 
+def test_a_body_with_two_lengths_is_the_last_of_its_connection() -> None:
+    """A proxy in front that goes by the number takes the second request for a part of the first one's body."""
+    hidden = b'POST /double HTTP/1.1\r\nHost: x\r\nContent-Length: 7\r\n\r\n{"n":4}'
+    body = b'7\r\n{"n":2}\r\n0\r\n\r\n' + hidden
+    lengths = f"Content-Length: {len(body)}\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = f"POST /double HTTP/1.1\r\nHost: x\r\n{lengths}".encode()
+    with limited() as server, opened(server, head + body) as sock:
+        answer = received(sock)
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert b"connection: close" in answer.partition(b"\r\n\r\n")[0].lower()
+    with limited() as server, opened(server, hidden * 2) as sock:
+        assert until(lambda: sock.recv(1 << 16, socket.MSG_PEEK).count(b"HTTP/1.1 200") == 2), "others may follow"
+
+
 def test_connections_have_a_limit() -> None:
     for limits in ({"connections": 3}, {"connections_per_address": 3}):
         with limited(**limits) as server, ExitStack() as stack:

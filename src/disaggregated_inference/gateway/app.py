@@ -33,7 +33,8 @@ ADAPTERS: tuple[Adapter, ...] = (anthropic, ollama, responses, cluster, openai)
 def gateway_app(core: DisaggregatedInference, keys: Keys, cors_origins: tuple[str, ...] = ()) -> Starlette:
     """`app.state.core` is replaced when a new config is loaded: each config has its own orchestrator."""
     routes = [*(route for adapter in ADAPTERS for route in adapter.routes()), *dashboard.routes()]
-    middleware = [Middleware(_Failures), Middleware(AuthMiddleware, keys=keys, describe=describe)]
+    guard = Middleware(AuthMiddleware, keys=keys, describe=describe, origins=cors_origins)
+    middleware = [Middleware(_Failures), guard]
     if cors_origins:
         anything: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["*"]}
         middleware.insert(0, Middleware(CORSMiddleware, allow_origins=cors_origins, **anything))

@@ -13,16 +13,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from disaggregated_inference.api import RequestRecord
 from disaggregated_inference.cluster import ClusterConfig, ModelOptions, PrefixSharing, bare_name
-from disaggregated_inference.errors import BadRequest, NotForThisKey, RateLimited, Unauthorized
+from disaggregated_inference.errors import (
+    BadRequest,
+    DisaggError,
+    ForeignSite,
+    NotForThisKey,
+    RateLimited,
+    Unauthorized,
+)
 from disaggregated_inference.gateway.budgets import Budget
 from disaggregated_inference.gateway.dashboard import is_dashboard
 from disaggregated_inference.gateway.key_file import HOW, Key, read_keys
-from disaggregated_inference.http import is_loopback, request_id
+from disaggregated_inference.http import is_loopback, request_id, require_own_site
 
 log = logging.getLogger(__name__)
 
 # Health checks, and what is the same for every cluster.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/openapi.json", "/dashboard"})
+
+_OTHER_SITES = "allow it with --cors http://NAME:PORT, or use keys (--keys)"
 
 Describe = Callable[[HTTPConnection, Exception], Response]
 
@@ -127,6 +136,10 @@ class Keys:
             raise Unauthorized("missing or unknown API key: send Authorization: Bearer KEY, or x-api-key: KEY")
         return found[0]
 
+    def has(self, caller: Caller) -> bool:
+        """Whether this caller of all models would be the same one now: keys may have been reloaded since."""
+        return self._callers.get(bytes.fromhex(caller.owner)) == caller if self._callers else not caller.owner
+
     def budget(self, name: str) -> Budget | None:
         return self._budgets.get(name)
 
@@ -143,10 +156,11 @@ def _caller(key: Key) -> Caller:
 
 class AuthMiddleware:
     """Finds the caller of every request and puts it into `scope["state"]["caller"]`. `describe` turns an error into a
-    response, in the shape of the request's API."""
+    response, in the shape of the request's API. `origins`: other sites whose pages may call without a key, where the
+    gateway has none."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, describe: Describe) -> None:
-        self._app, self._keys, self._describe = app, keys, describe
+    def __init__(self, app: ASGIApp, keys: Keys, describe: Describe, origins: tuple[str, ...] = ()) -> None:
+        self._app, self._keys, self._describe, self._origins = app, keys, describe, origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -154,7 +168,7 @@ class AuthMiddleware:
         try:
             caller = self._admit(scope)
             budget = self._begin(scope, caller)
-        except (Unauthorized, RateLimited) as error:
+        except (Unauthorized, RateLimited, ForeignSite) as error:
             return await self._refuse(scope, error)(scope, receive, send)
         scope["state"] = dict(scope.get("state") or {}) | {"caller": caller}
         if budget is None:
@@ -172,6 +186,8 @@ class AuthMiddleware:
         return budget
 
     def _admit(self, scope: Scope) -> Caller:
+        if not len(self._keys) and scope["path"] != "/health":
+            require_own_site(scope, _OTHER_SITES, self._origins)
         try:
             caller = self._keys.caller(_keys_in(scope))
         except Unauthorized:
@@ -180,7 +196,7 @@ class AuthMiddleware:
             raise
         return caller.among(scope["app"].state.core.config)
 
-    def _refuse(self, scope: Scope, error: Unauthorized | RateLimited) -> Response:
+    def _refuse(self, scope: Scope, error: DisaggError) -> Response:
         """The log has the name of a key, never the key."""
         connection = HTTPConnection(scope)
         id = request_id(connection)

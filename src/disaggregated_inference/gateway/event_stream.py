@@ -18,6 +18,7 @@ from disaggregated_inference.timeouts import GatewayTimeouts
 log = logging.getLogger(__name__)
 
 _MAX_QUEUED = 256  # events for a subscriber that does not read; then it is dropped
+_MAX_QUEUED_BYTES = 2 << 20
 _CHANGING_FIELDS = ("heard_s_ago", "warmth", "readings")  # of a node: they always change and are no news
 
 
@@ -27,13 +28,15 @@ class Subscriber:
     def __init__(self, caller: str | None = None) -> None:
         self.caller = caller
         self.events: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_QUEUED)
+        self._queued_bytes = 0
 
     def put(self, event: bytes) -> bool:
         """False: the subscriber did not read for too long, and its stream ends."""
-        if self.events.full():
+        if self.events.full() or (self._queued_bytes and self._queued_bytes + len(event) > _MAX_QUEUED_BYTES):
             self.end()
             return False
         self.events.put_nowait(event)
+        self._queued_bytes += len(event)
         return True
 
     async def take(self) -> bytes:
@@ -41,6 +44,7 @@ class Subscriber:
         found = [await self.events.get()]
         while not self.events.empty():
             found.append(self.events.get_nowait())
+        self._queued_bytes = 0
         return b"".join(event for event in found if event) if None not in found else b""
 
     def end(self) -> None:
@@ -51,7 +55,8 @@ class Subscriber:
 
 
 class EventStream:
-    """`core` is called each time: a new config brings another orchestrator."""
+    """`core` is called each time: a new config brings another orchestrator. A key that sees its own requests alone has
+    a quarter of the places, all such keys together three quarters: no key keeps the others or the operators out."""
 
     def __init__(
         self,
@@ -68,14 +73,26 @@ class EventStream:
         self._news: set[str] = set()  # callers whose requests ended since the last summary
         core().on_end.append(self.ended)
 
-    def require_room(self) -> None:
-        if len(self.subscribers) >= self._max_subscribers:
-            message = f"all {self._max_subscribers} event streams are in use"
-            raise QueueFull(message, round(self._timeouts.event_quiet_s))
+    def require_room(self, caller: str | None = None) -> None:
+        if why := self._why_full(caller):
+            raise QueueFull(why, round(self._timeouts.event_quiet_s))
+
+    def _why_full(self, caller: str | None) -> str:
+        """Empty: there is room."""
+        others = [each.caller for each in self.subscribers if each.caller is not None]
+        if caller is not None and others.count(caller) >= max(1, self._max_subscribers // 4):
+            return f"this key has {others.count(caller)} event streams already"
+        is_full = caller is not None and len(others) >= max(1, self._max_subscribers * 3 // 4)
+        if is_full or len(self.subscribers) >= self._max_subscribers:
+            return f"all {self._max_subscribers} event streams are in use"
+        return ""
 
     async def listen(self, caller: str | None = None) -> AsyncGenerator[bytes, None]:
         """Events until the client leaves or is too slow. Requests: of this caller; None: all. Events that come within
-        `event_batch_s` are sent together: 50 subscribers cost little while hundreds of requests end."""
+        `event_batch_s` are sent together: 50 subscribers cost little while hundreds of requests end. Ends at once if
+        others have taken the last place since `require_room`."""
+        if self._why_full(caller):
+            return
         subscriber = Subscriber(caller)
         self.subscribers.add(subscriber)
         if self._polling is None:

@@ -1,10 +1,12 @@
 """The key file: hashes, names and limits of API keys, never the keys themselves."""
 
+import fcntl
 import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, Unpack
 
@@ -92,10 +94,22 @@ def new_key(name: str, file: str | Path, models: Iterable[str] = (), **limits: U
     entry: dict[str, Any] = {"name": name, "key_hash": "sha256:" + hashlib.sha256(key.encode()).hexdigest()}
     entry |= {"models": list(models)} if (models := tuple(models)) else {}
     entry |= {field: value for field, value in limits.items() if value is not None}
-    entries = [*(_entries(read_file(path), str(path)) if path.exists() else []), entry]
-    keys_of(entries, str(path))
-    _write(path, json.dumps({"keys": entries}, indent=2) + "\n")
+    with _locked(path.parent):
+        entries = [*(_entries(read_file(path), str(path)) if path.exists() else []), entry]
+        keys_of(entries, str(path))
+        _write(path, json.dumps({"keys": entries}, indent=2) + "\n")
     return key
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One writer at a time: of two that read the same file, the second would drop the first one's key."""
+    number = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)
 
 
 def _write(path: Path, text: str) -> None:

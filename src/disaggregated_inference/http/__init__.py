@@ -4,7 +4,8 @@ from disaggregated_inference.http.body import BODY_LIMIT_BYTES, read_body, read_
 from disaggregated_inference.http.checksums import StreamChecksums
 from disaggregated_inference.http.limits import HttpLimits, Unfinished
 from disaggregated_inference.http.listening import is_free, is_loopback, listen_error, require_free_port
-from disaggregated_inference.http.middleware import Bearer, RequestId, request_id
+from disaggregated_inference.http.middleware import Bearer, OwnSite, RequestId, request_id
+from disaggregated_inference.http.own_site import require_own_site
 from disaggregated_inference.http.responses import error_body, error_headers, error_response, json_response
 from disaggregated_inference.http.server import Announce, HttpServer, announce_as_json
 from disaggregated_inference.http.sse import (
@@ -29,6 +30,7 @@ __all__ = [
     "EventStreamResponse",
     "HttpLimits",
     "HttpServer",
+    "OwnSite",
     "RequestId",
     "StreamChecksums",
     "Unfinished",
@@ -44,6 +46,7 @@ __all__ = [
     "read_json",
     "request_id",
     "require_free_port",
+    "require_own_site",
     "sse_comment",
     "sse_event",
     "unless_disconnected",

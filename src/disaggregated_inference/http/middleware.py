@@ -10,7 +10,8 @@ from typing import Any
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from disaggregated_inference.errors import NodeDraining, Unauthorized
+from disaggregated_inference.errors import ForeignSite, NodeDraining, Unauthorized
+from disaggregated_inference.http.own_site import require_own_site
 from disaggregated_inference.http.responses import error_response
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,21 @@ class RequestId:
             log.exception("a request failed", extra={"request_id": name, "path": scope["path"]})
             if not started:
                 await error_response(error)(scope, receive, send_with_id)
+
+
+class OwnSite:
+    """For a node without a token: everything but /health is refused to pages of other sites."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/health":
+            try:
+                require_own_site(scope, "to use this name, give the node a token (DISAGG_TOKEN)")
+            except ForeignSite as error:
+                return await error_response(error)(scope, receive, send)
+        await self._app(scope, receive, send)
 
 
 class Bearer:

@@ -56,7 +56,10 @@ class HeadDeadlineProtocol(H11Protocol):
         require_peer, begins, last = self._require_peer, not self._is_answering, self.cycle
         if not require_peer or not (begins and self.conn.trailing_data[0]) or self._is_welcome(require_peer):
             super().handle_events()
-        if self.cycle is not last and has_chunks(self.scope):  # type: ignore[arg-type]
+        if self.cycle is last:
+            return
+        _close_after_two_lengths(self.scope["headers"])  # type: ignore[arg-type]
+        if has_chunks(self.scope):  # type: ignore[arg-type]
             offer_body_writer(self.scope, self.cycle, self.transport)  # type: ignore[arg-type]
             self.cycle.send = ChunkedHeads(self.cycle).send  # type: ignore[method-assign, assignment]
 
@@ -133,3 +136,11 @@ class HeadDeadlineProtocol(H11Protocol):
         body = msgspec.json.encode(self._error_body(error))
         head = f"HTTP/1.1 {error.status} {reason}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         self.transport.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+
+
+def _close_after_two_lengths(headers: list[tuple[bytes, bytes]]) -> None:
+    """A body with both lengths, in chunks and by number, ends elsewhere for a proxy that reads the other one. What
+    follows it may be a request that the proxy never saw: the connection ends (RFC 9112, 6.1)."""
+    names = [name for name, _ in headers]
+    if b"transfer-encoding" in names and b"content-length" in names:
+        headers.append((b"connection", b"close"))

@@ -14,7 +14,15 @@ from starlette.types import Lifespan
 
 from disaggregated_inference.api import ErrorBody, ErrorDetail, ModelInfo, NodeHealth, NodeStatus
 from disaggregated_inference.errors import DisaggError
-from disaggregated_inference.http import Bearer, RequestId, StreamChecksums, error_response, json_response, request_id
+from disaggregated_inference.http import (
+    Bearer,
+    OwnSite,
+    RequestId,
+    StreamChecksums,
+    error_response,
+    json_response,
+    request_id,
+)
 from disaggregated_inference.node.metrics import RequestMetrics
 
 log = logging.getLogger(__name__)
@@ -57,7 +65,7 @@ def base_app(
 
     middleware = [
         Middleware(RequestId),
-        *([Middleware(Bearer, token=token)] if token else []),
+        Middleware(Bearer, token=token) if token else Middleware(OwnSite),
         Middleware(StreamChecksums),
     ]
     all_routes = [*_shared_routes(node, metrics), *routes]

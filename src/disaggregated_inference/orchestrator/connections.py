@@ -1,8 +1,9 @@
 """Connections to nodes. They are kept between requests, and a node may close one just when the next request goes in.
 
 Such a request was not accepted: the node had closed its side before it came. So it is sent again, and the caller sees
-nothing of it. Were it accepted all the same, because a line broke at that very moment, its ticket would make the node
-refuse the second one.
+nothing of it. Were it accepted all the same, because a line broke at that very moment, then a ticket makes the node
+refuse the second one, and a request without a ticket ends when the node sees that its client has left. The caller gets
+one response in each case, and all of it from one of the two.
 """
 
 import asyncio

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 COOKIE = "disagg_grade"
 _LOGIN, _LOGOUT = "/login", "/logout"
 _LONGEST_FORM_BYTES = 4096
+_FORM_S = 10.0  # for the form to arrive: a client without the password must not keep its connection for ever
 _WRONG_S = 1.0  # after a wrong password, before the next guess from the same address is looked at
 _MOST_WAITING = 8  # guesses of one address
 _MOST_ADDRESSES = 1024
@@ -46,9 +47,15 @@ class PasswordGate:
     half a day."""
 
     def __init__(
-        self, app: ASGIApp, password: str, clock: Callable[[], float] = time.monotonic, wrong_s: float = _WRONG_S
+        self,
+        app: ASGIApp,
+        password: str,
+        clock: Callable[[], float] = time.monotonic,
+        wrong_s: float = _WRONG_S,
+        form_s: float = _FORM_S,
     ) -> None:
-        self._app, self._password, self._clock, self._wrong_s = app, password.encode(), clock, wrong_s
+        self._app, self._password, self._clock = app, password.encode(), clock
+        self._wrong_s, self._form_s = wrong_s, form_s
         self._sessions: dict[str, float] = {}  # when each was last used
         self._guesses: dict[str, _Guesses] = {}  # by address
 
@@ -80,7 +87,12 @@ class PasswordGate:
         return await self._login(request)
 
     async def _login(self, request: Request) -> Response:
-        given, guesses = await _given_password(request), self._guesses_of(request)
+        try:
+            async with asyncio.timeout(self._form_s):
+                given = await _given_password(request)
+        except TimeoutError:
+            return Response("the form did not arrive in time", 408, {"Connection": "close"})
+        guesses = self._guesses_of(request)
         if guesses.waiting >= _MOST_WAITING:
             return Response("too many guesses from this address: wait some seconds", 429)
         guesses.waiting += 1

@@ -58,13 +58,13 @@ async def _requests(request: Request) -> Response:
         kept = reader.kept(HistoryFilter(caller=own))
         return _of_time(query.wanted) | {"requests": rows, "more": len(found) > limit, "kept": kept}
 
-    return _answer(await request.app.state.answers.single(lambda: _read(context.core.history, read)))
+    return _answer(await request.app.state.answers.single(lambda: _read(context.core.history, read), own))
 
 
 async def _request(request: Request) -> Response:
     context, id = _context(request), request.path_params["id"]
     own = context.caller.only_own
-    row = await request.app.state.answers.single(lambda: _found(context.core.history, id, own))
+    row = await request.app.state.answers.single(lambda: _found(context.core.history, id, own), own)
     if row is None:
         raise RequestNotFound(f"the history has no request {id[:100]!r}; it may be too old, or still running")
     row = seen_request(row, own)
@@ -174,7 +174,8 @@ async def _aggregated(
     wanted, history = query.wanted, context.core.history
     key = msgspec.structs.replace(wanted, since=wanted.until - wanted.since, until=0.0) if query.moving else wanted
     answers = context.request.app.state.answers
-    return _answer(await answers.answer((*question, id(history), query.moving, key), lambda: _read(history, read)))
+    asked = (*question, id(history), query.moving, key)
+    return _answer(await answers.answer(asked, lambda: _read(history, read), context.caller.only_own))
 
 
 def _of_time(wanted: HistoryFilter) -> dict[str, Any]:

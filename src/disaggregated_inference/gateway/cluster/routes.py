@@ -1,5 +1,7 @@
 """The gateway's own paths: tokenize and detokenize (with vLLM's names), health, metrics, cluster status, events."""
 
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any
 
 from starlette.applications import Starlette
@@ -56,6 +58,7 @@ def attach(app: Starlette, keys: Keys, timeouts: GatewayTimeouts = GatewayTimeou
     app.state.metrics = GatewayMetrics(lambda: app.state.core, lambda: keys.names)
     app.state.feed = EventStream(lambda: app.state.core, timeouts)
     app.state.answers = QueryCache(timeouts)
+    app.state.keys = keys
 
 
 async def model_info(core: DisaggregatedInference, model: str) -> ModelInfo | None:
@@ -155,7 +158,19 @@ async def _cluster(request: Request) -> Response:
 async def _events(request: Request) -> Response:
     context, events = RequestContext(request), request.app.state.feed
     context.caller.require_all()
-    events.require_room()
-    content = events.listen(context.caller.only_own)
+    events.require_room(context.caller.only_own)
+    keys, caller = request.app.state.keys, context.caller
+    content = _while_allowed(events.listen(caller.only_own), lambda: keys.has(caller))
     # Without another queue in between: a client that stops reading must fill its queue in `events`, and be dropped.
     return StreamingResponse(content, headers=UNBUFFERED_HEADERS, media_type="text/event-stream")
+
+
+async def _while_allowed(
+    events: AsyncGenerator[bytes, None], is_allowed: Callable[[], bool]
+) -> AsyncGenerator[bytes, None]:
+    """A key may be taken out of the key file while its stream is open."""
+    async with aclosing(events):
+        async for event in events:
+            if not is_allowed():
+                return
+            yield event
