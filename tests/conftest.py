@@ -121,6 +121,7 @@ _LONGEST = (
     "node/test_counters.py",
     "models/test_models.py",
     "contract/test_llamacpp_nodes.py",
+    "grader/test_web_feedback.py",
     "grader/test_sandbox.py",
     "grader/test_nbgrader_notebooks.py",
     "grader/test_synthetic_class.py",

@@ -52,6 +52,15 @@ def tagged(*outputs: dict[str, Any]) -> dict[str, Any]:
         ("no", "yes", TAG, 0),
         ("YES", "yes", TAG + ", ignore_case: false", 0),
         ("", "5", TAG, 0),
+        ("mean: nan", "nan", TAG, 10),
+        ("mean: 0", "nan", TAG, 0),
+        ("nan", "5", TAG + ", abs_tol: 100", 0),
+        ("inf", "1e400", TAG, 10),
+        ("-inf", "inf", TAG, 0),
+        ("inf", "5", TAG + ", rel_tol: 0.5", 0),
+        ("9" * 5000, "5", TAG, 0),
+        ("nano information 5", "5", TAG, 10),
+        ("5 nan", "5 inf", TAG, 0),
     ],
 )
 def test_numbers_and_text(have: str, want: str, check: str, points: int) -> None:
@@ -79,6 +88,14 @@ def test_solution_without_output_goes_to_a_human() -> None:
     verdict = verdict_on(TAG, [tagged(printed("5"))], [code("x")])
     assert verdict.status == "needs_review"
     assert "The solution has no output" in verdict.reason
+
+
+@pytest.mark.parametrize("kind", ["number", "table"])
+def test_a_solution_that_shows_nothing_of_the_kind_goes_to_a_human(kind: str) -> None:
+    found = verdict_on(f"{TAG}, compare: {kind}", [tagged(printed("done"))], [tagged(printed("done"))])
+    assert found.status == "needs_review"
+    assert found.points == 0
+    assert f"no {kind} to compare with" in found.reason
 
 
 def test_expected_text_needs_no_solution() -> None:

@@ -123,3 +123,33 @@ late: {per_day_percent: ten}
     with pytest.raises(RubricInvalid) as caught:
         load_rubric(text)
     assert [problem.line for problem in caught.value.problems] == [3, 4, 4, 5]
+
+
+def test_every_mistake_of_one_item_is_told() -> None:
+    text = """assignment: a
+items:
+  - id: a
+    titel: A
+    points: ten
+    check: {kind: varables}
+    late: 3
+"""
+    with pytest.raises(RubricInvalid) as caught:
+        load_rubric(text, "r.yaml")
+    assert [problem.line for problem in caught.value.problems] == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "number", [".nan", ".inf", "-.inf", "NaN", "sNaN", "1e400000000", "1.0e+30", "0.0000000000000001"]
+)
+@pytest.mark.parametrize(
+    ("old", "line"),
+    [("37.5", 2), ("12.5", 6), ("at_most: 20", 16), ("per_day_percent: 10", 17), ("rel_tol: 0.01", 14)],
+)
+def test_numbers_that_are_none_are_refused_with_their_line(number: str, old: str, line: int) -> None:
+    if old.startswith("rel_tol") and number.startswith("0."):
+        return  # a tolerance may be tiny
+    text = GOOD.replace(old, f"{old.rpartition(' ')[0]} {number}".strip(), 1)
+    with pytest.raises(RubricInvalid) as caught:
+        load_rubric(text)
+    assert [problem.line for problem in caught.value.problems] == [line]

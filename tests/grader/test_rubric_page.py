@@ -28,7 +28,7 @@ def test_page_names_everything() -> None:
 def test_shown_errors_are_the_real_ones() -> None:
     broken = "\n".join(["assignment: a", "total: 1", "items:", "  - id: a", "    title: A", "    pionts: 1"])
     check = "    check: {kind: variables, names: []}"
-    for text in (broken, broken.replace("pionts", "points") + "\n" + check):
+    for text in (f"{broken}\n{check}", f"{broken}\n{check}".replace("pionts", "points")):
         with pytest.raises(RubricInvalid) as caught:
             load_rubric(text, "rubric.yaml")
         assert str(caught.value).splitlines()[0] in PAGE

@@ -10,12 +10,13 @@ from grader.cli.options import open_book
 from grader.cli.show import console, table
 from grader.errors import GraderError
 from grader.grading import grades
+from grader.texts import read_text
 
 
 def show_agreement(book: Path, name: str, by_hand: Path | None, as_json: bool) -> None:
     database, assignment = open_book(book, name)
     found = grades(database, assignment)
-    human = read_hand_grades(by_hand.read_text(encoding="utf-8")) if by_hand else given_by_hand(found)
+    human = read_hand_grades(read_text(by_hand)) if by_hand else given_by_hand(found)
     report = pilot_report(found, human)
     if not report.submissions:
         raise GraderError(
@@ -29,9 +30,9 @@ def show_agreement(book: Path, name: str, by_hand: Path | None, as_json: bool) -
     out.print(_table(report.items, report.totals, report.bands))
     out.print("bias: machine minus you, in points; leniency: share in which the machine gave more, minus less")
     if report.open_items:
-        out.print(f"{report.open_items} answers had no machine's number (they need review) and are in no figure")
+        out.print(f"in no figure, because the machine has no number (they need review): {report.open_items} answers")
     if report.submissions < FEWEST:
-        out.print(f"{report.submissions} submissions are few: grade at least {FEWEST} by hand before you trust this")
+        out.print(f"few submissions ({report.submissions}): grade at least {FEWEST} by hand before you trust this")
 
 
 def _table(items: dict[str, Agreement], totals: Agreement, bands: dict[str, Agreement]) -> Table:

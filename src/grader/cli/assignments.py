@@ -9,12 +9,13 @@ from grader.notebook import read_notebook
 from grader.points import plain
 from grader.rubric import EXAMPLE, Rubric, dump_rubric, import_file, layer_of, load_rubric
 from grader.store import Database, save_assignment
+from grader.texts import read_text
 
 
 def init_book(
     folder: Path, rubric: Path | None, solution: Path | None, template: Path | None, data: list[Path], name: str
 ) -> None:
-    given = load_rubric(rubric.read_text(encoding="utf-8"), str(rubric)) if rubric else None
+    given = load_rubric(read_text(rubric), str(rubric)) if rubric else None
     files = {path: path.read_bytes() for path in (solution, template, *data) if path}
     for path in (solution, template):
         if path:
@@ -52,7 +53,7 @@ def _require_notebook(path: Path, content: bytes) -> None:
 
 
 def show_rubric(path: Path, as_json: bool) -> None:
-    rubric = load_rubric(path.read_text(encoding="utf-8"), str(path))
+    rubric = load_rubric(read_text(path), str(path))
     if as_json:
         items = [{"id": item.id, "points": plain(item.points), "layer": layer_of(item.check)} for item in rubric.items]
         print(json.dumps({"assignment": rubric.assignment, "maximum": plain(rubric.maximum), "items": items}))

@@ -8,6 +8,7 @@ from grader.errors import GraderError
 from grader.export import Identities, fill_gradebook, released, write_reports, write_tables, write_zip
 from grader.grading import Grade, grade_of, grades
 from grader.store import find_submission, reveal
+from grader.texts import read_text
 
 
 def run_export(
@@ -41,14 +42,22 @@ def run_export(
         files += write_reports(output / "reports", chosen, identities, title, pdf)
     out = console()
     out.print(f"{len(chosen)} of {len(found)} grades, {len(files)} files in {output}")
+    if older := _left_from_before(output, files):
+        out.print(f"also in {output}, from an earlier export: {', '.join(older[:5])}{' ...' if older[5:] else ''}")
     if zip_all:
         out.print(str(write_zip(output.with_suffix(".zip"), output, files)))
     if left := len(found) - len(chosen):
         out.print(f"{left} are not approved and stay out: --all takes them too")
 
 
+def _left_from_before(output: Path, files: list[Path]) -> list[str]:
+    """They may have names, or grades that are not approved any more."""
+    written = set(files)
+    return sorted(str(path.relative_to(output)) for path in output.rglob("*") if path.is_file() and path not in written)
+
+
 def _fill(gradebook: Path, output: Path, chosen: list[Grade], identities: Identities, column: str) -> Path:
-    filled = fill_gradebook(gradebook.read_text(encoding="utf-8-sig"), chosen, identities, column)
+    filled = fill_gradebook(read_text(gradebook), chosen, identities, column)
     path = output / f"{gradebook.stem}-filled.csv"
     path.write_text("\ufeff" + filled.text, encoding="utf-8", newline="")
     out = console()

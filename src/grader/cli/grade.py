@@ -19,6 +19,7 @@ from grader.intake import read_files, read_roster, take_in
 from grader.models import ModelSettings, require_models
 from grader.sandbox import require_sandbox
 from grader.store import Assignment, Database, Progress, finished_since
+from grader.texts import read_text
 from grader.worker import Watched, WorkerOptions, queue_all, run_batch
 
 _LINE_S = 10.0  # where there is no terminal: a line this often
@@ -41,10 +42,10 @@ def grade_files(
         require_sandbox()
     if models:
         check_models(models)
-    known = read_roster(roster.read_text(encoding="utf-8")) if roster else {}
+    known = read_roster(read_text(roster)) if roster else {}
     taken = take_in(database, assignment, read_files(files, known))
     if files:
-        out.print(f"{taken.files} files, {taken.new} of them new, {taken.replaced} replace older ones")
+        out.print(taken.told())
     queue_all(database, assignment, GradeSettings(models=models, rerun=rerun))
     options = WorkerOptions(model_threads=jobs, patience_s=patience_s)
     run_and_report(database, assignment, options, out, as_json)

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sqlite3
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -39,10 +40,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         app()
-    except (GraderError, DisaggError, OSError) as error:
+    except (GraderError, DisaggError, OSError, sqlite3.Error) as error:
+        said = f"the grade book cannot be used: {error}" if isinstance(error, sqlite3.Error) else str(error)
         if "--json" in sys.argv:
-            print(json.dumps({"error": {"code": type(error).__name__, "message": str(error)}}))
-        sys.stderr.write(f"error: {error}\n")
+            print(json.dumps({"error": {"code": type(error).__name__, "message": said}}))
+        sys.stderr.write(f"error: {said}\n")
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         sys.stderr.write("\nstopped; what is done stays, and the same command continues\n")

@@ -1,6 +1,7 @@
 """`regrade`: a changed rubric, and what it changed."""
 
 import json
+from decimal import Decimal
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ from grader.models import ModelSettings
 from grader.points import plain
 from grader.rubric import changed_items, dump_rubric, load_rubric
 from grader.store import last_settings, save_rubric
+from grader.texts import read_text
 from grader.worker import WorkerOptions, queue_all, run_batch
 
 
@@ -24,7 +26,7 @@ def run_regrade(
     out = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if rubric:
         old = parse_rubric(assignment.rubric.content)
-        new = load_rubric(rubric.read_text(encoding="utf-8"), str(rubric))
+        new = load_rubric(read_text(rubric), str(rubric))
         touched = sorted(changed_items(old, new))
         assignment = save_rubric(database, assignment.name, dump_rubric(new))
         gone = sorted({item.id for item in old.items} - {item.id for item in new.items})
@@ -65,8 +67,8 @@ def _show_changes(changes: list[GradeChange], as_json: bool) -> None:
     out.print(made)
 
 
-def _was(points: object) -> str:
-    return "-" if points is None else str(points)
+def _was(points: Decimal | None) -> str:
+    return "-" if points is None else plain(points)
 
 
 def _as_data(change: GradeChange) -> dict[str, object]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from grader.cli.options import me, open_book
 from grader.cli.show import console, grade_table, table
 from grader.errors import GraderError
-from grader.grading import Grade, approve_all, approve_grade, grade_of, grades, override
+from grader.grading import Grade, approve_all, approve_grade, for_graders, grade_of, grades, override
 from grader.points import plain
 from grader.store import (
     Assignment,
@@ -101,9 +101,15 @@ def _show_item(out: Console, found: list[Grade], item: str) -> None:
     known = [one.id for one in found[0].rubric.items] if found else []
     if item not in known:
         raise GraderError(f"the rubric has no item {item}; it has {', '.join(known)}")
+    asked = found[0].rubric.item(item)
+    out.print(f"{asked.title} ({plain(asked.points)} points)")
+    for line in for_graders(asked):
+        out.print(f"  {line}")
     made = table("student", "points", "status", "reason", "evidence")
     for grade in found:
-        verdict = next(one for one in grade.verdicts if one.item_id == item)
+        verdict = next((one for one in grade.verdicts if one.item_id == item), None)
+        if verdict is None:  # graded by a rubric without the item
+            continue
         quotes = "\n".join(one.quote for one in verdict.evidence if one.quote)[:300]
         made.add_row(grade.submission.pseudonym, plain(verdict.points), _words(verdict.status), verdict.reason, quotes)
     out.print(made)

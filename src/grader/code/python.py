@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from grader.code.facts import CodeFacts, Use
 
 _TRANSPARENT_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")
-_ASSIGNED_MAGIC = re.compile(r"^(\s*[\w, ]+=\s*)[!%].*$")
+_ASSIGNED_MAGIC = re.compile(r"^(\s*[\w,][\w, ]*=\s*)[!%].*$")  # in time proportional to the line
 # Calls whose strings are columns, and arguments that name columns in any call.
 _COLUMN_CALLS = frozenset(
     [

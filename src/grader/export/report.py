@@ -22,6 +22,7 @@ def report_html(grade: Grade, title: str, name: str) -> str:
         score=grade.score,
         groups=_groups(grade),
         comments=grade.review.comments,
+        hints=_hints(grade),
         feedback=grade.feedback,
         draft=not grade.approved,
     )
@@ -42,6 +43,12 @@ def _template() -> Template:
 
 def _shown(points: Decimal) -> str:
     return plain(points)
+
+
+def _hints(grade: Grade) -> dict[str, str]:
+    """What the rubric says to those who lost points of an item."""
+    lost = {one.item_id for one in grade.verdicts if one.status in ("partial", "not_earned")}
+    return {item.id: item.feedback for item in grade.rubric.items if item.feedback and item.id in lost}
 
 
 def _groups(grade: Grade) -> list[tuple[str, list[Component]]]:

@@ -2,9 +2,9 @@
 
 from grader.grading.alike import resemblances
 from grader.grading.cards import AnswerRecord, CombinedCard, ModelCard, answer_records, combined_card, model_card
-from grader.grading.checks import check_notebook
+from grader.grading.checks import check_notebook, rerun_notebook
 from grader.grading.compare import GradeChange, ItemChange, changes_since
-from grader.grading.decisions import Approved, DecisionRefused, approve_all, approve_grade, override
+from grader.grading.decisions import Approved, DecisionRefused, approve_all, approve_grade, for_graders, override
 from grader.grading.figures import ModelFigures, figures_line, model_figures
 from grader.grading.final import Grade, grade_of, grades, merged, overridden, parse_rubric
 from grader.grading.results import ChecksResult, GradeRecord, GradeSettings, grading_key, record_of
@@ -29,6 +29,7 @@ __all__ = [
     "check_notebook",
     "combined_card",
     "figures_line",
+    "for_graders",
     "grade_of",
     "grades",
     "grading_key",
@@ -39,5 +40,6 @@ __all__ = [
     "override",
     "parse_rubric",
     "record_of",
+    "rerun_notebook",
     "resemblances",
 ]

@@ -30,8 +30,15 @@ def check_notebook(
     refused: tuple[Flag, ...] = ()
     if notebook.readable and (wanted or rubric.rerun):
         given, refused = _with_reruns(database, assignment, rubric, work.blob_sha, given)
-    flags = (*submission_flags(given), *refused)
+    flags = (*submission_flags(given), *_language_flag(rubric, notebook), *refused)
     return ChecksResult(verdicts=check_items(rubric, given), flags=flags, readable=notebook.readable)
+
+
+def _language_flag(rubric: Rubric, notebook: Notebook) -> tuple[Flag, ...]:
+    if not notebook.readable or rubric.language in ("any", notebook.language):
+        return ()
+    found = notebook.kernel[:40] or notebook.language
+    return (Flag(code="wrong_language", message=f"The kernel is {found}; the assignment is in {rubric.language}."),)
 
 
 def _file(database: Database, sha: str | None, name: str) -> Notebook | None:
@@ -51,11 +58,21 @@ def _with_reruns(
     return msgspec.structs.replace(given, rerun=own, solution_rerun=model), ()
 
 
+def rerun_notebook(database: Database, assignment: Assignment, rubric: Rubric, sha: str) -> Notebook | None:
+    """With the outputs of the re-run. None: it was not run."""
+    known = known_rerun(database, sha, _rerun_settings(assignment, rubric))
+    return msgspec.json.decode(known, type=Rerun).notebook if known else None
+
+
+def _rerun_settings(assignment: Assignment, rubric: Rubric) -> object:
+    asked = [item.check for item in rubric.items if isinstance(item.check, CodeTests | OutputMatch)]
+    return msgspec.to_builtins([rubric.limits, assignment.inputs, asked])
+
+
 def _rerun(database: Database, assignment: Assignment, rubric: Rubric, sha: str | None, notebook: Notebook) -> Rerun:
     """The same file with the same limits, data, tests and probes runs once."""
     assert sha
-    asked = [item.check for item in rubric.items if isinstance(item.check, CodeTests | OutputMatch)]
-    settings = msgspec.to_builtins([rubric.limits, assignment.inputs, asked])
+    settings = _rerun_settings(assignment, rubric)
     if known := known_rerun(database, sha, settings):
         return msgspec.json.decode(known, type=Rerun)
     with tempfile.TemporaryDirectory() as folder:

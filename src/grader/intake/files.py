@@ -1,7 +1,9 @@
 """Files of students: single notebooks, folders and ZIPs. Untrusted: sizes are bounded, paths never leave."""
 
+import lzma
 import stat
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -14,6 +16,8 @@ from grader.intake.file_names import Owner, Roster, owner_of
 _IGNORED = ("__MACOSX", ".ipynb_checkpoints")
 _SUFFIXES = {".ipynb"}
 _READ_BYTES = 1 << 16
+# What the decoders raise for content that is damaged, encrypted or made by hand.
+_BROKEN_ZIP = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError, ValueError, OSError)
 
 
 class FileRefused(GraderError):
@@ -90,7 +94,7 @@ def read_archive(
                     content = _unpacked(archive, entry, name, min(left, limits.file_bytes))
                     left -= len(content)
                     yield _incoming(entry.filename.replace("\\", "/"), content, roster)
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+    except _BROKEN_ZIP as error:
         raise FileRefused(f"{name} cannot be unpacked: {error}") from None
 
 
@@ -116,5 +120,7 @@ def _is_link(entry: zipfile.ZipInfo) -> bool:
 
 
 def _incoming(path: str, content: bytes, roster: Roster) -> Incoming:
-    """The path only names the student: no file of that name is ever opened or written."""
+    """The path only names the student: no file of that name is ever opened or written. Names of a disk may have bytes
+    that are no text."""
+    path = path.encode("utf-8", "replace").decode()
     return Incoming(owner=owner_of(path, roster), file_name=PurePosixPath(path).name, content=content)

@@ -5,15 +5,23 @@ from collections.abc import Iterable
 import msgspec
 
 from grader.intake.files import FileRefused, Incoming
-from grader.store import Assignment, Database, add_submission, submissions
+from grader.store import Assignment, Database, add_submission, history, submissions
 
 
 class TakenIn(msgspec.Struct, frozen=True, kw_only=True):
-    """`replaced`: an older file of the same student is there."""
+    """`replaced`: an older file of the same student is there. `decided`: of these older files, those with decisions of
+    a person, which stay with the older file."""
 
     files: int
     new: int
     replaced: int
+    decided: int = 0
+
+    def told(self) -> str:
+        words = f"{self.files} files, {self.new} of them new, {self.replaced} replace older ones"
+        if self.decided:
+            words += f"; {self.decided} of the older ones have decisions of yours: look at the new files yourself"
+        return words
 
 
 def take_in(database: Database, assignment: Assignment, incoming: Iterable[Incoming]) -> TakenIn:
@@ -27,7 +35,9 @@ def take_in(database: Database, assignment: Assignment, incoming: Iterable[Incom
     now = {one.id: one.pseudonym for one in submissions(database, assignment.id)}
     new = [now[found] for found in now if found not in before]
     known = set(before.values())
-    return TakenIn(files=len(files), new=len(new), replaced=sum(pseudonym in known for pseudonym in new))
+    replaced = {pseudonym for pseudonym in new if pseudonym in known}
+    decided = sum(bool(history(database, each)) for each, pseudonym in before.items() if pseudonym in replaced)
+    return TakenIn(files=len(files), new=len(new), replaced=len(replaced), decided=decided)
 
 
 def _refuse_clashes(files: list[Incoming]) -> None:

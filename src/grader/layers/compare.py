@@ -1,5 +1,6 @@
 """One expected output against one output of the student: the share that matches."""
 
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -47,6 +48,11 @@ def kind_of(expected: Shown, check: OutputMatch) -> str:
     if expected.images and not numbers_in(expected.text):
         return "image"
     return "number" if numbers_in(expected.text) else "text"
+
+
+def lacks(want: Shown, check: OutputMatch) -> bool:
+    """The rubric asks for numbers or a table, and the solution shows none: no answer could be right."""
+    return (check.compare == "number" and not numbers_in(want.text)) or (check.compare == "table" and not want.tables)
 
 
 def share_matching(have: Shown, want: Shown, check: OutputMatch) -> Fraction:
@@ -112,7 +118,7 @@ def _table(have: Table, want: Table, check: OutputMatch) -> Fraction:
 
 
 def _order(row: Sequence[str | None]) -> list[tuple[bool, float, str]]:
-    numbers = [as_number(value or "") for value in row]
+    numbers = [None if (found := as_number(value or "")) is None or math.isnan(found) else found for value in row]
     return [
         (number is None, round(number, 6) if number is not None else 0, (value or "").casefold())
         for number, value in zip(numbers, row, strict=True)

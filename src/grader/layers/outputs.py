@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from grader.layers.cells import code_at, described, facts_of
-from grader.layers.compare import Shown, is_flood, kind_of, share_matching, shown_by, shown_by_cell
+from grader.layers.compare import Shown, is_flood, kind_of, lacks, share_matching, shown_by, shown_by_cell
 from grader.layers.submission import Finding, Submission
 from grader.notebook import Cell, Notebook, Output
 from grader.rubric import CodeTests, Item, OutputMatch, Where
@@ -19,6 +19,9 @@ def check_output(check: OutputMatch, submission: Submission) -> Finding:
     expected = _expected(check, submission)
     if not expected:
         reason = f"The solution has no output{described(check.where)}: the grader has nothing to compare with."
+        return Finding(share=_NONE, reason=reason, review=True)
+    if any(lacks(want, check) for want in expected):
+        reason = f"The solution's output{described(check.where)} has no {check.compare} to compare with."
         return Finding(share=_NONE, reason=reason, review=True)
     candidates = _candidates(check, submission)
     best = [_best(candidates, want, check) for want in expected]

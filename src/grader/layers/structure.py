@@ -69,7 +69,7 @@ def _ran(check: Ran, submission: Submission) -> Finding:
         return Finding(share=Fraction(1), reason=f"All {len(cells)} code cells ran without an error.")
     counted = _counted(check, submission, len(cells))
     share = Fraction(0) if check.all_or_nothing else max(Fraction(0), 1 - Fraction(len(problems), counted))
-    told = "; ".join(f"cell {cell.index} {problem}" for cell, problem in problems[:5])
+    told = "; ".join(f"cell {cell.index + 1} {problem}" for cell, problem in problems[:5])
     more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
     reason = f"{len(problems)} of {len(cells)} code cells did not run well: {told}{more}."
     return Finding(share=share, reason=reason, evidence=tuple(_problem_evidence(cell) for cell, _ in problems))
@@ -146,6 +146,10 @@ def _has_good_code(notebook: Notebook, section: str) -> bool:
     return any(cell.ran and cell.error is None for cell in cells)
 
 
+def _found_all(word: str, plural: str, count: int) -> str:
+    return f"The {word} was found" if count == 1 else f"All {count} {plural} found"
+
+
 def _each(word: str, names: Sequence[str], found: _Found, check: Check) -> Finding:
     """Credit in equal parts for each name."""
     evidence = {name: found(name) for name in names}
@@ -154,7 +158,7 @@ def _each(word: str, names: Sequence[str], found: _Found, check: Check) -> Findi
     where = described(check.where)
     plural = word.replace("call of function", "calls of functions") if "call" in word else f"{word}s"
     reason = (
-        f"All {len(names)} {plural} found{where}: {', '.join(names)}."
+        f"{_found_all(word, plural, len(names))}{where}: {', '.join(names)}."
         if not missing
         else f"{have} of {len(names)} {plural} found{where}. Missing: {', '.join(missing)}."
     )

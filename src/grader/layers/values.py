@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from grader.rubric import OutputMatch
 
 _NUMBER = re.compile(
-    r"(?<![\w.])[-+\u2212]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?![\w])"
+    r"(?<![\w.])[-+\u2212]?(?:(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
+    r"|nan|NaN|inf|Inf)(?!\w)"
 )
 _TOKEN = re.compile(_NUMBER.pattern + r"|[^\W\d_]+|\w+")
-_R_INDEX = re.compile(r"^\s*\[\d+\]", re.MULTILINE)  # R writes `[1]` before a vector
+_R_INDEX = re.compile(r"^[ \t]*\[\d+\]", re.MULTILINE)  # R writes `[1]` before a vector
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -35,7 +36,9 @@ def tokens_in(text: str) -> list[str]:
 
 
 def is_close(have: float, want: float, check: OutputMatch) -> bool:
-    return math.isclose(have, want, rel_tol=check.rel_tol, abs_tol=check.abs_tol)
+    """What is no number is one answer too, as good as another: a mean of nothing."""
+    both_none = math.isnan(have) and math.isnan(want)
+    return both_none or math.isclose(have, want, rel_tol=check.rel_tol, abs_tol=check.abs_tol)
 
 
 def same_value(have: str, want: str, check: OutputMatch) -> bool:

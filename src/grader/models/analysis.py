@@ -22,6 +22,7 @@ from grader.models.code_analysis import (
 from grader.models.endpoint import AnswerRefused, AnswerTooSlow, Figures, Question, RawAnswer
 from grader.models.feedback import Feedback, feedback_schema, read_feedback
 from grader.models.prompts import code_messages, feedback_messages, shared_part, shown, student_part, without_names
+from grader.models.quotes import Quotable, quotable
 from grader.models.settings import ModelSettings
 from grader.notebook import Notebook
 from grader.rubric import Item, Rubric
@@ -59,7 +60,8 @@ class ModelsResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """One submission for the models. `names`: of the student, never sent. `secret`: for the fence."""
+    """One submission for the models. `names`: of the student, never sent. `secret`: for the fence. `fresh`: the
+    notebook's outputs are of a re-run."""
 
     rubric: Rubric
     notebook: Notebook
@@ -67,6 +69,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     verdicts: tuple[Verdict, ...]  # of layers 1 and 2
     names: tuple[str, ...]
     secret: bytes
+    fresh: bool = False
     known: Mapping[str, tuple[ItemReading, ...]] = {}  # earlier answers about items that did not change
 
 
@@ -74,7 +77,11 @@ def analyse(work: Work, settings: ModelSettings, ask: Ask) -> ModelsResult:
     """`ask` raises ModelsUnavailable where the whole should be tried again later."""
     started = time.monotonic()
     text = without_names(shown(work.notebook), work.names)
-    parts = _Parts(shared_part(work.rubric, work.solution), text, student_part(text, work.secret))
+    parts = _Parts(
+        shared_part(work.rubric, work.solution),
+        quotable(work.notebook, work.names, work.fresh),
+        student_part(text, work.secret),
+    )
     with ThreadPoolExecutor(max_workers=2 if settings.in_parallel else 1) as pool:
         code = pool.submit(_analyse_code, work, parts, settings, ask)
         feedback = pool.submit(_write_feedback, work, parts, settings, ask)
@@ -94,7 +101,7 @@ def analyse(work: Work, settings: ModelSettings, ask: Ask) -> ModelsResult:
 
 class _Parts(msgspec.Struct, frozen=True):
     shared: str
-    work: str
+    work: Quotable
     student: str
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from grader.models.answers import AnswerUnreadable, choice_field, object_of, read_answer, text_field
 from grader.models.fences import plain_spaces
+from grader.models.quotes import Quotable
 from grader.points import share_of
 from grader.rubric import Item, Manual, ModelJudged, Rubric, item_hash
 from grader.verdicts import Evidence, Status, Verdict
@@ -28,13 +29,15 @@ class ItemAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ItemReading(msgspec.Struct, frozen=True, kw_only=True):
-    """What one reading says of one item. `void`: why the answer does not count."""
+    """What one reading says of one item. `place`: where the quoted line stands. `void`: why the answer does not
+    count."""
 
     item_id: str
     answer: Literal["yes", "no", "unsure"]
     quote: str = ""
     reason: str = ""
     void: str = ""
+    place: Evidence | None = None
 
 
 def asked_items(rubric: Rubric) -> list[Item]:
@@ -59,27 +62,34 @@ def code_schema(items: list[Item], text_chars: int = 300) -> dict[str, Any]:
     return object_of(**{item.id: answer for item in items})
 
 
-def read_readings(text: str, items: list[Item], work: str) -> tuple[ItemReading, ...]:
-    """`work`: the student's text as the model saw it."""
+def read_readings(text: str, items: list[Item], work: Quotable) -> tuple[ItemReading, ...]:
+    """`work`: the student's texts as the model saw them."""
     found = read_answer(text, dict[str, ItemAnswer])
     if missing := [item.id for item in items if item.id not in found]:
         raise AnswerUnreadable(f"the model's answer leaves out {', '.join(missing)}")
-    seen = plain_spaces(work)
-    return tuple(_reading(item, found[item.id], seen) for item in items)
+    return tuple(_reading(item, found[item.id], work) for item in items)
 
 
-def _reading(item: Item, given: ItemAnswer, seen: str) -> ItemReading:
+def _reading(item: Item, given: ItemAnswer, work: Quotable) -> ItemReading:
+    place = work.find(given.quote)
     return ItemReading(
-        item_id=item.id, answer=given.answer, quote=given.quote, reason=given.reason, void=_void(given, seen)
+        item_id=item.id,
+        answer=given.answer,
+        quote=given.quote,
+        reason=given.reason,
+        void=_void(given, place, work.fresh),
+        place=place,
     )
 
 
-def _void(given: ItemAnswer, seen: str) -> str:
+def _void(given: ItemAnswer, place: Evidence | None, fresh: bool) -> str:
     quote = plain_spaces(given.quote)
-    if quote and quote not in seen:
+    if quote and place is None:
         return "the quoted line is not in the notebook"
     if given.answer == "yes" and sum(c.isalnum() for c in quote) < _SHORTEST_QUOTE:
         return "the model said yes without a line that shows it"
+    if given.answer == "yes" and place is not None and place.part == "output" and not fresh:
+        return "the quoted line stands in a saved output alone, which anybody can write: re-run the notebook, or decide"
     if given.answer == "unsure":
         return "the model is not sure"
     return "the model's confidence is low" if given.confidence == "low" else ""
@@ -113,7 +123,7 @@ def _verdict(rubric: Rubric, item: Item, readings: tuple[ItemReading, ...]) -> V
         pending=ZERO if item.deduction else open_points,
         reason=problem or _reason(first, share),
         layer="code",
-        evidence=(Evidence(quote=first.quote),) if first.quote and not first.void else (),
+        evidence=(first.place,) if first.place and not first.void else (),
         item_hash=item_hash(rubric, item),
     )
 

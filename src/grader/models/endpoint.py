@@ -194,7 +194,8 @@ class HttpEndpoint(AbstractContextManager["HttpEndpoint"]):
             text = reply["choices"][0]["message"]["content"] or ""
         except (KeyError, IndexError, TypeError):
             raise ModelsUnavailable(f"{self._url} sent an answer without a message") from None
-        return RawAnswer(text, _figures(reply, time.monotonic() - started))
+        storable = str(text).encode("utf-8", "replace").decode()  # JSON may have halves of surrogate pairs
+        return RawAnswer(storable, _figures(reply, time.monotonic() - started))
 
     def health(self, *models: str) -> dict[str, Any]:
         """The names of its models; more is not asked of a server that may not be ours."""

@@ -49,7 +49,8 @@ def shared_part(rubric: Rubric, solution: Notebook | None) -> str:
 
 def _rubric_line(item: Item) -> str:
     guideline = f" ({item.guideline})" if item.guideline else ""
-    return f"- {item.id}: {item.title}{guideline}"
+    levels = "".join(f"\n  {level.name}: {level.description}" for level in item.levels if level.description)
+    return f"- {item.id}: {item.title}{guideline}{levels}"
 
 
 def _numbered(text: str) -> str:
@@ -63,13 +64,18 @@ def shown(notebook: Notebook, outputs: bool = True) -> str:
 
 def _cell_lines(cell: Cell, outputs: bool) -> list[str]:
     lines = [f"[cell {cell.index + 1}, {cell.kind}]", *cell.source.splitlines()]
-    text = "\n".join(output.text or output.error_value for output in cell.outputs) if outputs else ""
+    text = output_text(cell) if outputs else ""
     if text.strip():
-        cut = " ..." if len(text) > _OUTPUT_CHARS else ""
-        lines += ["[output]", *(text[:_OUTPUT_CHARS] + cut).splitlines()]
+        lines += ["[output]", *text.splitlines()]
     if outputs and any(output.images for output in cell.outputs):
         lines.append("[image]")
     return lines
+
+
+def output_text(cell: Cell) -> str:
+    """The start of the outputs, as models see it."""
+    text = "\n".join(output.text or output.error_value for output in cell.outputs)
+    return text if len(text) <= _OUTPUT_CHARS else f"{text[:_OUTPUT_CHARS]} ..."
 
 
 def student_part(work: str, secret: bytes) -> str:

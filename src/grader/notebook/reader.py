@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any, cast
@@ -21,6 +22,7 @@ MAX_SOURCE_CHARS = 50_000
 MAX_SOURCES_CHARS = 500_000  # of the whole notebook
 MAX_CELLS = 5_000
 _HIDING_TAGS = {"remove-cell", "remove_cell", "hide-cell", "hide-input", "remove-input", "hide_input"}
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _OUTPUT_KINDS = {"stream": "stream", "display_data": "display", "execute_result": "result", "error": "error"}
 
 logging.getLogger("traitlets").addHandler(logging.NullHandler())
@@ -37,8 +39,11 @@ def read_notebook(data: bytes, name: str) -> Notebook:
         raw = _parsed(data)
         return _notebook(raw, name, digest)
     except _Unreadable as error:
-        flag = Flag(code="unreadable", message=str(error), evidence=(Evidence(part="file"),))
-        return Notebook(name=name, sha256=digest, readable=False, language="other", flags=(flag,))
+        why = str(error)
+    except Exception as error:  # any: the file is untrusted, and one file must not stop a class
+        why = f"The file is no notebook: its content cannot be read ({type(error).__name__})."
+    flag = Flag(code="unreadable", message=why, evidence=(Evidence(part="file"),))
+    return Notebook(name=name, sha256=digest, readable=False, language="other", flags=(flag,))
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
@@ -48,7 +53,7 @@ def _parsed(data: bytes) -> dict[str, Any]:
     if not data.strip():
         raise _Unreadable("The file is empty.")
     try:
-        content = json.loads(data.decode("utf-8-sig"))
+        content = _json(data.decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise _Unreadable("The file is no notebook: it is not UTF-8 text.") from None
     except (json.JSONDecodeError, RecursionError, ValueError) as error:
@@ -56,6 +61,15 @@ def _parsed(data: bytes) -> dict[str, Any]:
     if not isinstance(content, dict) or not ("cells" in content or "worksheets" in content):
         raise _Unreadable("The file is JSON, but no notebook: it has no cells.")
     return _converted(content)
+
+
+def _json(text: str) -> Any:
+    """Halves of surrogate pairs, which no file and no database can hold, become the sign for unknown characters."""
+    content = json.loads(text)
+    if not _SURROGATE.search(text):
+        return content
+    plain = json.dumps(content, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return json.loads(plain)
 
 
 def _converted(content: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +108,7 @@ def _format_flags(raw: dict[str, Any], cells: tuple[Cell, ...]) -> list[Flag]:
             warnings.simplefilter("ignore")
             nbformat.validate(raw)
     except Exception as error:  # any: the file is untrusted
-        flags.append(Flag(code="invalid_format", message=f"Not valid nbformat 4: {str(error).splitlines()[0][:200]}"))
+        flags.append(Flag(code="invalid_format", message=f"Not valid nbformat 4: {_said(error)}"))
     cut = [cell.index for cell in cells if any(output.cut for output in cell.outputs)]
     if cut:
         where = tuple(Evidence(cell=index, part="output") for index in cut)
@@ -102,6 +116,14 @@ def _format_flags(raw: dict[str, Any], cells: tuple[Cell, ...]) -> list[Flag]:
             Flag(code="huge_output", message=f"The output is cut at {MAX_OUTPUT_CHARS} characters", evidence=where)
         )
     return flags
+
+
+def _said(error: Exception) -> str:
+    """The first line. Some errors cannot even be told: the content is nested too deep."""
+    try:
+        return (str(error).splitlines() or [""])[0][:200] or type(error).__name__
+    except RecursionError:
+        return type(error).__name__
 
 
 def _cells(raw: dict[str, Any], flags: list[Flag]) -> tuple[Cell, ...]:

@@ -63,11 +63,31 @@ def _rule_problems(located: Located) -> list[Problem]:
 
 
 def _problems_of(located: Located, data: Any, kind: type[msgspec.Struct], path: Path) -> list[Problem]:
+    """Field by field: a line with three mistakes is told three times."""
+    if not isinstance(data, dict):
+        return _refusals(located, data, kind, kind, path)
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    problems, meant = list[Problem](), set[str]()
+    for name in data:
+        if name not in fields:
+            meant |= set(_near(name, list(fields)))
+            problems.append(_problem(located, f"unknown field `{name}`", kind, path))
+        else:
+            problems += _refusals(located, data[name], fields[name].type, kind, (*path, name))
+    missing = [name for name, field in fields.items() if field.required and name not in data and name not in meant]
+    return problems + [_problem(located, f"Object missing required field `{name}`", kind, path) for name in missing]
+
+
+def _refusals(located: Located, data: Any, wanted: Any, kind: type[msgspec.Struct], path: Path) -> list[Problem]:
     try:
-        msgspec.convert(data, kind, strict=False)
+        msgspec.convert(data, wanted, strict=False)
     except msgspec.ValidationError as error:
         return [_problem(located, str(error), kind, path)]
     return []
+
+
+def _near(name: str, fields: list[str]) -> list[str]:
+    return difflib.get_close_matches(name, fields, n=1)
 
 
 def _problem(located: Located, message: str, kind: type[msgspec.Struct], path: Path) -> Problem:
@@ -77,7 +97,7 @@ def _problem(located: Located, message: str, kind: type[msgspec.Struct], path: P
     here = path + tuple(int(index) if index else name for name, index in inner)
     unknown = _UNKNOWN.search(message)
     if unknown:
-        near = difflib.get_close_matches(unknown[1], _fields(kind, here, path), n=1)
+        near = _near(unknown[1], _fields(kind, here))
         hint = f"; did you mean `{near[0]}`?" if near else ""
         return located.problem((*here, unknown[1]), f"Unknown field `{unknown[1]}`{hint}", key=True)
     if here and here[-1] == "kind":
@@ -91,10 +111,9 @@ def _plain(message: str) -> str:
     return message
 
 
-def _fields(kind: type[msgspec.Struct], here: Path, path: Path) -> list[str]:
+def _fields(kind: type[msgspec.Struct], here: Path) -> list[str]:
     """Names that the place could have; of a check, those of all checks."""
-    inside = here[len(path) :]
-    if inside[:1] == ("check",):
+    if "check" in here:
         return sorted({name for check in CHECK_KINDS.values() for name in (*check.__struct_fields__, "kind")})
     return list(kind.__struct_fields__)
 

@@ -1,9 +1,12 @@
 """Rules that the schema's types cannot say. Each broken rule gives a path and a message."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
 from decimal import Decimal
+
+import msgspec
 
 from grader.points import plain
 from grader.rubric.checks import CodeTests, Columns, Functions, ModelJudged, OutputMatch, Sections, Variables, Words
@@ -12,9 +15,14 @@ from grader.rubric.schema import CreditRule, Item, Rubric
 
 Broken = tuple[Path, str]
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*")
+_LARGEST, _DIGITS = 10**9, 12
+_ODD = f"This must be a plain number: finite, at most {_LARGEST:,}, at most {_DIGITS} digits after the point."
 
 
 def rubric_problems(rubric: Rubric) -> Iterator[Broken]:
+    if odd := [(path, _ODD) for path, value in _numbers(rubric, ()) if not _is_plain(value)]:
+        yield from odd  # the rules below compute with these numbers
+        return
     if not rubric.assignment.strip():
         yield ("assignment",), "The assignment needs a name."
     if not rubric.items:
@@ -30,6 +38,24 @@ def rubric_problems(rubric: Rubric) -> Iterator[Broken]:
     yield from _letters(rubric)
     yield from _late(rubric)
     yield from _limits(rubric)
+
+
+def _numbers(value: object, path: Path) -> Iterator[tuple[Path, Decimal | float]]:
+    if isinstance(value, Decimal | float):
+        yield path, value
+    elif isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            yield from _numbers(getattr(value, name), (*path, name))
+    elif isinstance(value, tuple):
+        for i, each in enumerate(value):
+            yield from _numbers(each, (*path, i))
+
+
+def _is_plain(value: Decimal | float) -> bool:
+    """Sums and products of such numbers are exact."""
+    if isinstance(value, float):
+        return math.isfinite(value) and abs(value) <= _LARGEST
+    return value.is_finite() and value.copy_abs() <= _LARGEST and -int(value.as_tuple().exponent) <= _DIGITS
 
 
 def _ids(rubric: Rubric) -> Iterator[Broken]:

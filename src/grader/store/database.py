@@ -69,10 +69,11 @@ class Database:
         connection.execute("BEGIN IMMEDIATE")
         try:
             yield connection
+            connection.execute("COMMIT")
         except BaseException:
-            connection.execute("ROLLBACK")
+            if connection.in_transaction:  # a full disk may have ended it already
+                connection.execute("ROLLBACK")
             raise
-        connection.execute("COMMIT")
 
     def rows(self, query: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
         return self.connection.execute(query, parameters).fetchall()

@@ -132,14 +132,15 @@ def queued_at(database: Database, assignment_id: int) -> float | None:
 
 
 def claim(database: Database, worker: str, stage: Stage) -> GradingJob | None:
-    """The next waiting job, which now belongs to this worker."""
+    """The next waiting job, which now belongs to this worker. Checks in which a worker died come last, and alone: which
+    of several notebooks killed it is not known, and no other shall fail for it."""
     with database.transaction() as connection:
         row = connection.execute(
             "SELECT rowid, * FROM jobs WHERE state = 'waiting' AND stage = ? AND not_before <= ?"
-            " ORDER BY queued_at, submission_id LIMIT 1",
+            " ORDER BY stage = 'checks' AND attempts > 0, queued_at, submission_id LIMIT 1",
             (stage, time.time()),
         ).fetchone()
-        if row is None:
+        if row is None or (stage == "checks" and not _has_room(connection, row["attempts"] > 0)):
             return None
         if row["attempts"] >= MAX_ATTEMPTS:
             _give_up(connection, row)
@@ -149,6 +150,11 @@ def claim(database: Database, worker: str, stage: Stage) -> GradingJob | None:
             (worker, time.time(), row["rowid"]),
         )
         return _job(row)
+
+
+def _has_room(connection: sqlite3.Connection, is_suspect: bool) -> bool:
+    running = connection.execute("SELECT attempts FROM jobs WHERE state = 'running' AND stage = 'checks'").fetchall()
+    return not running if is_suspect else all(row["attempts"] < 2 for row in running)
 
 
 def _give_up(connection: sqlite3.Connection, row: sqlite3.Row) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import streamlit as st
 
-from grader.grading import Grade, override
+from grader.grading import Grade, for_graders, override
 from grader.points import plain
 from grader.store import Assignment, Database
 from grader.web.session import all_grades, note, refusals, who
@@ -17,6 +17,8 @@ def by_question(database: Database, chosen: Assignment) -> None:
     item = st.selectbox("Item", [one.id for one in found[0].rubric.items])
     rubric_item = found[0].rubric.item(item)
     st.text(f"{rubric_item.title} ({plain(rubric_item.points)} points)")
+    if words := for_graders(rubric_item):
+        st.code("\n".join(words), language=None, wrap_lines=True)
     only_open = st.checkbox("Only open ones")
     answers = [row for one in found if (row := _row(one, item)) and not (only_open and row["status"] != "needs review")]
     st.dataframe(answers, hide_index=True, height=min(560, 38 + 35 * len(answers)))

@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from grader.grading import Grade, override
+from grader.grading import Grade, for_graders, override
 from grader.points import plain
 from grader.scoring import Component
 from grader.store import Assignment, Database, comment_bank, keep_comment, set_comment
@@ -13,13 +13,16 @@ _WHOLE = "the whole work"
 
 
 def show_items(database: Database, grade: Grade) -> None:
+    items = {item.id: item for item in grade.rubric.items}
     for one in grade.score.components:
         limit = f" of {plain(one.max_points)}" if one.max_points else ""
         sign = _SIGNS.get(one.status or "", "·")
         opened = one.status == "needs_review"
         with st.expander(f"{sign} {_label(one.id)}: {plain(one.points)}{limit}", expanded=opened):
             _show_one(one)
-            if one.id in {item.id for item in grade.rubric.items}:
+            if item := items.get(one.id):
+                if words := for_graders(item):
+                    st.code("\n".join(words), language=None, wrap_lines=True)
                 _override(database, grade, one)
 
 

@@ -10,6 +10,7 @@ from grader.errors import GraderError
 from grader.export import fill_gradebook, find_browser, released, write_reports, write_tables, write_zip
 from grader.grading import Grade
 from grader.store import Assignment, Database, reveal, reveals
+from grader.texts import decoded
 from grader.web.session import all_grades, book, chosen_assignment, note, refusals, show_note, who
 
 _FILES = "export-files"  # in the session; a name of its own, apart from the form
@@ -55,7 +56,8 @@ def make_files(
         raise GraderError("no grade is approved: approve on the pages Results or Review, or take drafts too")
     ids = [one.submission.id for one in grades]
     identities = reveal(database, ids, who(), f"export of {chosen.name}") if names or table else {}
-    filled = fill_gradebook(table.getvalue().decode("utf-8-sig"), grades, identities, chosen.name) if table else None
+    given = decoded(table.getvalue(), table.name) if table else ""
+    filled = fill_gradebook(given, grades, identities, chosen.name) if table else None
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "export"
         tables = write_tables(output, grades, identities, chosen.name)

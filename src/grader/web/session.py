@@ -4,6 +4,7 @@ Streamlit reads most texts as markdown. Texts of students and of models go throu
 escaped HTML alone.
 """
 
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -54,7 +55,7 @@ def refusals(what: str = "This was refused:") -> Iterator[None]:
     """Errors that say what to do are shown, as plain text."""
     try:
         yield
-    except (GraderError, DisaggError, OSError, UnicodeDecodeError) as error:
+    except (GraderError, DisaggError, OSError, sqlite3.Error) as error:
         st.error(what)
         st.code(str(error), language=None, wrap_lines=True)
 

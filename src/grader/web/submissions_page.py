@@ -10,6 +10,7 @@ from grader.intake import read_roster, read_uploads, take_in
 from grader.models import ModelSettings, require_models
 from grader.sandbox import require_sandbox
 from grader.store import Assignment, Database, last_settings, live_workers, progress, queued_at, submissions
+from grader.texts import decoded
 from grader.web.session import book, chosen_assignment, note, refusals, show_note
 from grader.web.settings import settings
 from grader.worker import Watched, WorkerOptions, ensure_worker, queue_some, watched
@@ -46,9 +47,9 @@ def _intake(database: Database, chosen: Assignment) -> None:
         st.warning("Choose files first.")
         return
     with refusals():
-        known = read_roster(roster.getvalue().decode()) if roster else {}
+        known = read_roster(decoded(roster.getvalue(), roster.name)) if roster else {}
         taken = take_in(database, chosen, read_uploads(((one.name, one) for one in files), known))
-        note(f"{taken.files} files, {taken.new} of them new, {taken.replaced} replace older ones.")
+        note(f"{taken.told()}.")
         st.rerun()
 
 

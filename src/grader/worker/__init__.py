@@ -11,10 +11,11 @@ from grader.worker.batch import (
     watched,
 )
 from grader.worker.timeouts import WorkerTimeouts
-from grader.worker.worker import MODELS_AWAY, Worker, WorkerOptions
+from grader.worker.worker import MODELS_AWAY, UNWRITABLE, Worker, WorkerOptions
 
 __all__ = [
     "MODELS_AWAY",
+    "UNWRITABLE",
     "Watched",
     "Worker",
     "WorkerFailed",

@@ -16,7 +16,7 @@ from grader.errors import GraderError
 from grader.grading import GradeSettings, grading_key
 from grader.store import Assignment, Database, Progress, enqueue, finished_since, live_workers, progress, submissions
 from grader.worker.timeouts import WorkerTimeouts
-from grader.worker.worker import MODELS_AWAY, WorkerOptions
+from grader.worker.worker import MODELS_AWAY, UNWRITABLE, WorkerOptions
 
 _RESTARTS = 5  # without any job finished in between
 
@@ -81,7 +81,7 @@ def run_batch(
             if (code := worker.poll()) is not None:
                 if code == MODELS_AWAY:
                     return state
-                restarts.count()
+                restarts.count(code)
                 time.sleep(timeouts.restart_s)
                 worker = start_worker(database, options)
             time.sleep(timeouts.poll_s)
@@ -97,12 +97,13 @@ class _Restarts:
     def __init__(self, database: Database) -> None:
         self._database, self._fruitless, self._since = database, 0, time.time()
 
-    def count(self) -> None:
+    def count(self, code: int) -> None:
         done = sum(finished_since(self._database, self._since, stage) for stage in ("checks", "models"))
         self._fruitless, self._since = (0 if done else self._fruitless + 1), time.time()
         if self._fruitless > _RESTARTS:
             log = self._database.path.with_name("worker.log")
-            raise WorkerFailed(f"the worker process ended {self._fruitless} times without a result; see {log}")
+            why = "the grade book cannot be written: is the disk full? " if code == UNWRITABLE else ""
+            raise WorkerFailed(f"{why}the worker process ended {self._fruitless} times without a result; see {log}")
 
 
 def watched(database: Database, state: Progress, began_at: float, elapsed_s: float) -> Watched:

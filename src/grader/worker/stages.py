@@ -5,7 +5,16 @@ import time
 
 import msgspec
 
-from grader.grading import ChecksResult, GradeSettings, check_notebook, parse_rubric, record_of
+from grader.errors import GraderError
+from grader.grading import (
+    ChecksResult,
+    GradeSettings,
+    check_notebook,
+    grading_key,
+    parse_rubric,
+    record_of,
+    rerun_notebook,
+)
 from grader.models import (
     Endpoint,
     Figures,
@@ -24,6 +33,7 @@ from grader.store import (
     Database,
     Grading,
     GradingJob,
+    RubricVersion,
     StoredAnswer,
     StoredSubmission,
     assignment_by_id,
@@ -40,6 +50,10 @@ from grader.store import (
     submission,
 )
 from grader.worker.known_readings import unchanged_readings
+
+
+class AssignmentChanged(GraderError):
+    """The job was queued for other files."""
 
 
 class Endpoints:
@@ -64,8 +78,8 @@ class Endpoints:
 def run_checks(database: Database, job: GradingJob, worker: str, endpoints: Endpoints) -> None:
     settings = msgspec.json.decode(job.settings, type=GradeSettings)
     work = submission(database, job.submission_id)
-    assignment = assignment_by_id(database, work.assignment_id)
     version = rubric_version(database, job.rubric_version_id)
+    assignment = _asked_for(database, work, version, settings, job)
     result = check_notebook(database, assignment, parse_rubric(version.content), work, settings.rerun)
     stored = Grading(
         submission_id=work.id,
@@ -84,30 +98,47 @@ def run_checks(database: Database, job: GradingJob, worker: str, endpoints: Endp
 
 
 def run_models(database: Database, job: GradingJob, worker: str, endpoints: Endpoints) -> None:
-    settings = msgspec.json.decode(job.settings, type=GradeSettings).models
-    assert settings
-    asker = _Asker(database, job, endpoints.of(settings))
-    result = analyse(_work(database, job, settings), settings, asker.ask)
+    settings = msgspec.json.decode(job.settings, type=GradeSettings)
+    assert settings.models
+    asker = _Asker(database, job, endpoints.of(settings.models))
+    result = analyse(_work(database, job, settings, settings.models), settings.models, asker.ask)
     with database.transaction() as connection:
         if finish(connection, job, worker):
             put_models(connection, job.submission_id, job.key, _json(result))
 
 
-def _work(database: Database, job: GradingJob, settings: ModelSettings) -> Work:
+def _asked_for(
+    database: Database, work: StoredSubmission, version: RubricVersion, settings: GradeSettings, job: GradingJob
+) -> Assignment:
+    """The assignment as it was when the job was queued: its key says so. Other files would give other points under the
+    same key."""
+    found = msgspec.structs.replace(assignment_by_id(database, work.assignment_id), rubric=version)
+    if grading_key(found, settings) != job.key:
+        raise AssignmentChanged(
+            "the solution, the template, the data files or the grader changed after this was queued: grade it again"
+        )
+    return found
+
+
+def _work(database: Database, job: GradingJob, settings: GradeSettings, models: ModelSettings) -> Work:
     found = submission(database, job.submission_id)
-    assignment = assignment_by_id(database, found.assignment_id)
+    version = rubric_version(database, job.rubric_version_id)
+    assignment = _asked_for(database, found, version, settings, job)
     stored = grading(database, found.id, job.key)
     assert stored
     assert stored.checks
-    rubric = parse_rubric(rubric_version(database, job.rubric_version_id).content)
+    rubric = parse_rubric(version.content)
+    rerun = settings.rerun or rubric.rerun
+    fresh = rerun_notebook(database, assignment, rubric, found.blob_sha) if rerun else None
     return Work(
         rubric=rubric,
-        notebook=_notebook(database, found),
+        notebook=fresh or _notebook(database, found),
+        fresh=fresh is not None,
         solution=_solution(database, assignment),
         verdicts=msgspec.json.decode(stored.checks, type=ChecksResult).verdicts,
         names=names_of(database, found.id),
         secret=database.secret("fences"),
-        known=unchanged_readings(database, found, rubric, job.key, settings),
+        known=unchanged_readings(database, found, rubric, job.key, models),
     )
 
 

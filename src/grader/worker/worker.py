@@ -6,6 +6,7 @@ computing; the next one computes that again.
 
 import logging
 import os
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from grader.worker.timeouts import WorkerTimeouts
 log = logging.getLogger(__name__)
 
 MODELS_AWAY = 75  # exit code: checks are done, jobs wait for the models (sysexits: try again later)
+UNWRITABLE = 74  # exit code: the grade book cannot be written (sysexits: an error of input or output)
 _STUCK = 70
 
 
@@ -56,15 +58,22 @@ class Worker:
         self._stop = threading.Event()
         self._busy: dict[int, tuple[GradingJob, float]] = {}  # by thread, with the job's time limit in seconds
         self._away_since: float | None = None
-        self._stopped_at = 0.0
+        self._unwritable = False
+        self._stopped_at, self._recovered_at = 0.0, time.monotonic()
         self._lock = threading.Lock()
 
     def run(self) -> int:
         """Until nothing waits, or the models stay away for too long. The exit code."""
-        recover(self._database)
-        with WorkerLock(self._database) as self._sign:
-            self._run_threads()
+        try:
+            recover(self._database)
+            with WorkerLock(self._database) as self._sign:
+                self._run_threads()
+        except sqlite3.Error:
+            log.exception("the grade book cannot be used")
+            self._unwritable = True
         self._endpoints.close()
+        if self._unwritable:
+            return UNWRITABLE
         return MODELS_AWAY if self._impatient else 0
 
     def _run_threads(self) -> None:
@@ -73,10 +82,17 @@ class Worker:
         try:
             while any(thread.is_alive() for thread in threads) and not self._grace_is_over():
                 self._end_if_stuck()
+                self._take_over()
                 time.sleep(self._timeouts.watch_s)
         finally:
             self._stop.set()
             hand_back(self._database, self._sign.name)
+
+    def _take_over(self) -> None:
+        """Another worker may die beside this one: its jobs wait again."""
+        if time.monotonic() - self._recovered_at > self._timeouts.recover_s:
+            self._recovered_at = time.monotonic()
+            recover(self._database)
 
     def stop(self) -> None:
         """Jobs that run get a moment to end; those that do not are handed back."""
@@ -95,6 +111,10 @@ class Worker:
         try:
             while not self._stop.is_set() and (self._step(stage) or self._more_to_come(stage)):
                 pass
+        except sqlite3.Error:  # the disk is full, as a rule: no result can be stored, and no other thread can go on
+            log.exception("the grade book cannot be used")
+            self._unwritable = True
+            self._stop.set()
         finally:
             self._database.close()
 
@@ -124,6 +144,8 @@ class Worker:
         except ModelsUnavailable as error:
             self._away_since = self._away_since or time.monotonic()
             postpone(self._database, job, self._sign.name, self._timeouts.models_retry_s, str(error))
+        except sqlite3.Error:  # no fault of the notebook
+            raise
         except (GraderError, DisaggError) as error:
             fail(self._database, job, self._sign.name, str(error))
         except Exception as error:  # one bad notebook must not stop the batch

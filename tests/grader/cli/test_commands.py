@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from grader.cli.main import app
 from grader.errors import GraderError
+from grader.store import Database
 from tests.support.grade_books import RUBRIC, graded_book, work
 
 
@@ -170,3 +171,38 @@ def test_regrade_shows_the_difference(book: str, tmp_path: Path) -> None:
     told = json.loads(_run("regrade", "--book", book, "--rubric", str(tmp_path / "new.yaml"), "--diff", "--json"))
     assert len(told) == 4
     assert {name for one in told for name in one["items"]} == {"data"}
+
+
+def test_odd_points_and_texts_are_refused_in_words(book: str, tmp_path: Path) -> None:
+    student = json.loads(_run("status", "--book", book, "--json"))["grades"][0]["student"]
+    for points in ("nan", "inf", "-inf", "many", "1e-999"):
+        assert "points" in _fails("review", student, "--book", book, "--item", "mean", "--points", points, "--why", "x")
+    assert "name it with --item" in _fails("review", student, "--book", book, "--points", "1", "--why", "x")
+    latin = tmp_path / "latin.csv"
+    latin.write_bytes("key,name\na,Zo\u00eb\n".encode("latin-1"))
+    assert "UTF-8" in _fails("check-rubric", str(latin))
+    assert "UTF-8" in _fails("grade", "--book", book, "--no-models", "--roster", str(latin))
+    assert "UTF-8" in _fails("agreement", "--book", book, "--by-hand", str(latin))
+
+
+def test_review_of_an_item_shows_what_graders_are_told(book: str) -> None:
+    told = _run("review", "--book", book, "--item", "names")
+    assert "Clear names (2 points)" in told
+    assert "guideline: One-letter names are not clear." in told
+
+
+def test_a_grade_book_that_cannot_be_used_is_told_in_one_line(book: str) -> None:
+    """Another program holds it, the disk is full, or it is damaged, as here."""
+    Database.open(Path(book)).connection.execute("ALTER TABLE jobs RENAME TO lost")
+    command = [sys.executable, "-m", "grader.cli", "status", "--book", book]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: the grade book cannot be used: no such table: jobs\n")
+
+
+def test_an_export_tells_of_files_from_before(book: str, tmp_path: Path) -> None:
+    """They may have names, or grades that are drafts again."""
+    output = str(tmp_path / "out")
+    assert "earlier export" not in _run("export", "--book", book, "--all", "--names", "--output", output)
+    assert "earlier export" not in _run("export", "--book", book, "--all", "--names", "--output", output)
+    told = _run("export", "--book", book, "--all", "--output", output)
+    assert "from an earlier export: canvas.csv, moodle.csv, reports" in told

@@ -148,3 +148,13 @@ def test_pdf_without_a_browser_says_what_to_do(monkeypatch: pytest.MonkeyPatch, 
     if find_browser() is None:
         with pytest.raises(PrinterMissing, match="open the HTML report and print it"):
             write_pdf("<p>", tmp_path / "x.pdf")
+
+
+def test_the_rubric_speaks_to_those_who_lost_points(tmp_path: Path) -> None:
+    hint = "Divide the sum by the count."
+    rubric = RUBRIC.replace("title: The mean is right", f"title: The mean is right\n    feedback: {hint}")
+    book, assignment = make_book(tmp_path, rubric)
+    add_class(book, assignment, 2)  # the first is wrong
+    grade_here(book, assignment)
+    shown = {one.submission.id: hint in report_html(one, "Sales", "a student") for one in grades(book, assignment)}
+    assert shown == {1: True, 2: False}

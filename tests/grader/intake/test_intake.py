@@ -17,7 +17,7 @@ from grader.intake import (
     read_roster,
     take_in,
 )
-from grader.store import Database, blob, save_assignment, submissions
+from grader.store import Database, blob, save_assignment, set_comment, submissions
 
 
 @pytest.mark.parametrize(
@@ -88,12 +88,27 @@ def test_bombs_links_and_rubbish_are_refused() -> None:
         list(read_archive(_zip({f"{n}.ipynb": b"" for n in range(4)}), "many.zip", {}, limits))
     with pytest.raises(FileRefused, match="cannot be unpacked"):
         list(read_archive(io.BytesIO(b"PK\x03\x04 nothing"), "broken.zip", {}))
+    for kind in (zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+        with pytest.raises(FileRefused, match="cannot be unpacked"):
+            list(read_archive(_damaged(kind), "damaged.zip", {}))
     link = zipfile.ZipInfo("link.ipynb")
     link.external_attr = (stat.S_IFLNK | 0o777) << 16
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr(link, "/etc/passwd")
     assert list(read_archive(buffer, "links.zip", {})) == []
+
+
+def _damaged(kind: int) -> io.BytesIO:
+    """Every byte of the packed content is another."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", kind) as archive:
+        archive.writestr("a.ipynb", bytes(range(256)) * 400)
+        size = archive.infolist()[0].compress_size
+    content = bytearray(buffer.getvalue())
+    start = 30 + len("a.ipynb")
+    content[start : start + size] = bytes(byte ^ 0xFF for byte in content[start : start + size])
+    return io.BytesIO(bytes(content))
 
 
 def test_folders_and_files(tmp_path: Path) -> None:
@@ -117,7 +132,12 @@ def test_the_newest_file_of_a_student_counts_and_equal_names_do_not_clash(tmp_pa
     assert (taken.files, taken.new, taken.replaced) == (4, 3, 0)
     assert {blob(book, one.blob_sha) for one in submissions(book, assignment.id)} == {b"new", b"a", b"b"}
     again = take_in(book, assignment, read_archive(_zip({"doe_1_30_hw1-2.ipynb": b"newer"}), "more.zip", {}))
-    assert (again.new, again.replaced) == (1, 1)
+    assert (again.new, again.replaced, again.decided) == (1, 1, 0)
+    newer = next(one for one in submissions(book, assignment.id) if blob(book, one.blob_sha) == b"newer")
+    set_comment(book, newer.id, "", "Good.", "ann")
+    last = take_in(book, assignment, read_archive(_zip({"doe_1_40_hw1-3.ipynb": b"newest"}), "more.zip", {}))
+    assert last.decided == 1
+    assert "decisions of yours" in last.told()
     for folder, content in (("x", b"1"), ("y", b"2")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "hw1.ipynb").write_bytes(content)

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,3 +139,36 @@ def test_the_file_is_private_and_a_missing_one_says_what_to_do(tmp_path: Path) -
     (tmp_path / "gradebook.sqlite").write_text("no database at all")
     with pytest.raises(GradeBookError, match="not a grade book"):
         Database.open(tmp_path)
+
+
+def test_a_notebook_that_kills_workers_takes_no_other_with_it(book: Database) -> None:
+    """Two ran when the worker died: each is tried again alone, after all others."""
+    _queued(book, 3)
+    with WorkerLock(book) as gone:
+        first, second = claim(book, gone.name, "checks"), claim(book, gone.name, "checks")
+        assert first
+        assert second
+    with WorkerLock(book) as worker:  # both came back when the other ended
+        third = claim(book, worker.name, "checks")
+        assert third
+        assert third.submission_id not in (first.submission_id, second.submission_id)
+        assert claim(book, worker.name, "checks") is None  # another one runs
+        with book.transaction() as connection:
+            finish(connection, third, worker.name)
+        suspect = claim(book, worker.name, "checks")
+        assert suspect
+        assert suspect.submission_id == first.submission_id
+        assert claim(book, worker.name, "checks") is None
+        fail(book, suspect, worker.name, "broken")
+        assert claim(book, worker.name, "checks")
+
+
+def test_a_full_disk_leaves_the_grade_book_usable(book: Database) -> None:
+    assignment = save_assignment(book, "hw1", "{}")
+    pages = book.connection.execute("PRAGMA page_count").fetchone()[0]
+    book.connection.execute(f"PRAGMA max_page_count = {pages + 2}")
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        add_submission(book, assignment.id, StudentIdentity(key="big"), "x.ipynb", bytes(1 << 20))
+    book.connection.execute("PRAGMA max_page_count = 1000000")
+    add_submission(book, assignment.id, StudentIdentity(key="big"), "x.ipynb", bytes(1 << 20))
+    assert len(book.rows("SELECT * FROM submissions")) == 1

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from decimal import Decimal
 from pathlib import Path
@@ -100,3 +101,30 @@ def test_a_worker_that_is_told_to_end_hands_its_jobs_back(tmp_path: Path) -> Non
     state = progress(book, assignment.id)
     assert (state.checks.running, state.checks.done) == (0, _finished(book))
     assert book.rows("SELECT * FROM workers") == []
+
+
+def test_a_worker_takes_over_the_jobs_of_one_that_was_killed_beside_it(tmp_path: Path) -> None:
+    """Two commands grade one book: the one that is left ends the batch."""
+    book, assignment = _queued(tmp_path)
+    hanging = subprocess.Popen([sys.executable, "-c", _CLAIM_AND_HANG, str(tmp_path)], stdout=subprocess.PIPE)
+    assert hanging.stdout
+    assert hanging.stdout.readline() == b"claimed\n"
+    worker = start_worker(book, _OPTIONS)
+    assert until(lambda: _finished(book) == _COUNT - 1, 120)
+    assert worker.poll() is None  # it waits for the last
+    hanging.kill()
+    hanging.communicate()
+    assert worker.wait(120) == 0
+    assert progress(book, assignment.id).checks.done == _COUNT
+
+
+_CLAIM_AND_HANG = """
+import sys, time
+from pathlib import Path
+from grader.store import Database, WorkerLock, claim
+book = Database.open(Path(sys.argv[1]))
+worker = WorkerLock(book)
+assert claim(book, worker.name, "checks")
+print("claimed", flush=True)
+time.sleep(600)
+"""

@@ -4,15 +4,30 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from grader.grading import GradeSettings, grades, grading_key
 from grader.models import Figures, ModelSettings, ModelsUnavailable, Question, RawAnswer
-from grader.rubric import dump_rubric, load_rubric
-from grader.store import Assignment, Database, WorkerLock, answers, claim, save_rubric
-from grader.worker import queue_all
-from grader.worker.stages import Endpoints, run_checks, run_models
-from tests.support.grade_books import RUBRIC, add_class, make_book
+from grader.notebook import read_notebook
+from grader.rubric import OutputMatch, dump_rubric, load_rubric
+from grader.sandbox import Rerun
+from grader.store import (
+    Assignment,
+    Database,
+    WorkerLock,
+    answers,
+    claim,
+    fail,
+    progress,
+    put_rerun,
+    save_assignment,
+    save_rubric,
+    submission,
+)
+from grader.worker import UNWRITABLE, Worker, WorkerOptions, queue_all
+from grader.worker.stages import AssignmentChanged, Endpoints, run_checks, run_models
+from tests.support.grade_books import RUBRIC, add_class, grade_here, make_book, work
 
 _SETTINGS = GradeSettings(models=ModelSettings(code_model="code", feedback_model="feedback", in_parallel=False))
 _FEEDBACK = {
@@ -114,3 +129,47 @@ def test_prompts_answers_and_hashes_are_stored(book: tuple[Database, Assignment]
     assert [one.layer for one in stored] == ["code", "feedback"]
     assert "Do the variables have clear names?" in json.loads(stored[0].prompt)["messages"][1]["content"]
     assert len({run.prompt_sha for run in grade.models.runs}) == 2
+
+
+def test_a_solution_that_changes_under_a_run_mixes_no_points(book: tuple[Database, Assignment]) -> None:
+    """What was queued for one solution is not graded by another; queued again, it is."""
+    database, first = book
+    queue_all(database, first, _SETTINGS)
+    with WorkerLock(database) as worker:
+        job = claim(database, worker.name, "checks")
+        assert job
+        second = save_assignment(database, "sales", first.rubric.content, solution=work(21))
+        with pytest.raises(AssignmentChanged, match="grade it again"):
+            run_checks(database, job, worker.name, Scripted())
+        fail(database, job, worker.name, "changed")
+    grade_here(database, second)
+    assert {one.record.solution_sha for one in grades(database, second)} == {second.solution_sha}
+
+
+def test_models_see_the_outputs_of_the_rerun(tmp_path: Path) -> None:
+    book, assignment = make_book(tmp_path, RUBRIC.replace("ai_share_max", "rerun: true\nai_share_max"))
+    work_id = add_class(book, assignment, 1)[0]
+    rubric, notebook = load_rubric(assignment.rubric.content), read_notebook(work(99), "fresh")
+    asked = [item.check for item in rubric.items if isinstance(item.check, OutputMatch)]
+    settings = msgspec.to_builtins([rubric.limits, assignment.inputs, asked])
+    run = msgspec.json.encode(Rerun(notebook=notebook, status="finished", backend="test")).decode()
+    for sha in (submission(book, work_id).blob_sha, assignment.solution_sha):
+        assert sha
+        put_rerun(book, sha, settings, run)
+    endpoints = Scripted()
+    _run(book, assignment, endpoints)
+    assert "| 99" in endpoints.questions[0].messages[1]["content"]
+
+
+def test_a_grade_book_that_cannot_be_written_ends_the_worker(book: tuple[Database, Assignment]) -> None:
+    """As on a full disk: no thread waits for results that cannot come, and no notebook fails for it."""
+    database, assignment = book
+    refuse = "CREATE TRIGGER full BEFORE INSERT ON gradings BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END"
+    database.connection.execute(refuse)
+    queue_all(database, assignment, GradeSettings())
+    assert Worker(database.path.parent, WorkerOptions()).run() == UNWRITABLE
+    state = progress(database, assignment.id)
+    assert (state.checks.waiting, state.failures) == (2, ())
+    database.connection.execute("DROP TRIGGER full")
+    grade_here(database, assignment)
+    assert len(grades(database, assignment)) == 2
