@@ -61,7 +61,7 @@ def start_command(*arguments: str, stderr: IO[str], **environment: str) -> AnyPr
 
 
 def start_node(*arguments: str, stderr: IO[str], **environment: str) -> AnyProcess:
-    """The same by fork, where that is safe."""
+    """The same by fork, where that is safe. Only `serve` ends with the interpreter's own clean-up."""
     if sys.platform != "linux" or DEVICE != "cpu":
         return start_command(*arguments, stderr=stderr, **environment)
     near, far = os.pipe()
