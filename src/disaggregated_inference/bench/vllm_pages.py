@@ -129,7 +129,8 @@ def _llm(model: Any, socket: Path, chunk: int) -> Any:
 
     install()
     settings = kv_transfer_config(socket, decodes=False)
-    settings |= {"kv_connector": "WatchedConnector", "kv_connector_module_path": "disaggregated_inference.bench.vllm_pages"}
+    module = "disaggregated_inference.bench.vllm_pages"
+    settings |= {"kv_connector": WatchedConnector.__name__, "kv_connector_module_path": module}
     options: dict[str, Any] = {"enforce_eager": True}
     if torch.cuda.is_available():
         options = {"compilation_config": {"cudagraph_capture_sizes": [1, 8, 512], "cudagraph_mode": "PIECEWISE"}}
