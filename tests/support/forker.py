@@ -81,7 +81,7 @@ def _run() -> int:
 if __name__ == "__main__":
     _import_engines(sys.argv[2:])
     if _wait_for_orders(int(sys.argv[1])):
-        if sys.argv[1] == "serve":  # a node ends as it does elsewhere
+        if sys.argv[1:2] == ["serve"]:  # a node ends as it does elsewhere
             main()
         else:  # taking down all that was imported costs half a second, more than most commands
             code = _run()
