@@ -18,8 +18,9 @@ grade-demo: $(READY)
 	$(BIN)/disagg-grade demo
 
 # Three processes on two cores, since tests wait for half of their time; a file at a time, the longest first
-# (tests/conftest.py).
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# (tests/conftest.py). The tests start hundreds of Python processes: compiled modules are kept, whatever the environment
+# says, or each of them would compile the package again.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # mypy needs one core, and tests leave some of two: both at the same time. Either may fail.
 MYPY := $(BIN)/mypy

@@ -123,9 +123,6 @@ def test_every_dependency_has_a_reason() -> None:
     assert not {name for name in wanted | set(extras) if f"`{name}`" not in page}
 
 
-PLAIN_FILES = [*PAGES, *PACKAGE.rglob("*.py"), *(PACKAGE.parent / "grader").rglob("*.py")]
-
-
-@pytest.mark.parametrize("path", PLAIN_FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_sentences_have_components_as_subjects(path: Path) -> None:
-    assert not re.findall(r"\b(?:whoever|nobody)\b", path.read_text(), re.IGNORECASE)
+def test_sentences_have_components_as_subjects() -> None:
+    for path in [*PAGES, *PACKAGE.rglob("*.py"), *(PACKAGE.parent / "grader").rglob("*.py")]:
+        assert not re.findall(r"\b(?:whoever|nobody)\b", path.read_text(), re.IGNORECASE), _name(path)

@@ -74,7 +74,7 @@ def test_a_minute_of_chaos(tmp_path: Path, record_property: Any) -> None:
 
 def test_chaos_with_tls(tmp_path: Path) -> None:
     """All lines are encrypted: a garbled one is a broken connection."""
-    with chaos(tmp_path, "--tls", "--minutes", "0.2", "--seed", "3", "--requests-at-once", "4", "--json") as process:
+    with chaos(tmp_path, "--tls", "--minutes", "0.15", "--seed", "3", "--requests-at-once", "4", "--json") as process:
         code, report = ended(process)
     assert (code, report["wrong"], report["failed"], report["left"]) == (0, 0, 0, []), report["cases"][:3]
     assert report["right"] > 5
@@ -140,7 +140,7 @@ def test_nodes_of_others_stay_alive(tmp_path: Path) -> None:
             node.ready()
         path = tmp_path / "cluster.json"
         path.write_text(json.dumps(config_of(*pair)))
-        arguments = ("--config", str(path), "--minutes", "0.15", "--everything", "--seed", "7", "--json")
+        arguments = ("--config", str(path), "--minutes", "0.1", "--everything", "--seed", "7", "--json")
         with chaos(tmp_path, *arguments) as process:
             code, report = ended(process)
         assert (code, report["wrong"], report["left"]) == (0, 0, [])

@@ -11,12 +11,12 @@ from disaggregated_inference.cli import gateway, main
 from disaggregated_inference.gateway.server import GatewaySettings
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node.server import NodeSettings
-from tests.support.command import disagg
+from tests.support.command import disagg, run_forked
 
 
 @pytest.mark.slow
 def test_demo_proves_the_hand_off(smollm2: ModelFiles) -> None:
-    run = disagg("demo", "Name three colours.", "--max-tokens", "12", "--json", "--chunk", "16")
+    run = run_forked("demo", "Name three colours.", "--max-tokens", "12", "--json", "--chunk", "16")
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout)
     assert result["prompt_tokens_recomputed"] == 0
@@ -26,15 +26,15 @@ def test_demo_proves_the_hand_off(smollm2: ModelFiles) -> None:
 
 
 def test_models_lists_and_inspects(smollm2: ModelFiles) -> None:
-    listed = json.loads(disagg("models", "--json").stdout)
+    listed = json.loads(run_forked("models", "--json").stdout)
     assert {"name": "smollm2:135m", "path": str(smollm2.path), "note": "embedded, fetched on first use"} in listed
-    result = json.loads(disagg("models", "inspect", "smollm2", "--context", "1000", "--json").stdout)
+    result = json.loads(run_forked("models", "inspect", "smollm2", "--context", "1000", "--json").stdout)
     assert result["kv_bytes_per_token"] == 23040
     assert result["kv_bytes"] == 23_040_000
     assert result["memory_bytes"] > result["weights_bytes"] > 500e6
     assert result["engines"] == ["torch", "mlx", "llamacpp"]
-    assert "23.04 MB at 1,000 tokens" in disagg("models", "inspect", "smollm2", "--context", "1000").stdout
-    assert json.loads(disagg("models", "list", "--json").stdout) == listed
+    assert "23.04 MB at 1,000 tokens" in run_forked("models", "inspect", "smollm2", "--context", "1000").stdout
+    assert json.loads(run_forked("models", "list", "--json").stdout) == listed
 
 
 def test_a_piped_list_has_one_line_for_each_model(
@@ -52,17 +52,19 @@ def test_a_piped_list_has_one_line_for_each_model(
 
 @pytest.mark.slow
 def test_models_import(tmp_path: Path, smollm2: ModelFiles, smollm2_gguf: Path) -> None:
-    run = disagg("models", "import", str(smollm2.path), "--name", "mine", home=tmp_path)
+    run = run_forked("models", "import", str(smollm2.path), "--name", "mine", home=tmp_path)
     assert "(llama); serve it with --engine torch or mlx" in run.stdout
-    assert json.loads(disagg("models", "inspect", "mine", "--json", home=tmp_path).stdout)["path"] == str(smollm2.path)
-    run = disagg("models", "import", str(smollm2_gguf), "--name", "as/gguf", "--copy", home=tmp_path)
+    assert json.loads(run_forked("models", "inspect", "mine", "--json", home=tmp_path).stdout)["path"] == str(
+        smollm2.path
+    )
+    run = run_forked("models", "import", str(smollm2_gguf), "--name", "as/gguf", "--copy", home=tmp_path)
     copied = tmp_path / "models" / "as-gguf-gguf" / smollm2_gguf.name
     assert f"as/gguf is {copied}" in run.stdout
     assert copied.stat().st_size == smollm2_gguf.stat().st_size
-    again = disagg("models", "import", str(smollm2_gguf), "--name", "as/gguf", "--copy", home=tmp_path)
+    again = run_forked("models", "import", str(smollm2_gguf), "--name", "as/gguf", "--copy", home=tmp_path)
     assert "exists already" in again.stderr
-    assert f"deleted {copied.parent}" in disagg("models", "remove", "disaggregated:as/gguf", home=tmp_path).stdout
-    assert "mine removed\n" in disagg("models", "remove", "mine", home=tmp_path).stdout
+    assert f"deleted {copied.parent}" in run_forked("models", "remove", "disaggregated:as/gguf", home=tmp_path).stdout
+    assert "mine removed\n" in run_forked("models", "remove", "mine", home=tmp_path).stdout
 
 
 def test_every_option_is_a_setting() -> None:
@@ -76,26 +78,26 @@ def test_every_option_is_a_setting() -> None:
 
 def test_two_copies_are_one_model_or_not(tmp_path: Path, smollm2: ModelFiles, smollm2_gguf: Path) -> None:
     there = tmp_path / "there.json"
-    there.write_text(disagg("models", "inspect", str(smollm2_gguf), "--json").stdout)
-    run = disagg("models", "verify", "smollm2", str(there))
+    there.write_text(run_forked("models", "inspect", str(smollm2_gguf), "--json").stdout)
+    run = run_forked("models", "verify", "smollm2", str(there))
     assert (run.returncode, "stored differently" in run.stdout) == (0, True)
     assert run.stdout.count("\n") == 1
-    run = disagg("models", "verify", "simulated:tiny", "127.0.0.1:9", "--full")
+    run = run_forked("models", "verify", "simulated:tiny", "127.0.0.1:9", "--full")
     assert (run.returncode, "http://127.0.0.1:9 does not answer" in run.stderr) == (1, True)
-    run = disagg("models", "verify", "smollm2", str(smollm2.path), "--full")
+    run = run_forked("models", "verify", "smollm2", str(smollm2.path), "--full")
     assert run.stdout == "the same model: every byte of the tensors is equal\n"
-    run = disagg("models", "verify", "smollm2", "simulated:tiny")
+    run = run_forked("models", "verify", "smollm2", "simulated:tiny")
     assert (run.returncode, "layout: 30 layers, 3 x 64 here" in run.stdout) == (1, True)
     assert run.stdout.startswith("not the same model:\n  ")
 
 
 def test_whether_copies_are_one_model_as_json() -> None:
     for other, same in (("simulated:tiny", True), ("simulated:qwen3-30b-a3b", False)):
-        run = disagg("models", "verify", "simulated:tiny", other, "--json")
+        run = run_forked("models", "verify", "simulated:tiny", other, "--json")
         result = json.loads(run.stdout)
         assert (run.returncode, result["same"], bool(result["differences"])) == (0 if same else 1, same, not same)
         assert result["verdict"].startswith("the same model" if same else "not the same model")
-    run = disagg("models", "verify", "simulated:tiny", "http://127.0.0.1:9", "--json")
+    run = run_forked("models", "verify", "simulated:tiny", "http://127.0.0.1:9", "--json")
     assert (run.returncode, json.loads(run.stdout)["error"]["code"]) == (1, "model_not_found")
 
 
@@ -118,7 +120,7 @@ def test_whether_copies_are_one_model_as_json() -> None:
     ],
 )
 def test_mistakes_get_one_clear_line(arguments: tuple[str, ...], message: str) -> None:
-    run = disagg(*arguments)
+    run = run_forked(*arguments)
     assert run.returncode == 1
     assert message in run.stderr
     assert "Traceback" not in run.stderr
@@ -141,7 +143,7 @@ def test_bad_options_are_usage_errors() -> None:
     ],
 )
 def test_usage_errors_are_json_where_answers_are(arguments: tuple[str, ...], message: str) -> None:
-    plain, run = disagg(*arguments), disagg(*arguments, "--json")
+    plain, run = run_forked(*arguments), run_forked(*arguments, "--json")
     assert (plain.returncode, plain.stdout) == (2, "")
     assert (run.returncode, run.stderr) == (2, plain.stderr)
     assert message in run.stderr

@@ -144,7 +144,7 @@ def at_once(work: Sequence[Callable[[], Any]], workers: int) -> list[Any]:
 
 
 def constrained(clients: Clients, number: int) -> str:
-    """One of twenty: every second one streamed, one in ten by Ollama's API, one in ten by the Responses API."""
+    """Every second one streamed, one in ten by Ollama's API, one in ten by the Responses API."""
     schema, prompt = SCHEMAS[number % len(SCHEMAS)], f"Describe heavenly body {number} as JSON."
     temperature, streamed = 0.3 + (number % 4) * 0.25, number % 2 == (number // 10) % 2
     if number % 10 == 8:
@@ -168,9 +168,11 @@ def validates(text: str, schema: dict[str, Any]) -> bool:
 
 
 def test_every_answer_matches_its_schema(clients: Clients) -> None:
-    texts = at_once([partial(constrained, clients, number) for number in range(20)], 8)
-    assert [validates(text, SCHEMAS[number % len(SCHEMAS)]) for number, text in enumerate(texts)] == [True] * 20, texts
-    assert len(set(texts)) > 8  # many ways to obey
+    numbers = [*range(10), 18, 19]  # every schema twice, every API streamed and whole
+    texts = at_once([partial(constrained, clients, number) for number in numbers], 6)
+    for number, text in zip(numbers, texts, strict=True):
+        assert validates(text, SCHEMAS[number % len(SCHEMAS)]), (number, text)
+    assert len(set(texts)) > 5  # many ways to obey
 
 
 # The same text for everybody.

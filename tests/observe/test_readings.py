@@ -59,7 +59,7 @@ def test_a_sampler_reads_at_its_pace_and_tells_the_age() -> None:
 class Nvml:
     """The driver of a machine that is not here. Types, constants and errors are pynvml's own."""
 
-    NVMLError = pynvml.NVMLError
+    NVMLError, NVML_ERROR_NOT_SUPPORTED = pynvml.NVMLError, pynvml.NVML_ERROR_NOT_SUPPORTED
     NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_CLOCK_MEM = (
         pynvml.NVML_TEMPERATURE_GPU,
         pynvml.NVML_CLOCK_SM,

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO
@@ -61,13 +62,24 @@ def start_command(*arguments: str, stderr: IO[str], **environment: str) -> AnyPr
 
 
 def start_node(*arguments: str, stderr: IO[str], **environment: str) -> AnyProcess:
-    """The same by fork, where that is safe."""
-    if sys.platform != "linux" or DEVICE != "cpu":
+    """The same by fork, where that is safe. Only `serve` ends with the interpreter's own clean-up."""
+    if not can_fork():
         return start_command(*arguments, stderr=stderr, **environment)
+    return start_forked(arguments, os.environ | environment, os.getcwd(), stderr)
+
+
+def can_fork() -> bool:
+    return sys.platform == "linux" and DEVICE == "cpu"
+
+
+def start_forked(
+    arguments: Sequence[str], environment: Mapping[str, str], folder: str, stderr: IO[str], stdin: int | None = None
+) -> ForkedProcess:
+    """With this environment alone. `stdin`: a file descriptor; None: nothing to read."""
     near, far = os.pipe()
-    message = json.dumps([arguments, os.environ | environment, os.getcwd()]).encode()
+    message = json.dumps([arguments, dict(environment), folder]).encode()
     try:
-        socket.send_fds(_forker(), [message], [far, stderr.fileno()])
+        socket.send_fds(_forker(), [message], [far, stderr.fileno(), *([] if stdin is None else [stdin])])
     finally:
         os.close(far)
     return ForkedProcess(int(_forker().recv(100)), os.fdopen(near, "rb"))

@@ -55,15 +55,15 @@ class Requests:
         pass
 
 
-class Watched(connector.DisaggConnector):
+class WatchedConnector(connector.DisaggConnector):
     """Keeps what the pages hold when vLLM announces a layer."""
 
     pages: ClassVar[Rows] = {}
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        number = connector._layer_number(layer_name)
+        number = connector.layer_number(layer_name)
         slots = attn_metadata.slot_mapping[: attn_metadata.num_actual_tokens]
-        Watched.pages.setdefault(number, []).append(_read(kv_layer, slots))
+        WatchedConnector.pages.setdefault(number, []).append(_read(kv_layer, slots))
         super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
 
 
@@ -105,15 +105,15 @@ def _fetch(node: VllmPrefillNode, tokens: list[int]) -> tuple[Rows, int]:
 
 def check(node: VllmPrefillNode, length: int) -> int:
     """Compares every row that a decode node needs; returns how many bytes were compared."""
-    Watched.pages = {}
+    WatchedConnector.pages = {}
     tokens = token_prompt(length, length, node.engine.spec.vocabulary)
     received, _ = _fetch(node, tokens)
     plans = node.engine.spec.layout.layers
-    assert set(received) == set(Watched.pages) == set(range(len(plans)))
+    assert set(received) == set(WatchedConnector.pages) == set(range(len(plans)))
     compared = 0
     for layer, plan in enumerate(plans):
         for half in (0, 1):
-            held = np.concatenate([each[half] for each in Watched.pages[layer]])
+            held = np.concatenate([each[half] for each in WatchedConnector.pages[layer]])
             came = np.concatenate([each[half] for each in received[layer]])
             assert len(held) == length, f"vLLM announced {len(held)} of {length} rows of layer {layer}"
             last = min(plan.window or length, len(came))
@@ -129,7 +129,8 @@ def _llm(model: Any, socket: Path, chunk: int) -> Any:
 
     install()
     settings = kv_transfer_config(socket, decodes=False)
-    settings |= {"kv_connector": "Watched", "kv_connector_module_path": "disaggregated_inference.bench.vllm_pages"}
+    module = "disaggregated_inference.bench.vllm_pages"
+    settings |= {"kv_connector": WatchedConnector.__name__, "kv_connector_module_path": module}
     options: dict[str, Any] = {"enforce_eager": True}
     if torch.cuda.is_available():
         options = {"compilation_config": {"cudagraph_capture_sizes": [1, 8, 512], "cudagraph_mode": "PIECEWISE"}}

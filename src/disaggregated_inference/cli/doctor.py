@@ -11,7 +11,7 @@ from rich.text import Text
 
 from disaggregated_inference.cli.screen import stdout_console
 from disaggregated_inference.cli.serve import spinner
-from disaggregated_inference.cluster import ClusterConfig, load_config
+from disaggregated_inference.cluster import ClusterConfig, find_config, load_config
 from disaggregated_inference.doctor import (
     DoctorReport,
     ExpectedMachine,
@@ -78,12 +78,9 @@ def _expected_here(settings: DoctorSettings) -> ExpectedMachine:
 
 
 def _find_config(settings: DoctorSettings) -> ClusterConfig | None:
-    try:
-        return load_config(settings.config, token_file=settings.token_file)
-    except ConfigError as error:
-        if settings.config is None and str(error).startswith("no cluster file"):
-            return None
-        raise
+    if settings.config is None and find_config() is None:
+        return None
+    return load_config(settings.config, token_file=settings.token_file)
 
 
 def _as_data(report: DoctorReport) -> dict[str, object]:

@@ -7,6 +7,7 @@ from disaggregated_inference.cluster.config import (
     Policies,
     PrefixSharing,
     Server,
+    find_config,
     load_config,
 )
 from disaggregated_inference.cluster.model_match import ModelMatch, bare_name
@@ -21,6 +22,7 @@ __all__ = [
     "PrefixSharing",
     "Server",
     "bare_name",
+    "find_config",
     "load_config",
     "read_file",
     "read_token",

@@ -225,22 +225,20 @@ def load_config(
         return _ClusterReader("", environ, token_file).cluster(source)
     if source == "":
         raise ConfigError("the path of the cluster file is empty; give a path, or none to use the default places")
-    path = Path(os.path.expanduser(_find(environ) if source is None else source))
+    if source is None and (source := find_config(environ)) is None:
+        places = f"DISAGG_CONFIG is not set, and there is no {', '.join(PLACES)}"
+        raise ConfigError(
+            f"no cluster file: {places}; create one with `disagg config example > cluster.json`, with"
+            " `disagg cluster init` from the machines, or for the cluster of `disagg up` with `disagg config example"
+            " --local > cluster.json`"
+        )
+    path = Path(os.path.expanduser(source))
     return _ClusterReader(str(path), environ, token_file).cluster(read_file(path))
 
 
-def _find(environ: Mapping[str, str]) -> str:
-    if named := environ.get("DISAGG_CONFIG"):
-        return named
-    for place in PLACES:
-        if os.path.isfile(place):
-            return place
-    places = f"DISAGG_CONFIG is not set, and there is no {', '.join(PLACES)}"
-    raise ConfigError(
-        f"no cluster file: {places}; create one with `disagg config example > cluster.json`, with"
-        " `disagg cluster init` from the machines, or for the cluster of `disagg up` with `disagg config example"
-        " --local > cluster.json`"
-    )
+def find_config(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The file that `load_config` reads without a source. `DISAGG_CONFIG` counts also if its file is missing."""
+    return environ.get("DISAGG_CONFIG") or next(filter(os.path.isfile, PLACES), None)
 
 
 class _ClusterReader(Reader):

@@ -57,17 +57,19 @@ class NvidiaGpus:
             return []
 
     def _read(self, handle: Any) -> GpuReading:
-        nvml, missing = self._nvml, dict[str, str]()
+        nvml, missing, unsupported = self._nvml, dict[str, str](), set[str]()
 
         def ask(field: str, read: Callable[[], Any]) -> Any:
             try:
                 return read()
             except nvml.NVMLError as error:
                 missing[field] = _words(error)
+                if error.value == nvml.NVML_ERROR_NOT_SUPPORTED:
+                    unsupported.add(field)
                 return None
 
         memory = ask("memory_total_bytes", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-        shared = memory is None and "not supported" in missing["memory_total_bytes"].lower()
+        shared = "memory_total_bytes" in unsupported
         if shared:
             missing["memory_total_bytes"] = _SHARED
         power_mw = ask("power_w", lambda: nvml.nvmlDeviceGetPowerUsage(handle))

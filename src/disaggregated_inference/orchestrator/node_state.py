@@ -146,7 +146,8 @@ class NodeState:
             self._missed_polls += 1
             silent = self._missed_polls > 1 and self.client.last_data_at < began_at and not late
             if silent or not error.timed_out:
-                reason = await self._identified(str(error), error.code)
+                closed = isinstance(error.__cause__, aiohttp.ServerDisconnectedError)
+                reason = await self._identified(str(error), error.code, closed)
                 self.lost(reason, error.code)
             return False
         except Exception as error:  # the server at that port is not a node
@@ -156,13 +157,13 @@ class NodeState:
         self.update(status)
         return renewed
 
-    async def _identified(self, reason: str, code: str) -> str:
-        """With what answers there instead of a node, if that can be known. A server that was a node once is one."""
+    async def _identified(self, reason: str, code: str, closed: bool = False) -> str:
+        """With what answers there instead of a node, if that can be known. A server that was a node once is one.
+        `closed`: it closed the connection instead of answering, as a KV port does."""
         if self.status is not None or code == "node_loading":
             return reason
         if code == _UNREACHABLE:
-            port = self.server.port
-            return f"{reason}; is {port} its HTTP port, not its KV port?" if "without an answer" in reason else reason
+            return f"{reason}; is {self.server.port} its HTTP port, not its KV port?" if closed else reason
         if time.monotonic() - self._identified_at > self._timeouts.identify_s:
             self._stranger = await what_answers(self._session, self.server, self._policies.health_timeout_s)
             self._identified_at = time.monotonic()

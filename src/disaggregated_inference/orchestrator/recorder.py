@@ -160,11 +160,7 @@ class RequestRecorder:
     ) -> RequestRecord:
         """`power` and `rates`: of the nodes, by name."""
         self.total_s = self._clock() - self.came_at
-        known = (phase for attempt in self.attempts for phase in phases_of(attempt, self.came_at, self.total_s))
-        bars = waterfall([*self.phases, *known], self.total_s)
-        last = next((attempt for attempt in reversed(self.attempts) if attempt.metrics), None)
-        last = last or (self.attempts[-1] if self.attempts else None)
-        states = self.choice_states
+        bars, last, states = self._bars(), self._last_attempt(), self.choice_states
         completion = sum(state.tokens for state in states)
         prefill_s = self._prefill_s(last)
         decode_s = sum(bar.seconds for bar in bars if bar.name == "decode")
@@ -211,6 +207,16 @@ class RequestRecorder:
         )
         shares = Meters(servers.values(), power or {}).shares(bars, time.monotonic() - self.total_s)
         return with_machine_times(with_energy(record, shares, policies), shares, rates)
+
+    def _bars(self) -> tuple[Phase, ...]:
+        """The waterfall of all attempts."""
+        known = (phase for attempt in self.attempts for phase in phases_of(attempt, self.came_at, self.total_s))
+        return waterfall([*self.phases, *known], self.total_s)
+
+    def _last_attempt(self) -> Attempt | None:
+        """The last of which a node reported, else the last one."""
+        reported = next((attempt for attempt in reversed(self.attempts) if attempt.metrics), None)
+        return reported or (self.attempts[-1] if self.attempts else None)
 
     def _output_token_s(self, tokens: float) -> float | None:
         """As the client sees it: the time after the first token over the tokens of a choice after the first. What of

@@ -83,7 +83,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         found = layouts[0]
         sends = rank % copies == 0
         layers = {
-            name: Layer(_layer_number(name), names[name], pages, (rank // copies * held, held))
+            name: Layer(layer_number(name), names[name], pages, (rank // copies * held, held))
             for name, pages in kv_caches.items()
             if sends
         }
@@ -190,7 +190,7 @@ def _require_supported(config: Any) -> None:
         raise ValueError("the connector does not support speculative decoding: vLLM then calls no logits processor")
 
 
-def _layer_number(name: str) -> int:
+def layer_number(name: str) -> int:
     found = re.findall(r"(?:^|\.)layers\.(\d+)(?:\.|$)", name)
     if len(found) != 1:
         raise PagesUnsupported(f"the layer {name} has no number that is known here")

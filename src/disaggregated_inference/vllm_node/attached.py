@@ -13,7 +13,7 @@ from disaggregated_inference.errors import BadRequest, DisaggError, EngineUnavai
 from disaggregated_inference.timeouts import VllmTimeouts
 from disaggregated_inference.vllm_node.client import ServedModel, VllmAddress, VllmClient
 from disaggregated_inference.vllm_node.process import State
-from disaggregated_inference.vllm_node.versions import require_known
+from disaggregated_inference.vllm_node.versions import is_known, require_known
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ class AttachedVllm:
         self.reason = f"waiting for vLLM at {self.url}"
         self.model = ServedModel(id="")
         self._answered_at = time.monotonic()
+        self._is_known = True  # its version, as far as it has answered
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="vllm", daemon=True)
 
@@ -46,7 +47,7 @@ class AttachedVllm:
                 asyncio.run(self._look())
                 break
             except EngineUnavailable as error:
-                if time.monotonic() > deadline or "is not supported" in str(error):
+                if time.monotonic() > deadline or not self._is_known:
                     raise EngineUnavailable(f"{error}. Start it with: {self._advice}") from error
                 time.sleep(self._timeouts.poll_s)
         self.state, self.reason = "ready", ""
@@ -58,7 +59,9 @@ class AttachedVllm:
 
     async def _look(self) -> None:
         client = VllmClient(lambda: VllmAddress(self.url, self.key), self._timeouts)
-        require_known(await client.version())
+        version = await client.version()
+        self._is_known = is_known(version)
+        require_known(version)
         if not (models := await client.models()):
             raise EngineUnavailable(f"vLLM at {self.url} serves no model")
         self.model, self._answered_at = models[0], time.monotonic()
