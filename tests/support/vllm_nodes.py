@@ -10,6 +10,7 @@ from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node import DecodeNode, Generation, KVMemory, Scheduler
 from disaggregated_inference.vllm_node.attach import VllmPrefillNode, open_vllm_prefill
 from disaggregated_inference.vllm_node.border import Border
+from disaggregated_inference.vllm_node.completion import Completions
 from disaggregated_inference.vllm_node.staging import Staging
 from tests.support.engines import ENGINE_OPTIONS, LLAMACPP_OPTIONS, twin_of
 from tests.support.handoff import alone
@@ -62,7 +63,7 @@ def open_home(
             model,
             border,
             staging,
-            lambda: server.address,
+            Completions(lambda: server.address, lambda: str(model.path)),
             attach_s=START_S,
             stopped=server.why_stopped,
             lease_s=lease_s,

@@ -1,5 +1,7 @@
 """`disagg serve --engine vllm` with the real vLLM on the CPU, as a child process, and the processes below it."""
 
+import os
+import signal
 from pathlib import Path
 
 from tests.support.cluster import Process
@@ -51,12 +53,19 @@ def engine_cores(pid: int) -> list[int]:
     return [child for child in descendants(pid) if "EngineCore" in command_of(child)]
 
 
+def guards(pid: int) -> list[int]:
+    return [child for child in descendants(pid) if "guard.py" in command_of(child)]
+
+
 def kill_and_watch(node: Process, seconds: float = 120.0) -> list[str]:
-    """Kill a node, which no code of it can handle. Returns what of its vLLM is left: processes and shared memory."""
+    """Kill a node and its guard, which no code of them can handle. Returns what of its vLLM is left: processes and
+    shared memory."""
     below = descendants(node.process.pid)
     assert len(below) >= 3, "the guard, the API server and the engine"
     shared = {word for pid in below for word in _maps_of(pid).split() if word.startswith("/dev/shm/")}
+    guard = guards(node.process.pid)
     node.process.kill()
+    os.kill(guard[0], signal.SIGKILL)
     until(lambda: not any(map(runs, below)), seconds)
     return [command_of(pid) for pid in below if runs(pid)] + [name for name in shared if Path(name).exists()]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.vllm_connector.messages import DECODES_OPTION, SOCKET_OPTION
+from disaggregated_inference.vllm_node import VllmAddress
 from tests.support.cluster import free_port
 
 _ROOT = Path(__file__).parents[2]
@@ -89,8 +90,8 @@ class VllmServer:
         self.start()
 
     @property
-    def address(self) -> tuple[str, str]:
-        return f"http://127.0.0.1:{self.port}", ""
+    def address(self) -> VllmAddress:
+        return VllmAddress(f"http://127.0.0.1:{self.port}")
 
     def start(self, port: int = 0) -> None:
         """At this port, or at a free one, where no outgoing connection can be."""
@@ -125,7 +126,7 @@ class VllmServer:
             time.sleep(0.1)
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.address[0] + path, timeout=10) as response:
+        with urllib.request.urlopen(self.address.url + path, timeout=10) as response:
             return str(response.read().decode())
 
     def metric(self, name: str) -> float:

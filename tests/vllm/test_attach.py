@@ -39,7 +39,7 @@ def running_vllm(vllm_forker: VllmForker, served_folder: Path, socket_path: Path
 
 @pytest.fixture(scope="module")
 def attached(running_vllm: VllmServer, served_folder: Path, socket_path: Path) -> Iterator[Process]:
-    url = ["--vllm-url", running_vllm.address[0], "--vllm-socket", str(socket_path), "--kv-memory", "64M"]
+    url = ["--vllm-url", running_vllm.address.url, "--vllm-socket", str(socket_path), "--kv-memory", "64M"]
     node = Process("spark-2", "prefill", "vllm", str(served_folder), *url)
     yield node.ready()
     node.end()

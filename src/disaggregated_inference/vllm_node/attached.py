@@ -7,11 +7,12 @@ import shlex
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from disaggregated_inference.errors import BadRequest, DisaggError, EngineUnavailable
 from disaggregated_inference.timeouts import VllmTimeouts
-from disaggregated_inference.vllm_node.client import ServedModel, VllmAddress, VllmClient
+from disaggregated_inference.vllm_node.client import UNIX, ServedModel, VllmAddress, VllmClient
 from disaggregated_inference.vllm_node.process import State
 from disaggregated_inference.vllm_node.versions import require_known
 
@@ -24,7 +25,7 @@ class AttachedVllm:
     def __init__(self, url: str, advice: str, timeouts: VllmTimeouts = VllmTimeouts()) -> None:
         """`advice`: what that vLLM must be started with."""
         self.url, self.key = _base_url(url), os.environ.get("VLLM_API_KEY", "")
-        self._advice, self._timeouts = advice, timeouts
+        self.advice, self._timeouts = advice, timeouts
         self.state: State = "loading"
         self.reason = f"waiting for vLLM at {self.url}"
         self.model = ServedModel(id="")
@@ -47,10 +48,14 @@ class AttachedVllm:
                 break
             except EngineUnavailable as error:
                 if time.monotonic() > deadline or "is not supported" in str(error):
-                    raise EngineUnavailable(f"{error}. Start it with: {self._advice}") from error
+                    raise EngineUnavailable(f"{error}. Start it with: {self.advice}") from error
                 time.sleep(self._timeouts.poll_s)
         self.state, self.reason = "ready", ""
         self._thread.start()
+
+    def why_stopped(self) -> str:
+        """Never: the user may be restarting it, perhaps because this node said how."""
+        return ""
 
     def stop(self) -> None:
         self._closing.set()
@@ -81,7 +86,14 @@ def start_command(model: str, kv_transfer: str, logits_processor: str) -> str:
 
 
 def _base_url(text: str) -> str:
+    if text.startswith(UNIX):
+        path = Path(text.removeprefix(UNIX).replace("///", "/", 1)).expanduser()
+        if not path.is_absolute():
+            raise BadRequest(f"--vllm-url: {text!r} is no path: give one such as unix:/run/vllm.sock")
+        return UNIX + str(path)
     parts = urlsplit(text if "://" in text else f"http://{text}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise BadRequest(f"--vllm-url: {text!r} is no address: give one such as http://127.0.0.1:8000")
+        raise BadRequest(
+            f"--vllm-url: {text!r} is no address: give one such as http://127.0.0.1:8000 or unix:/run/vllm.sock"
+        )
     return f"{parts.scheme}://{parts.netloc}"

@@ -86,11 +86,11 @@ def open_server(settings: VllmSettings, model: ModelFiles, socket: Path) -> Vllm
     python = find_python(settings.python)
     build = probe(python)
 
-    def launch(port: int, key: str, folder: str) -> tuple[list[str], dict[str, str]]:
+    def launch(http: str, key: str, folder: str) -> tuple[list[str], dict[str, str]]:
         options = EngineOptions(
             model=str(model.path),
             name=model.name,
-            port=port,
+            socket=http,
             role=settings.role,
             dtype=settings.dtype,
             batched_tokens=settings.chunk,
