@@ -48,6 +48,25 @@ def command_of(pid: int) -> str:
         return ""
 
 
+def listening_ports(pids: list[int]) -> list[int]:
+    """TCP ports at which these processes listen, by the inodes of their sockets."""
+    links = {os.readlink(link) for pid in pids for link in _descriptors(pid) if link.is_symlink()}
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in links:
+                found.append(int(words[1].rpartition(":")[2], 16))
+    return found
+
+
+def _descriptors(pid: int) -> list[Path]:
+    try:
+        return list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return []
+
+
 def engine_cores(pid: int) -> list[int]:
     """vLLM names its processes: `VLLM::EngineCore`."""
     return [child for child in descendants(pid) if "EngineCore" in command_of(child)]

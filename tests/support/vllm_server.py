@@ -93,8 +93,8 @@ class VllmServer:
     def address(self) -> VllmAddress:
         return VllmAddress(f"http://127.0.0.1:{self.port}")
 
-    def start(self, port: int = 0) -> None:
-        """At this port, or at a free one, where no outgoing connection can be."""
+    def start(self, port: int = 0, *more: str) -> None:
+        """At this port, or at a free one, where no outgoing connection can be. `more` arguments, for this run."""
         self.port = port or free_port()
         transfer = {
             "kv_connector": "DisaggConnector",
@@ -105,7 +105,7 @@ class VllmServer:
         arguments = ["--model", str(self._model.path), "--host", "127.0.0.1", "--port", str(self.port)]
         arguments += ["--dtype", "float32", "--enforce-eager", "--kv-transfer-config", json.dumps(transfer)]
         arguments += ["--logits-processors", "disaggregated_inference.vllm_connector.first_token:FirstToken"]
-        self.pid = self._forker.start([*arguments, *self._arguments], {"VLLM_CPU_KVCACHE_SPACE": "1"}, self._log)
+        self.pid = self._forker.start([*arguments, *self._arguments, *more], {"VLLM_CPU_KVCACHE_SPACE": "1"}, self._log)
 
     def why_stopped(self) -> str:
         """Empty while it runs."""

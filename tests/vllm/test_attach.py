@@ -51,6 +51,23 @@ def _generate(node: Process, tokens: list[int], count: int) -> Any:
         return json.loads(response.read())["tokens"]
 
 
+def test_a_connector_that_waits_elsewhere_is_told_of(
+    running_vllm: VllmServer, served_folder: Path, socket_path: Path
+) -> None:
+    """On the terminal and in /health, with the option that helps."""
+    elsewhere = socket_path.with_name("elsewhere.sock")
+    url = ["--vllm-url", running_vllm.address.url, "--vllm-socket", str(elsewhere), "--kv-memory", "64M"]
+    node = Process("spark-2", "prefill", "vllm", str(served_folder), *url)
+    remedy = f"start this node with --vllm-socket {socket_path}"
+    try:
+        assert until(lambda: remedy in node.said(), START_S), node.said()
+        status = node.status()
+        assert (status["status"], status["loaded"]) == ("loading", False)
+        assert remedy in status["reason"]
+    finally:
+        node.end()
+
+
 def test_a_running_vllm_is_used_as_it_is(attached: Process, served_folder: Path) -> None:
     oracle = load_engine("torch", ModelFiles("llama", served_folder), **ENGINE_OPTIONS["torch"])
     prompt = prompt_of(90, seed=21)
@@ -68,7 +85,7 @@ def test_a_vllm_that_goes_makes_the_node_unhealthy_until_it_is_back(
     running_vllm.kill()
     assert until(lambda: attached.status()["status"] == "unhealthy", 60)
     assert "vLLM" in attached.status()["reason"]
-    running_vllm.start(port)
+    running_vllm.start(port, "--served-model-name", "another-name")
     running_vllm.wait_until_ready()
     assert until(lambda: attached.status()["status"] == "healthy", START_S), attached.status()
     assert attached.status()["epoch"] != epoch

@@ -1,17 +1,45 @@
 """vLLM as a child: it dies and comes back, it says why it does not start, and none of it is left behind."""
 
+import asyncio
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from disaggregated_inference.vllm_node.client import VllmAddress, VllmClient
 from tests.support.cluster import Process
-from tests.support.vllm_served import engine_cores, serve_vllm
+from tests.support.vllm_served import (
+    command_of,
+    descendants,
+    engine_cores,
+    guards,
+    listening_ports,
+    runs,
+    serve_vllm,
+)
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 RESTART_S = 400.0  # two cores may be busy with other tests
+
+
+def test_no_other_user_reaches_vllms_http(served: Process) -> None:
+    """Some of its paths need no key. It listens at a socket in a folder of this user, and at no port."""
+    below = descendants(served.process.pid)
+    words = next(words for pid in below if "--uds" in (words := command_of(pid).split()))
+    path = Path(words[words.index("--uds") + 1])
+    assert asyncio.run(VllmClient(lambda: VllmAddress(f"unix:{path}")).is_healthy())
+    assert path.parent.stat().st_mode & 0o077 == 0
+    for port in listening_ports(below):  # torch's own, between vLLM's processes
+        assert not asyncio.run(VllmClient(lambda port=port: VllmAddress(f"http://127.0.0.1:{port}")).is_healthy())
+    if os.geteuid() == 0:
+        code = f"import socket; socket.socket(socket.AF_UNIX).connect({str(path)!r})"
+        stranger = subprocess.run([sys.executable, "-S", "-c", code], user=65534, capture_output=True, check=False)
+        assert b"PermissionError" in stranger.stderr
 
 
 def _health(node: Process) -> str:
@@ -19,10 +47,13 @@ def _health(node: Process) -> str:
     return f"{status['status']}: {status.get('reason', '')}"
 
 
-def test_a_vllm_that_dies_is_restarted(served: Process) -> None:
+@pytest.mark.parametrize("victims", [engine_cores, guards])
+def test_a_vllm_that_dies_is_restarted(victims: Callable[[int], list[int]], served: Process) -> None:
+    """Nothing of the old one is left: its engine would hold the memory that the next one needs."""
     before, epoch = engine_cores(served.process.pid), served.status()["epoch"]
     assert before
-    os.kill(before[0], signal.SIGKILL)
+    os.kill(victims(served.process.pid)[0], signal.SIGKILL)
+    assert until(lambda: not any(map(runs, before)), 60)
     assert until(lambda: "vLLM" in _health(served) and "unhealthy" in _health(served), 120), _health(served)
     assert until(lambda: served.status()["status"] == "healthy", RESTART_S), _health(served)
     after = engine_cores(served.process.pid)

@@ -195,7 +195,7 @@ def _compute(llm: Any, requests: Requests) -> None:
         extra = {"kv_transfer_params": {"disagg_ticket": ticket}}
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, extra_args=extra)
         llm.generate([TokensPrompt(prompt_token_ids=tokens)], params, use_tqdm=False)
-        done.set_result(None)
+        done.set_result(Computed())
 
 
 if __name__ == "__main__":
