@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 from pathlib import Path
 
 from tests.support.cluster import Process
@@ -65,6 +66,15 @@ def _descriptors(pid: int) -> list[Path]:
         return list(Path(f"/proc/{pid}/fd").iterdir())
     except OSError:
         return []
+
+
+def errno_of_stranger(path: Path) -> int:
+    """What another user gets who connects to this Unix socket; 0: a connection."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.setuid(65534)
+    with socket.socket(socket.AF_UNIX) as connection:
+        os._exit(connection.connect_ex(str(path)))
 
 
 def engine_cores(pid: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,9 +62,12 @@ def test_a_connector_that_waits_elsewhere_is_told_of(
     remedy = f"start this node with --vllm-socket {socket_path}"
     try:
         assert until(lambda: remedy in node.said(), START_S), node.said()
-        status = node.status()
-        assert (status["status"], status["loaded"]) == ("loading", False)
-        assert remedy in status["reason"]
+        with pytest.raises(urllib.error.HTTPError) as loading:
+            urllib.request.urlopen(f"http://127.0.0.1:{node.port}/health", timeout=30)
+        with loading.value as response:
+            health = json.loads(response.read())
+        assert health["status"] == "loading"
+        assert remedy in health["reason"]
     finally:
         node.end()
 
