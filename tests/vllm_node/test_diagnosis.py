@@ -21,7 +21,7 @@ from disaggregated_inference.vllm_connector.messages import (
     LinkState,
 )
 from disaggregated_inference.vllm_connector.scheduler import SchedulerHalf
-from disaggregated_inference.vllm_node.attached import AttachedVllm
+from disaggregated_inference.vllm_node.attached import AttachedVllm, start_command
 from disaggregated_inference.vllm_node.border import Border
 from disaggregated_inference.vllm_node.client import Computed
 from disaggregated_inference.vllm_node.diagnosis import explanation
@@ -69,7 +69,7 @@ def test_no_socket_nobody_there_and_no_permission(tmp_path: Path) -> None:
         assert _until_explained(half, path, "there is no such socket where vLLM runs: in a container, mount its folder")
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
             left.bind(str(path))
-            assert _until_explained(half, path, "nobody listens there")
+            assert _until_explained(half, path, "no node listens there")
         path.unlink()
         with closing(Border(path, spec(), Staging(1 << 20))):
             assert _until_explained(half, path, "")
@@ -166,3 +166,11 @@ def test_addresses_of_a_running_vllm(given: str, found: str) -> None:
 def test_other_addresses_are_refused_with_an_example(given: str) -> None:
     with pytest.raises(BadRequest, match=r"--vllm-url: .* give one such as "):
         AttachedVllm(given, "")
+
+
+def test_the_command_for_a_vllm_installs_what_this_runs_from() -> None:
+    """No index has the package: pip takes the checkout."""
+    checkout = Path(__file__).parents[2]
+    command = start_command("m", "{}", "a:B")
+    assert command.startswith(f"pip install --no-deps {checkout} && vllm serve m ")
+    assert command.endswith("--enable-prompt-tokens-details")

@@ -1,5 +1,5 @@
 """No process of vLLM outlives the guard that its node started it under (`vllm_node/guard.py`), even where node and
-guard were killed and nobody is left to end it. A vLLM that the user started has no guard."""
+guard were killed and no process is left to end it. A vLLM that the user started has no guard."""
 
 import os
 import signal

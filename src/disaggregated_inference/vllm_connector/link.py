@@ -208,7 +208,7 @@ def _words(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return "there is no such socket where vLLM runs: in a container, mount its folder"
     if isinstance(error, ConnectionRefusedError):
-        return "nobody listens there"
+        return "no node listens there"
     if isinstance(error, PermissionError):
         return f"user {os.getuid()}, who runs vLLM, may not open it: run vLLM and the node as one user"
     return str(error) or type(error).__name__

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import disaggregated_inference
 from disaggregated_inference.errors import BadRequest, DisaggError, EngineUnavailable
 from disaggregated_inference.timeouts import VllmTimeouts
 from disaggregated_inference.vllm_node.client import UNIX, ServedModel, VllmAddress, VllmClient
@@ -82,7 +83,13 @@ class AttachedVllm:
 def start_command(model: str, kv_transfer: str, logits_processor: str) -> str:
     """What to type for a vLLM that a node can attach to."""
     words = ["vllm", "serve", model, "--kv-transfer-config", kv_transfer, "--logits-processors", logits_processor]
-    return f"pip install --no-deps disaggregated-inference && {shlex.join(words)} --enable-prompt-tokens-details"
+    return f"pip install --no-deps {_package()} && {shlex.join(words)} --enable-prompt-tokens-details"
+
+
+def _package() -> str:
+    """For pip: the checkout that this runs from, or the package's name."""
+    checkout = Path(disaggregated_inference.__file__).parents[2]
+    return shlex.quote(str(checkout)) if (checkout / "pyproject.toml").is_file() else "disaggregated-inference"
 
 
 def _base_url(text: str) -> str:
