@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from disaggregated_inference.api import GenerationParams
 from disaggregated_inference.engines import load_engine
 from disaggregated_inference.models import ModelFiles
@@ -53,6 +55,8 @@ def open_home(
     staging_bytes: int = STAGING_BYTES,
     lease_s: float = 60.0,
 ) -> VllmHome:
+    if model.name == "gpt_oss" and forker.version.startswith("0.25."):
+        pytest.skip("vLLM 0.25 on the CPU computes gpt_oss in no float32")
     folder.mkdir(parents=True, exist_ok=True)
     staging = Staging(staging_bytes)
     border = Border(folder / "border.sock", model.spec, staging)

@@ -13,7 +13,8 @@ from typing import Any
 
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.vllm_connector.messages import DECODES_OPTION, SOCKET_OPTION
-from disaggregated_inference.vllm_node import VllmAddress
+from disaggregated_inference.vllm_node import VllmAddress, probe
+from disaggregated_inference.vllm_node.guard import end_session
 from tests.support.cluster import free_port
 
 _ROOT = Path(__file__).parents[2]
@@ -47,6 +48,7 @@ class VllmForker:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
+        self.version = probe(python).version
         script = Path(__file__).parent / "vllm_forker.py"
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
@@ -99,6 +101,8 @@ class VllmServer:
 
     def start(self, port: int = 0, *more: str) -> None:
         """At this port, or at a free one, where no outgoing connection can be. `more` arguments, for this run."""
+        if self.pid:
+            end_session(self.pid)  # a killed one may still have the port for a moment
         self.port = port or free_port()
         transfer = {
             "kv_connector": "DisaggConnector",

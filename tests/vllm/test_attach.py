@@ -46,6 +46,14 @@ def attached(running_vllm: VllmServer, served_folder: Path, socket_path: Path) -
     node.end()
 
 
+def _loading(node: Process) -> Any:
+    """What /health says before the node serves."""
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"http://127.0.0.1:{node.port}/health", timeout=30)
+    with refused.value as response:
+        return json.loads(response.read())
+
+
 def _generate(node: Process, tokens: list[int], count: int) -> Any:
     body = json.dumps({"tokens": tokens, "max_tokens": count, "ignore_eos": True}).encode()
     with urllib.request.urlopen(f"http://127.0.0.1:{node.port}/generate", body, timeout=240) as response:
@@ -62,12 +70,8 @@ def test_a_connector_that_waits_elsewhere_is_told_of(
     remedy = f"start this node with --vllm-socket {socket_path}"
     try:
         assert until(lambda: remedy in node.said(), START_S), node.said()
-        with pytest.raises(urllib.error.HTTPError) as loading:
-            urllib.request.urlopen(f"http://127.0.0.1:{node.port}/health", timeout=30)
-        with loading.value as response:
-            health = json.loads(response.read())
-        assert health["status"] == "loading"
-        assert remedy in health["reason"]
+        assert until(lambda: remedy in _loading(node)["reason"], 60), _loading(node)
+        assert _loading(node)["status"] == "loading"
     finally:
         node.end()
 

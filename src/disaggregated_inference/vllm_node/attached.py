@@ -13,11 +13,13 @@ from urllib.parse import urlsplit
 import disaggregated_inference
 from disaggregated_inference.errors import BadRequest, DisaggError, EngineUnavailable
 from disaggregated_inference.timeouts import VllmTimeouts
-from disaggregated_inference.vllm_node.client import UNIX, ServedModel, VllmAddress, VllmClient
+from disaggregated_inference.vllm_node.client import KEY_REFUSED, NO_VLLM, UNIX, ServedModel, VllmAddress, VllmClient
 from disaggregated_inference.vllm_node.process import State
 from disaggregated_inference.vllm_node.versions import require_known
 
 log = logging.getLogger(__name__)
+
+_FINAL = ("is not supported", KEY_REFUSED, NO_VLLM)  # in errors that waiting does not change
 
 
 class AttachedVllm:
@@ -25,7 +27,7 @@ class AttachedVllm:
 
     def __init__(self, url: str, advice: str, timeouts: VllmTimeouts = VllmTimeouts()) -> None:
         """`advice`: what that vLLM must be started with."""
-        self.url, self.key = _base_url(url), os.environ.get("VLLM_API_KEY", "")
+        self.url, self.key = base_url(url), os.environ.get("VLLM_API_KEY", "")
         self.advice, self._timeouts = advice, timeouts
         self.state: State = "loading"
         self.reason = f"waiting for vLLM at {self.url}"
@@ -40,16 +42,20 @@ class AttachedVllm:
         return silent if self.state == "ready" and silent > 2 * self._timeouts.health_s else 0.0
 
     def start(self, begin: Callable[[str], None] = lambda step: None) -> None:
-        """Wait until it answers; one that loads is waited for. Raises if it is another version, or no vLLM."""
+        """Wait until it answers; one that loads is waited for. Raises if it is another version, or no vLLM, or wants
+        another key."""
         begin(self.reason)
-        deadline = time.monotonic() + self._timeouts.attach_s
+        deadline, told = time.monotonic() + self._timeouts.attach_s, ""
         while True:
             try:
                 asyncio.run(self._look())
                 break
-            except EngineUnavailable as error:
-                if time.monotonic() > deadline or "is not supported" in str(error):
-                    raise EngineUnavailable(f"{error}. Start it with: {self.advice}") from error
+            except DisaggError as error:
+                if time.monotonic() > deadline or any(words in str(error) for words in _FINAL):
+                    advice = f". Start it with: {self.advice}" if KEY_REFUSED not in str(error) else ""
+                    raise EngineUnavailable(f"{error}{advice}") from error
+                if told != str(error):
+                    begin(told := str(error))
                 time.sleep(self._timeouts.poll_s)
         self.state, self.reason = "ready", ""
         self._thread.start()
@@ -92,7 +98,7 @@ def _package() -> str:
     return shlex.quote(str(checkout)) if (checkout / "pyproject.toml").is_file() else "disaggregated-inference"
 
 
-def _base_url(text: str) -> str:
+def base_url(text: str) -> str:
     if text.startswith(UNIX):
         path = Path(text.removeprefix(UNIX).replace("///", "/", 1)).expanduser()
         if not path.is_absolute():

@@ -25,6 +25,7 @@ from disaggregated_inference.timeouts import VllmTimeouts
 Kind = TypeVar("Kind")
 
 UNIX = "unix:"  # begins the address of a vLLM that listens at a Unix socket
+KEY_REFUSED, NO_VLLM = "refuses this node's key", "is no vLLM"  # words of errors
 _NO_HOST = "http://localhost"  # of requests to one
 _MAX_EVENT_BYTES = 16 << 20
 _TOO_LARGE = re.compile(r"KV cache|out of memory|cache blocks", re.IGNORECASE)
@@ -159,9 +160,12 @@ class VllmClient:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             url = self._address().url
             raise EngineUnavailable(f"vLLM does not answer at {url}: {error or type(error).__name__}") from error
+        problem = f"the server at {self._address().url} {NO_VLLM}"
+        if response.status == 404:
+            raise EngineUnavailable(f"{problem}: it has no {path}")
         if response.status != 200:
             raise refusal(response.status, content)
-        return _decode(kind, content, f"the server at {self._address().url} is no vLLM: {path} cannot be decoded")
+        return _decode(kind, content, f"{problem}: its {path} cannot be decoded")
 
     @asynccontextmanager
     async def _request(
@@ -240,7 +244,7 @@ def refusal(status: int, body: bytes) -> DisaggError:
     if status in (400, 422):
         return BadRequest(f"vLLM refuses the request: {reason}")
     if status in (401, 403):
-        return EngineUnavailable("vLLM refuses this node's key: set VLLM_API_KEY to the key of that vLLM")
+        return EngineUnavailable(f"vLLM {KEY_REFUSED}: set VLLM_API_KEY to the key of that vLLM")
     if _TOO_LARGE.search(reason):
         return KVMemoryFull(f"vLLM has no memory for the request: {reason}")
     return EngineFailed(f"vLLM failed: {reason} (HTTP {status})")

@@ -17,7 +17,7 @@ from disaggregated_inference.vllm_node.arguments import (
     serve_environment,
     user_arguments,
 )
-from disaggregated_inference.vllm_node.attached import AttachedVllm, start_command
+from disaggregated_inference.vllm_node.attached import AttachedVllm, base_url, start_command
 from disaggregated_inference.vllm_node.process import VllmProcess
 from disaggregated_inference.vllm_node.versions import find_python, probe
 
@@ -39,7 +39,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
 
     def require_possible(self) -> None:
-        """Before anything is loaded."""
+        """Before anything is downloaded or loaded."""
         if self.role == "decode":
             raise BadRequest(
                 "vLLM hands KV out and takes none in: use --role prefill, or both for its own whole answers"
@@ -49,8 +49,12 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.dtype:
             require_dtype(self.dtype)
         user_arguments(self.arguments)
-        if not self.url:
-            find_python(self.python)
+        if self.url:
+            base_url(self.url)
+        else:
+            probe(find_python(self.python))
+        if self.socket and not self.socket_path().parent.is_dir():
+            raise BadRequest(f"--vllm-socket: there is no folder {self.socket_path().parent}: make it first")
 
     def socket_path(self) -> Path:
         """Where the connector inside vLLM meets this node."""
