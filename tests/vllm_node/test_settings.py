@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from disaggregated_inference.errors import BadRequest, DisaggError, EngineUnavailable
-from disaggregated_inference.vllm_node.settings import VllmSettings
+from disaggregated_inference.models import ModelFiles
+from disaggregated_inference.vllm_node.attached import AttachedVllm
+from disaggregated_inference.vllm_node.settings import VllmSettings, open_server
 
 
 @pytest.mark.parametrize(
@@ -28,3 +30,11 @@ def test_wrong_options(options: dict[str, str], error: type[DisaggError], words:
 
 def test_right_options(tmp_path: Path) -> None:
     VllmSettings(url="unix:/run/v.sock", socket=str(tmp_path / "s")).require_possible()
+
+
+def test_the_command_for_a_users_vllm_keeps_its_full_graphs(tmp_path: Path, smollm2: ModelFiles) -> None:
+    """It also writes answers: with piecewise graphs alone it would do so at half its speed."""
+    server = open_server(VllmSettings(url="http://h:1"), smollm2, tmp_path / "s")
+    assert isinstance(server, AttachedVllm)
+    assert '"disagg_decodes": true' in server.advice
+    assert f'"disagg_socket": "{tmp_path / "s"}"' in server.advice

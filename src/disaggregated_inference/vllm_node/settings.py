@@ -84,7 +84,8 @@ def open_server(settings: VllmSettings, model: ModelFiles, socket: Path) -> Vllm
     """Not started yet."""
     if model.simulated or model.kind != "safetensors":
         raise ModelUnsupported(f"vLLM loads a folder of safetensors, and {model.path} is none")
-    config = kv_transfer_config(socket, decodes=settings.role == "both")
+    # A vLLM that the user runs has other requests, and writes their answers.
+    config = kv_transfer_config(socket, decodes=settings.role == "both" or bool(settings.url))
     if settings.url:
         return AttachedVllm(settings.url, start_command(str(model.path), json.dumps(config), LOGITS_PROCESSOR))
     python = find_python(settings.python)
