@@ -54,7 +54,8 @@ def test_what_waiting_does_not_change_is_told_at_once(
 
 def test_what_is_waited_for_is_told(server: ThreadingHTTPServer) -> None:
     handler: type[_Handler] = server.RequestHandlerClass  # type: ignore[assignment]
-    handler.status, handler.body, steps = 503, b"a proxy says: later", []
+    handler.status, handler.body = 503, b"a proxy says: later"
+    steps: list[str] = []
     limit = VllmTimeouts(attach_s=0.5, poll_s=0.01)
     with pytest.raises(EngineUnavailable, match=r"a proxy says: later \(HTTP 503\)\. Start it with: vllm serve m"):
         AttachedVllm(f"http://127.0.0.1:{server.server_port}", "vllm serve m", limit).start(steps.append)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from starlette.applications import Starlette
 
@@ -69,15 +70,15 @@ class VllmLoader:
         server = open_server(self._vllm, files, border.path)
         self._opened.callback(server.stop)
         server.start(begin)
-        client, name = VllmClient(lambda: _address(server)), lambda: _served_name(server, files)
+        client, served_name = VllmClient(lambda: _address(server)), partial(_served_name, server, files)
         advice = server.advice if isinstance(server, AttachedVllm) else ""
-        watch = ConnectorWatch(border, client, name, lambda: server.state == "ready", advice)
+        watch = ConnectorWatch(border, client, served_name, lambda: server.state == "ready", advice)
         self._opened.callback(watch.close)
         prefill = open_vllm_prefill(
             files,
             border,
             staging,
-            Completions(lambda: _address(server), name),
+            Completions(lambda: _address(server), served_name),
             kv_addresses=addresses,
             queue=settings.queue,
             lease_s=settings.lease_s,
@@ -85,7 +86,7 @@ class VllmLoader:
             begin=begin,
             trust=trust,
         )
-        answers = self._answers(settings, client, files, name, prefill)
+        answers = self._answers(settings, client, files, served_name, prefill)
         return self._node(files, server, prefill, answers, begin)
 
     def _answers(
