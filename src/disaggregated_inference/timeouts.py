@@ -104,6 +104,8 @@ class VllmTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     attach_s: float = 600.0  # for a vLLM that the user starts to answer
     dial_s: float = 3.0
     small_request_s: float = 5.0  # for requests that need no computing
+    idle_connection_s: float = 2.0  # much shorter than vLLM's 5 s: no request goes into a closing connection
+    unattached_s: float = 5.0  # a connector that has not attached by then is asked why, and again after this time
     heartbeat_s: float = 0.25  # how often a stream with nothing to send sends a comment
 
 
@@ -113,7 +115,6 @@ class VllmBorderTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     send_s: float = 5.0  # for a process of vLLM to take a message
     poll_s: float = 0.5  # how often a starting node looks whether vLLM has ended
     export_s: float = 10.0  # after vLLM's answer, for the rest of the KV to arrive
-    dial_s: float = 3.0  # to vLLM's HTTP port
 
 
 class BreakerTimeouts(msgspec.Struct, frozen=True, kw_only=True):

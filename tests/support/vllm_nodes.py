@@ -4,12 +4,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from disaggregated_inference.api import GenerationParams
 from disaggregated_inference.engines import load_engine
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node import DecodeNode, Generation, KVMemory, Scheduler
 from disaggregated_inference.vllm_node.attach import VllmPrefillNode, open_vllm_prefill
 from disaggregated_inference.vllm_node.border import Border
+from disaggregated_inference.vllm_node.completion import Completions
 from disaggregated_inference.vllm_node.staging import Staging
 from tests.support.engines import ENGINE_OPTIONS, LLAMACPP_OPTIONS, twin_of
 from tests.support.handoff import alone
@@ -52,6 +55,8 @@ def open_home(
     staging_bytes: int = STAGING_BYTES,
     lease_s: float = 60.0,
 ) -> VllmHome:
+    if model.name == "gpt_oss" and forker.version.startswith("0.25."):
+        pytest.skip("vLLM 0.25 on the CPU computes gpt_oss in no float32")
     folder.mkdir(parents=True, exist_ok=True)
     staging = Staging(staging_bytes)
     border = Border(folder / "border.sock", model.spec, staging)
@@ -62,7 +67,7 @@ def open_home(
             model,
             border,
             staging,
-            lambda: server.address,
+            Completions(lambda: server.address, lambda: str(model.path)),
             attach_s=START_S,
             stopped=server.why_stopped,
             lease_s=lease_s,

@@ -13,12 +13,17 @@ from typing import Any
 
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.vllm_connector.messages import DECODES_OPTION, SOCKET_OPTION
+from disaggregated_inference.vllm_node import VllmAddress, probe
+from disaggregated_inference.vllm_node.guard import end_session
 from tests.support.cluster import free_port
 
 _ROOT = Path(__file__).parents[2]
 NO_VLLM = "DISAGG_VLLM_PYTHON is not set: `make vllm` runs these tests"
 START_S = 300.0  # two cores may be busy with other tests
 BUSY_S = 120.0  # the same for what takes a moment
+# On the CPU, vLLM 0.32 fails with pipeline stages unless a warm-up made the buffers between them; and it warms up only
+# what it would compile.
+_WARM_UP = {"VLLM_CPU_CI_ENV": "0", "VLLM_USE_AOT_COMPILE": "0"}
 
 
 def vllm_python() -> Path | None:
@@ -39,9 +44,11 @@ class VllmForker:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_CPU_CI_ENV": "1",  # no warm-up
+            "TORCHDYNAMO_DISABLE": "1",  # as a node starts it
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
+        self.version = probe(python).version
         script = Path(__file__).parent / "vllm_forker.py"
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
@@ -89,11 +96,13 @@ class VllmServer:
         self.start()
 
     @property
-    def address(self) -> tuple[str, str]:
-        return f"http://127.0.0.1:{self.port}", ""
+    def address(self) -> VllmAddress:
+        return VllmAddress(f"http://127.0.0.1:{self.port}")
 
-    def start(self, port: int = 0) -> None:
-        """At this port, or at a free one, where no outgoing connection can be."""
+    def start(self, port: int = 0, *more: str) -> None:
+        """At this port, or at a free one, where no outgoing connection can be. `more` arguments, for this run."""
+        if self.pid:
+            end_session(self.pid)  # a killed one may still have the port for a moment
         self.port = port or free_port()
         transfer = {
             "kv_connector": "DisaggConnector",
@@ -102,9 +111,12 @@ class VllmServer:
             "kv_connector_extra_config": {SOCKET_OPTION: str(self._border), DECODES_OPTION: False},
         }
         arguments = ["--model", str(self._model.path), "--host", "127.0.0.1", "--port", str(self.port)]
-        arguments += ["--dtype", "float32", "--enforce-eager", "--kv-transfer-config", json.dumps(transfer)]
+        arguments += ["--dtype", "float32", "--kv-transfer-config", json.dumps(transfer)]
         arguments += ["--logits-processors", "disaggregated_inference.vllm_connector.first_token:FirstToken"]
-        self.pid = self._forker.start([*arguments, *self._arguments], {"VLLM_CPU_KVCACHE_SPACE": "1"}, self._log)
+        stages = "--pipeline-parallel-size" in self._arguments
+        arguments += ["--compilation-config", '{"backend": "eager"}'] if stages else ["--enforce-eager"]
+        environment = {"VLLM_CPU_KVCACHE_SPACE": "1"} | (_WARM_UP if stages else {})
+        self.pid = self._forker.start([*arguments, *self._arguments, *more], environment, self._log)
 
     def why_stopped(self) -> str:
         """Empty while it runs."""
@@ -125,7 +137,7 @@ class VllmServer:
             time.sleep(0.1)
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.address[0] + path, timeout=10) as response:
+        with urllib.request.urlopen(self.address.url + path, timeout=10) as response:
             return str(response.read().decode())
 
     def metric(self, name: str) -> float:

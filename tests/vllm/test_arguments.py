@@ -26,6 +26,7 @@ for arguments in json.load(sys.stdin):
     graphs = parsed.compilation_config
     found.append({
         "model": parsed.model_tag,
+        "uds": parsed.uds,
         "connector": parsed.kv_transfer_config.kv_connector,
         "processors": parsed.logits_processors,
         "batched": parsed.max_num_batched_tokens,
@@ -42,7 +43,7 @@ def test_vllm_takes_all_arguments() -> None:
     if not (python := vllm_python()):
         pytest.skip(NO_VLLM)
     kv_transfer = {"kv_connector": "DisaggConnector", "kv_role": "kv_producer", "kv_connector_module_path": "m"}
-    options = {"model": "/m", "name": "m", "port": 1, "kv_transfer": kv_transfer, "logits_processors": ("a:B",)}
+    options = {"model": "/m", "name": "m", "socket": "/s", "kv_transfer": kv_transfer, "logits_processors": ("a:B",)}
     prefill = EngineOptions(**options, more="--tensor-parallel-size 2 --max_num_batched_tokens=2048")  # type: ignore[arg-type]
     both, cpu = EngineOptions(**options, role="both"), EngineOptions(**options, dtype="float32")  # type: ignore[arg-type]
     cuda = VllmBuild(version="0.32.0")
@@ -61,6 +62,7 @@ def test_vllm_takes_all_arguments() -> None:
     assert "FOUND" in done.stdout, done.stderr[-3000:]
     first, second, third = json.loads(done.stdout.partition("FOUND")[2])
     assert (first["model"], first["connector"], first["processors"]) == ("/m", "DisaggConnector", ["a:B"])
+    assert first["uds"] == "/s"
     assert (first["batched"], first["tensor_parallel"], first["eager"]) == (2048, 2, False)
     assert "PIECEWISE" in first["mode"]
     assert {64, 768, 1536} <= set(first["sizes"])

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,16 +40,40 @@ def running_vllm(vllm_forker: VllmForker, served_folder: Path, socket_path: Path
 
 @pytest.fixture(scope="module")
 def attached(running_vllm: VllmServer, served_folder: Path, socket_path: Path) -> Iterator[Process]:
-    url = ["--vllm-url", running_vllm.address[0], "--vllm-socket", str(socket_path), "--kv-memory", "64M"]
+    url = ["--vllm-url", running_vllm.address.url, "--vllm-socket", str(socket_path), "--kv-memory", "64M"]
     node = Process("spark-2", "prefill", "vllm", str(served_folder), *url)
     yield node.ready()
     node.end()
+
+
+def _loading(node: Process) -> Any:
+    """What /health says before the node serves."""
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"http://127.0.0.1:{node.port}/health", timeout=30)
+    with refused.value as response:
+        return json.loads(response.read())
 
 
 def _generate(node: Process, tokens: list[int], count: int) -> Any:
     body = json.dumps({"tokens": tokens, "max_tokens": count, "ignore_eos": True}).encode()
     with urllib.request.urlopen(f"http://127.0.0.1:{node.port}/generate", body, timeout=240) as response:
         return json.loads(response.read())["tokens"]
+
+
+def test_a_connector_that_waits_elsewhere_is_told_of(
+    running_vllm: VllmServer, served_folder: Path, socket_path: Path
+) -> None:
+    """On the terminal and in /health, with the option that helps."""
+    elsewhere = socket_path.with_name("elsewhere.sock")
+    url = ["--vllm-url", running_vllm.address.url, "--vllm-socket", str(elsewhere), "--kv-memory", "64M"]
+    node = Process("spark-2", "prefill", "vllm", str(served_folder), *url)
+    remedy = f"start this node with --vllm-socket {socket_path}"
+    try:
+        assert until(lambda: remedy in node.said(), START_S), node.said()
+        assert until(lambda: remedy in _loading(node)["reason"], 60), _loading(node)
+        assert _loading(node)["status"] == "loading"
+    finally:
+        node.end()
 
 
 def test_a_running_vllm_is_used_as_it_is(attached: Process, served_folder: Path) -> None:
@@ -68,7 +93,7 @@ def test_a_vllm_that_goes_makes_the_node_unhealthy_until_it_is_back(
     running_vllm.kill()
     assert until(lambda: attached.status()["status"] == "unhealthy", 60)
     assert "vLLM" in attached.status()["reason"]
-    running_vllm.start(port)
+    running_vllm.start(port, "--served-model-name", "another-name")
     running_vllm.wait_until_ready()
     assert until(lambda: attached.status()["status"] == "healthy", START_S), attached.status()
     assert attached.status()["epoch"] != epoch

@@ -1,17 +1,47 @@
 """vLLM as a child: it dies and comes back, it says why it does not start, and none of it is left behind."""
 
+import asyncio
+import errno
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from disaggregated_inference.vllm_node.client import VllmAddress, VllmClient
 from tests.support.cluster import Process
-from tests.support.vllm_served import engine_cores, serve_vllm
+from tests.support.vllm_served import (
+    command_of,
+    descendants,
+    engine_cores,
+    errno_of_stranger,
+    guards,
+    listening_ports,
+    runs,
+    serve_vllm,
+)
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 RESTART_S = 400.0  # two cores may be busy with other tests
+
+
+def test_no_other_user_reaches_vllms_http(served: Process) -> None:
+    """Some of its paths need no key. It listens at a socket in a folder of this user, and at no port."""
+    below = descendants(served.process.pid)
+    words = next(words for pid in below if "--uds" in (words := command_of(pid).split()))
+    path = Path(words[words.index("--uds") + 1])
+    assert asyncio.run(VllmClient(lambda: VllmAddress(f"unix:{path}")).is_healthy())
+    assert path.parent.stat().st_mode & 0o077 == 0
+    assert not any(asyncio.run(_healthy_at(listening_ports(below)))), "torch's own ports speak no HTTP"
+    if os.geteuid() == 0:
+        assert errno_of_stranger(path) == errno.EACCES
+
+
+async def _healthy_at(ports: list[int]) -> list[bool]:
+    clients = [VllmClient(partial(VllmAddress, f"http://127.0.0.1:{port}")) for port in ports]
+    return await asyncio.gather(*(client.is_healthy() for client in clients))
 
 
 def _health(node: Process) -> str:
@@ -20,17 +50,24 @@ def _health(node: Process) -> str:
 
 
 def test_a_vllm_that_dies_is_restarted(served: Process) -> None:
+    """Its engine dies; then, while it loads again, its guard. Nothing of the old one is left: its engine would hold the
+    memory that the next one needs."""
     before, epoch = engine_cores(served.process.pid), served.status()["epoch"]
     assert before
     os.kill(before[0], signal.SIGKILL)
     assert until(lambda: "vLLM" in _health(served) and "unhealthy" in _health(served), 120), _health(served)
+    assert until(lambda: bool(set(engine_cores(served.process.pid)) - set(before)), RESTART_S)
+    old = descendants(served.process.pid)
+    os.kill(guards(served.process.pid)[0], signal.SIGKILL)
+    assert until(lambda: not any(map(runs, old)), 60)
     assert until(lambda: served.status()["status"] == "healthy", RESTART_S), _health(served)
     after = engine_cores(served.process.pid)
     assert after
-    assert not set(after) & set(before)
+    assert not set(after) & {*before, *old}
     assert served.status()["epoch"] != epoch, "decode nodes must check it again"
     assert '"level": "error"' in served.said()
     assert "it starts again in 1 s" in served.said()
+    assert "it starts again in 2 s" in served.said()
 
 
 @pytest.mark.parametrize(

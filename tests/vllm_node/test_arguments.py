@@ -17,7 +17,7 @@ CUDA, CPU = VllmBuild(version="0.32.0"), VllmBuild(version="0.32.0", is_cpu=True
 
 
 def made(build: VllmBuild = CUDA, **options: object) -> list[str]:
-    return serve_arguments(EngineOptions(model="/m", name="m", port=1234, **options), build)  # type: ignore[arg-type]
+    return serve_arguments(EngineOptions(model="/m", name="m", socket="/s", **options), build)  # type: ignore[arg-type]
 
 
 def value(arguments: list[str], flag: str) -> str:
@@ -49,7 +49,8 @@ def test_the_connector_and_the_logits_processor_are_given() -> None:
     assert json.loads(value(arguments, "--kv-transfer-config")) == {"kv_connector": "C"}
     assert value(arguments, "--logits-processors") == "a:B"
     assert (value(arguments, "--dtype"), value(arguments, "--max-model-len")) == ("float32", "100")
-    assert value(arguments, "--host") == "127.0.0.1"
+    assert value(arguments, "--uds") == "/s"
+    assert not {"--host", "--port"} & set(arguments)
     assert arguments[0] == "/m"
 
 

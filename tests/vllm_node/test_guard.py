@@ -4,11 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from disaggregated_inference.vllm_connector import lifeline
 from disaggregated_inference.vllm_node import guard
 from tests.support.waiting import until
 
@@ -99,3 +101,44 @@ def test_a_killed_parent_takes_all_with_it(numbers: Path) -> None:
     parent.kill()
     parent.wait()
     assert until(lambda: not [pid for pid in _pids(numbers) if _runs(pid)], 60)
+
+
+def _kill_guard(started: "subprocess.Popen[str]") -> None:
+    started.kill()
+    assert _code(started) == -signal.SIGKILL
+
+
+def test_the_node_ends_what_a_killed_guard_left(numbers: Path) -> None:
+    """The kernel kills the command, and nobody its children."""
+    started = _stubborn(numbers)
+    command, child = _pids(numbers)
+    _kill_guard(started)
+    assert until(lambda: not _runs(command), 60)
+    assert _runs(child), "the test shows nothing"
+    guard.end_session(started.pid)
+    assert not _runs(child)
+
+
+def test_a_process_with_the_connector_ends_with_the_guard(numbers: Path) -> None:
+    """Also where the node is gone. A process that is not watched stays, which shows that nobody else ended it."""
+    watched = "from disaggregated_inference.vllm_connector import lifeline; lifeline.watch(); lifeline.watch()"
+    report = "; import os, sys, time; open(sys.argv[1], 'a').write(f'{os.getpid()}\\n'); time.sleep(600)"
+    code = "import subprocess, sys, time\n"
+    code += f"for first in ({watched!r}, 'pass'):\n"
+    code += f"    subprocess.Popen([sys.executable, '-c', first + {report!r}, sys.argv[1]])\n"
+    code += "    while open(sys.argv[1]).read().count('\\n') < 1 + (first == 'pass'): time.sleep(0.01)\n"
+    code += "time.sleep(600)\n"
+    started = _start(60, sys.executable, "-c", code, str(numbers))
+    assert until(lambda: len(_pids(numbers)) == 2, 60)
+    with_connector, without = _pids(numbers)
+    _kill_guard(started)
+    assert until(lambda: not _runs(with_connector), 60)
+    assert _runs(without)
+
+
+def test_a_vllm_without_a_guard_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(guard.GUARD_VARIABLE, raising=False)
+    before = threading.active_count()
+    lifeline.watch()
+    assert threading.active_count() == before
+    assert guard.GUARD_VARIABLE == lifeline._VARIABLE

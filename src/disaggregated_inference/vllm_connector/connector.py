@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
-from disaggregated_inference.vllm_connector import current
+from disaggregated_inference.vllm_connector import current, lifeline
 from disaggregated_inference.vllm_connector.link import NodeLink
 from disaggregated_inference.vllm_connector.messages import (
     DECODES_OPTION,
@@ -45,6 +45,7 @@ class StepSpans(KVConnectorMetadata):  # type: ignore[misc]
 
 class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        lifeline.watch()
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._config, self._caches = vllm_config, kv_cache_config
         self._options = vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -151,7 +152,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler
         self._scheduler.end(request.request_id, request.status.name)
-        return False, None
+        return False, self._scheduler.answer(request.sampling_params)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids)

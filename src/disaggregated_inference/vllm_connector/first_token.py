@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from disaggregated_inference.vllm_connector import current
+from disaggregated_inference.vllm_connector import current, lifeline
 from disaggregated_inference.vllm_connector.scheduler import ticket_of
 
 _Bases: tuple[type, ...]
@@ -21,6 +21,7 @@ except ImportError:  # older than 0.32: with a logits processor, vLLM takes its 
 
 class FirstToken(*_Bases):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, *_: Any) -> None:
+        lifeline.watch()  # before the weights are loaded; the connector comes after them
         self._tickets: dict[int, str] = {}  # by row of the batch, or by request slot
 
     def is_argmax_invariant(self) -> bool:

@@ -14,17 +14,20 @@ from typing import Any
 
 from disaggregated_inference.vllm_connector.messages import (
     MAX_PACKET_BYTES,
+    PROTOCOL,
     Accept,
     Attach,
     Decoder,
     Grant,
     InvalidMessage,
+    LinkState,
     Ready,
     Refuse,
     Released,
     ReleaseTicket,
     ToNode,
     ToVllm,
+    Unusable,
     encode,
 )
 
@@ -32,6 +35,10 @@ log = logging.getLogger("vllm.disagg")
 
 _REDIAL_S = 0.5
 _REDIAL_REFUSED_S = 5.0
+
+
+class _Refused(Exception):
+    """The node said why."""
 
 
 @dataclass(slots=True)
@@ -56,6 +63,7 @@ class NodeLink:
         self._number = 0  # of the current connection
         self._decoder = Decoder(ToVllm)
         self._outgoing: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
+        self._trouble = "it has not dialled yet"  # why there is no connection
         self._closing = threading.Event()
         self._dialer = threading.Thread(target=self._dial_forever, name="disagg-dial", daemon=True)
         self._sender = threading.Thread(target=self._send_all, name="disagg-send", daemon=True)
@@ -73,6 +81,9 @@ class NodeLink:
                 self._take_waiting()
             return self.grants.get(ticket)
 
+    def state(self) -> LinkState:
+        return LinkState(protocol=PROTOCOL, socket=self._path, trouble="" if self._sock else self._trouble)
+
     def close(self) -> None:
         self._closing.set()
         self._outgoing.put(None)
@@ -89,21 +100,27 @@ class NodeLink:
             pause_s = _REDIAL_S
             try:
                 self._serve_connection()
-            except PermissionError as error:  # the node refuses this vLLM, or the socket belongs to another user
+            except _Refused as error:
                 log.error("the node at %s refuses this vLLM: %s", self._path, error)
-                pause_s = _REDIAL_REFUSED_S
+                self._trouble, pause_s = f"the node refuses this vLLM: {error}", _REDIAL_REFUSED_S
             except (OSError, InvalidMessage) as error:
-                log.debug("no connection to the node at %s: %s", self._path, error)
-            except Exception:
+                if (trouble := _words(error)) != self._trouble:
+                    log.warning("no connection to the node at %s: %s", self._path, trouble)
+                self._trouble = trouble
+            except Exception as error:
                 log.exception("the connection to the node at %s failed", self._path)
-                pause_s = _REDIAL_REFUSED_S
+                self._trouble, pause_s = f"{type(error).__name__}: {error}", _REDIAL_REFUSED_S
             self._closing.wait(pause_s)
 
     def _serve_connection(self) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.connect(self._path)
             sock.sendall(encode(self._attach))
-            self._begin(sock, *self._receive_answer(sock))
+            try:
+                self._begin(sock, *self._receive_answer(sock))
+            except RuntimeError as error:  # of the model, or of the device
+                sock.sendall(encode(Unusable(reason=str(error)[:500])))
+                raise
             self.send(Ready())  # behind all that was meant for an earlier connection: it may still write to memory
             try:
                 log.info("attached to the node at %s", self._path)
@@ -118,7 +135,7 @@ class NodeLink:
         packet, descriptors, _, _ = socket.recv_fds(sock, MAX_PACKET_BYTES, 1)
         answer = self._decoder.decode(packet) if packet else None
         if isinstance(answer, Refuse):
-            raise PermissionError(answer.reason)
+            raise _Refused(answer.reason)
         if not isinstance(answer, Accept) or len(descriptors) != 1:
             raise InvalidMessage("the node's first message is no Accept with shared memory")
         return answer, descriptors[0]
@@ -184,3 +201,14 @@ class NodeLink:
             except Exception:
                 log.exception("a message to the node failed")
                 self._hang_up()  # the node then fails its requests, instead of waiting for this message
+
+
+def _words(error: Exception) -> str:
+    """What is wrong with the socket, and what to do."""
+    if isinstance(error, FileNotFoundError):
+        return "there is no such socket where vLLM runs: in a container, mount its folder"
+    if isinstance(error, ConnectionRefusedError):
+        return "no node listens there"
+    if isinstance(error, PermissionError):
+        return f"user {os.getuid()}, who runs vLLM, may not open it: run vLLM and the node as one user"
+    return str(error) or type(error).__name__

@@ -12,9 +12,11 @@ from typing import Any, Literal
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_PACKET_BYTES = 65536
 TICKET_PARAM = "disagg_ticket"  # in `kv_transfer_params` of a request to vLLM
+QUESTION_PARAM = "disagg_question"  # likewise: asks the connector for its `LinkState`
+STATE_PARAM = "disagg_state"  # in `kv_transfer_params` of the response: the `LinkState`
 SOCKET_OPTION = "disagg_socket"  # in `kv_connector_extra_config`: the path of the node's socket
 DECODES_OPTION = "disagg_decodes"  # likewise: this vLLM also writes answers, so it keeps full CUDA graphs
 
@@ -75,6 +77,12 @@ class Accept(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """The connector has the shared memory: pinning it for a GPU takes seconds. Only now it takes grants."""
+
+
+class Unusable(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """In the place of `Ready`: this process of vLLM cannot work with the node, and hangs up."""
+
+    reason: str
 
 
 class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -142,8 +150,17 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_
     status: str  # vLLM's own word
 
 
+class LinkState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the connector beside vLLM's scheduler stands with its node. It goes through vLLM's HTTP response: where the
+    socket cannot be reached, nothing else can tell the node why."""
+
+    protocol: int
+    socket: str
+    trouble: str  # empty: it is attached
+
+
 Attach = AttachScheduler | AttachWorker
-ToNode = Attach | Ready | Started | Exported | LogitsReady | Failed | Ended | Released
+ToNode = Attach | Ready | Unusable | Started | Exported | LogitsReady | Failed | Ended | Released
 ToVllm = Accept | Refuse | Grant | ReleaseTicket
 
 

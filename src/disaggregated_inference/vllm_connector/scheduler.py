@@ -5,8 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import asdict
+
 from disaggregated_inference.vllm_connector.link import NodeLink
-from disaggregated_inference.vllm_connector.messages import TICKET_PARAM, Ended, Failed, Started
+from disaggregated_inference.vllm_connector.messages import (
+    QUESTION_PARAM,
+    STATE_PARAM,
+    TICKET_PARAM,
+    Ended,
+    Failed,
+    Started,
+)
 from disaggregated_inference.vllm_connector.region import first_row
 
 log = logging.getLogger("vllm.disagg")
@@ -87,6 +96,12 @@ class SchedulerHalf:
                 )
             )
 
+    def answer(self, sampling_params: Any) -> dict[str, Any] | None:
+        """To a node's question, in vLLM's response. None: there is none."""
+        if QUESTION_PARAM not in _transfer_params(sampling_params):
+            return None
+        return {STATE_PARAM: asdict(self._link.state())}
+
     def close(self) -> None:
         self._link.close()
 
@@ -129,6 +144,9 @@ class SchedulerHalf:
 
 def ticket_of(sampling_params: Any) -> str:
     """Empty for a request that is none of a node's."""
-    extra = getattr(sampling_params, "extra_args", None) or {}
-    ticket = (extra.get("kv_transfer_params") or {}).get(TICKET_PARAM)
+    ticket = _transfer_params(sampling_params).get(TICKET_PARAM)
     return ticket if isinstance(ticket, str) else ""
+
+
+def _transfer_params(sampling_params: Any) -> Any:
+    return (getattr(sampling_params, "extra_args", None) or {}).get("kv_transfer_params") or {}

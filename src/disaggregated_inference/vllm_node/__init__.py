@@ -3,6 +3,7 @@
 from disaggregated_inference.vllm_node.arguments import EngineOptions, serve_arguments, serve_environment
 from disaggregated_inference.vllm_node.attach import VllmPrefillNode, open_vllm_prefill
 from disaggregated_inference.vllm_node.border import Border
+from disaggregated_inference.vllm_node.client import Computed, VllmAddress
 from disaggregated_inference.vllm_node.completion import Completions
 from disaggregated_inference.vllm_node.engine import VllmEngine
 from disaggregated_inference.vllm_node.loading import VllmLoader
@@ -15,8 +16,10 @@ __all__ = [
     "LOGITS_PROCESSOR",
     "Border",
     "Completions",
+    "Computed",
     "EngineOptions",
     "Staging",
+    "VllmAddress",
     "VllmEngine",
     "VllmLoader",
     "VllmPrefillNode",

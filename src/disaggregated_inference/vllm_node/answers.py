@@ -35,10 +35,16 @@ _MEASURED_TOKENS = 33  # of the answer that shows the decode rate at the start
 
 
 class WholeAnswers:
-    """On the event loop. `name` is vLLM's own name of the model; `window` the tokens of prompt and completion."""
+    """On the event loop. `name` gives vLLM's own name of the model; `window` the tokens of prompt and completion."""
 
     def __init__(
-        self, client: VllmClient, model: ModelFiles, name: str, window: int = 0, slots: int = 64, queue: int = 256
+        self,
+        client: VllmClient,
+        model: ModelFiles,
+        name: Callable[[], str],
+        window: int = 0,
+        slots: int = 64,
+        queue: int = 256,
     ) -> None:
         self._client, self._model, self._name = client, model, name
         self.window = min(window or model.spec.context_window, model.spec.context_window)
@@ -109,7 +115,7 @@ class WholeAnswers:
 
     async def _generate(self, answer: "_OpenAnswer") -> None:
         params, eos = answer.generation.params, self._model.spec.eos_tokens
-        body = completion_body(params, self._name, answer.prompt, answer.generation.max_tokens, eos)
+        body = completion_body(params, self._name(), answer.prompt, answer.generation.max_tokens, eos)
         async with aclosing(self._client.complete(body)) as pieces:
             async for piece in pieces:
                 answer.take(piece)

@@ -23,11 +23,11 @@ _CPU_KV_BYTES = 4 << 30  # vLLM's own default on a CPU is most of the machine's 
 _OWNED = {
     "--model": "give --model to disagg serve",
     "--served-model-name": "this node names the model",
-    "--host": "vLLM listens on loopback, for this node alone",
-    "--port": "this node finds a free port",
-    "--uds": "this node talks to vLLM over loopback",
-    "--ssl-keyfile": "this node talks to vLLM over loopback",
-    "--ssl-certfile": "this node talks to vLLM over loopback",
+    "--host": "vLLM listens at a Unix socket, for this node alone",
+    "--port": "vLLM listens at a Unix socket, for this node alone",
+    "--uds": "this node chooses the socket",
+    "--ssl-keyfile": "this node talks to vLLM over a Unix socket",
+    "--ssl-certfile": "this node talks to vLLM over a Unix socket",
     "--no-enable-prompt-tokens-details": "this node needs them",
     "--api-key": "this node makes one, and keys do not belong on a command line",
     "--kv-transfer-config": "it loads this project's connector",
@@ -45,7 +45,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str  # a folder
     name: str
-    port: int
+    socket: str  # where its HTTP API listens: in a folder of this user alone
     role: str = "prefill"
     dtype: str = ""
     window: int = 0
@@ -96,7 +96,7 @@ def _is_given(flag: str, given: set[str]) -> bool:
 
 
 def _owned(options: EngineOptions) -> list[str]:
-    found = ["--served-model-name", options.name, "--host", "127.0.0.1", "--port", str(options.port)]
+    found = ["--served-model-name", options.name, "--uds", options.socket]
     found += ["--generation-config", "vllm", "--enable-prompt-tokens-details"]
     if options.kv_transfer:
         found += ["--kv-transfer-config", json.dumps(options.kv_transfer)]

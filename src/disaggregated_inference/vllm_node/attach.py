@@ -7,7 +7,7 @@ from functools import partial
 
 from disaggregated_inference.kv_transfer import Address
 from disaggregated_inference.models import ModelFiles
-from disaggregated_inference.node import KVMemory, PrefillJob, PrefillNode, Scheduler, Trust
+from disaggregated_inference.node import Begin, KVMemory, PrefillJob, PrefillNode, Scheduler, Trust
 from disaggregated_inference.timeouts import VllmBorderTimeouts
 from disaggregated_inference.vllm_node.border import Border
 from disaggregated_inference.vllm_node.completion import Completions
@@ -73,24 +73,22 @@ def open_vllm_prefill(
     model: ModelFiles,
     border: Border,
     staging: Staging,
-    address: Callable[[], tuple[str, str]],
+    completions: Completions,
     *,
-    served_name: str = "",
     kv_addresses: Sequence[Address] = (("127.0.0.1", 0),),
     queue: int = 256,
     lease_s: float = 60.0,
     attach_s: float = 600.0,
     stopped: Callable[[], str] = lambda: "",
+    begin: Begin = lambda step: None,
     trust: Trust = Trust(),
     timeouts: VllmBorderTimeouts = VllmBorderTimeouts(),
 ) -> VllmPrefillNode:
-    """Waits until vLLM has attached. `address` gives URL and API key of its HTTP port, `served_name` its name of the
-    model; `stopped` may say why it will never attach."""
-    engine = border.wait_attached(attach_s, stopped)
+    """Waits until vLLM has attached. `stopped` may say why it will never attach. The node closes `completions`."""
+    engine = border.wait_attached(attach_s, stopped, begin)
     scheduler = Scheduler(lambda: VllmEngine(model, engine.dtype, staging, engine.scheduler.max_tokens))
     try:
         kv_memory = KVMemory(scheduler, prefix_bytes=0, max_waiting=queue)
-        completions = Completions(address, served_name or str(model.path), timeouts)
         node = VllmPrefillNode(border, completions, kv_memory, kv_addresses, lease_s, trust, timeouts)
     except BaseException:
         scheduler.stop()

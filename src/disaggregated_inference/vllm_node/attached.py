@@ -7,11 +7,13 @@ import shlex
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import urlsplit
 
+import disaggregated_inference
 from disaggregated_inference.errors import BadRequest, DisaggError, EngineUnavailable
 from disaggregated_inference.timeouts import VllmTimeouts
-from disaggregated_inference.vllm_node.client import ServedModel, VllmAddress, VllmClient
+from disaggregated_inference.vllm_node.client import UNIX, KeyRefused, NoVllm, ServedModel, VllmAddress, VllmClient
 from disaggregated_inference.vllm_node.process import State
 from disaggregated_inference.vllm_node.versions import is_known, require_known
 
@@ -23,8 +25,8 @@ class AttachedVllm:
 
     def __init__(self, url: str, advice: str, timeouts: VllmTimeouts = VllmTimeouts()) -> None:
         """`advice`: what that vLLM must be started with."""
-        self.url, self.key = _base_url(url), os.environ.get("VLLM_API_KEY", "")
-        self._advice, self._timeouts = advice, timeouts
+        self.url, self.key = base_url(url), os.environ.get("VLLM_API_KEY", "")
+        self.advice, self._timeouts = advice, timeouts
         self.state: State = "loading"
         self.reason = f"waiting for vLLM at {self.url}"
         self.model = ServedModel(id="")
@@ -39,19 +41,28 @@ class AttachedVllm:
         return silent if self.state == "ready" and silent > 2 * self._timeouts.health_s else 0.0
 
     def start(self, begin: Callable[[str], None] = lambda step: None) -> None:
-        """Wait until it answers; one that loads is waited for. Raises if it is another version, or no vLLM."""
+        """Wait until it answers; one that loads is waited for. Raises if it is another version, or no vLLM, or wants
+        another key."""
         begin(self.reason)
-        deadline = time.monotonic() + self._timeouts.attach_s
+        deadline, told = time.monotonic() + self._timeouts.attach_s, ""
         while True:
             try:
                 asyncio.run(self._look())
                 break
-            except EngineUnavailable as error:
-                if time.monotonic() > deadline or not self._is_known:
-                    raise EngineUnavailable(f"{error}. Start it with: {self._advice}") from error
+            except DisaggError as error:
+                if isinstance(error, KeyRefused):
+                    raise
+                if time.monotonic() > deadline or isinstance(error, NoVllm) or not self._is_known:
+                    raise EngineUnavailable(f"{error}. Start it with: {self.advice}") from error
+                if told != str(error):
+                    begin(told := str(error))
                 time.sleep(self._timeouts.poll_s)
         self.state, self.reason = "ready", ""
         self._thread.start()
+
+    def why_stopped(self) -> str:
+        """Never: the user may be restarting it, perhaps because this node said how."""
+        return ""
 
     def stop(self) -> None:
         self._closing.set()
@@ -80,11 +91,24 @@ class AttachedVllm:
 def start_command(model: str, kv_transfer: str, logits_processor: str) -> str:
     """What to type for a vLLM that a node can attach to."""
     words = ["vllm", "serve", model, "--kv-transfer-config", kv_transfer, "--logits-processors", logits_processor]
-    return f"pip install --no-deps disaggregated-inference && {shlex.join(words)} --enable-prompt-tokens-details"
+    return f"pip install --no-deps {_package()} && {shlex.join(words)} --enable-prompt-tokens-details"
 
 
-def _base_url(text: str) -> str:
+def _package() -> str:
+    """For pip: the checkout that this runs from, or the package's name."""
+    checkout = Path(disaggregated_inference.__file__).parents[2]
+    return shlex.quote(str(checkout)) if (checkout / "pyproject.toml").is_file() else "disaggregated-inference"
+
+
+def base_url(text: str) -> str:
+    if text.startswith(UNIX):
+        path = Path(text.removeprefix(UNIX).replace("///", "/", 1)).expanduser()
+        if not path.is_absolute():
+            raise BadRequest(f"--vllm-url: {text!r} is no path: give one such as unix:/run/vllm.sock")
+        return UNIX + str(path)
     parts = urlsplit(text if "://" in text else f"http://{text}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise BadRequest(f"--vllm-url: {text!r} is no address: give one such as http://127.0.0.1:8000")
+        raise BadRequest(
+            f"--vllm-url: {text!r} is no address: give one such as http://127.0.0.1:8000 or unix:/run/vllm.sock"
+        )
     return f"{parts.scheme}://{parts.netloc}"

@@ -39,6 +39,7 @@ from disaggregated_inference.vllm_connector.messages import (
     Started,
     ToNode,
     ToVllm,
+    Unusable,
     encode,
 )
 from disaggregated_inference.vllm_node.staging import Staging
@@ -100,32 +101,47 @@ class Border:
         self.engine: AttachedEngine | None = None
         self._required_dtype: KVDType | None = None  # of the first vLLM: prompts of another would not fit
         self.reason = _WAITING
+        self._explained = ""  # what to do about it; until all are attached
         self._releasing: dict[str, tuple[set[int], Callable[[], None]]] = {}
         self._decoder = Decoder(ToNode)
         self._listener = _listen(path)
         self._inode = path.stat().st_ino
         threading.Thread(target=self._accept_all, name="vllm-border", daemon=True).start()
 
-    def wait_attached(self, timeout_s: float, stopped: Callable[[], str] = lambda: "") -> AttachedEngine:
-        """`stopped` may say why vLLM will never attach."""
-        deadline = time.monotonic() + timeout_s
+    def wait_attached(
+        self,
+        timeout_s: float,
+        stopped: Callable[[], str] = lambda: "",
+        begin: Callable[[str], None] = lambda step: None,
+    ) -> AttachedEngine:
+        """`stopped` may say why vLLM will never attach; `begin` is told what is waited for."""
+        deadline, told = time.monotonic() + timeout_s, ""
         with self._changed:
             while not self.engine:
+                if told != self.trouble():
+                    begin(told := self.trouble())
                 left = deadline - time.monotonic()
                 if (why := stopped()) or left <= 0:
-                    raise EngineUnavailable(f"vLLM did not attach: {why or self.reason}")
+                    raise EngineUnavailable(f"vLLM did not attach: {why or self.trouble()}")
                 self._changed.wait(min(left, self._timeouts.poll_s))
             return self.engine
 
     def trouble(self) -> str:
         """Why no prompt can be computed now; empty when all is well."""
-        return "" if self.engine else self.reason
+        return "" if self.engine else self._explained or self.reason
+
+    def explain(self, why: str) -> None:
+        """Why vLLM is not attached, in words that say what to do."""
+        with self._changed:
+            if not self.engine and why != self._explained:
+                self._explained = why
+                log.error("vLLM is not attached: %s", why)
 
     def grant(self, ticket: str, offset: int, tokens: int) -> AttachedEngine:
         """Before the request is sent to vLLM."""
         with self._changed:
             if not self.engine or not self._scheduler:
-                raise EngineUnavailable(f"vLLM is not attached: {self.reason}")
+                raise EngineUnavailable(f"vLLM is not attached: {self.trouble()}")
             message, engine = Grant(ticket=ticket, offset=offset, tokens=tokens), self.engine
             peers = [*self._workers.values(), self._scheduler]
         for peer in peers:
@@ -261,12 +277,12 @@ class Border:
             return self._refuse_all("not exactly one of vLLM's workers sends logits")
         self._required_dtype = attached[0].dtype
         self.engine, self.reason = AttachedEngine(scheduler, attached[0].dtype, tuple(senders)), ""
+        self._explained = ""
         log.info("vLLM %s is attached, with %d workers", scheduler.vllm_version, len(attached))
         self._changed.notify_all()
 
     def _refuse_all(self, reason: str) -> None:
-        log.error("vLLM is refused: %s", reason)
-        self.reason = reason
+        self.explain(f"it is refused: {reason}")
         for peer in self._peers():
             peer.hang_up()
 
@@ -281,6 +297,8 @@ class Border:
             with self._changed:
                 peer.ready = True
                 self._complete()
+        elif isinstance(message, Unusable):
+            self.explain(f"vLLM's {_name(peer)} cannot work with this node: {message.reason}")
         elif not (reports := self.reports):
             pass
         elif isinstance(message, Exported):

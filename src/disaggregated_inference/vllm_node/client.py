@@ -5,8 +5,8 @@ The shapes are those of vLLM 0.25 to 0.32: `return_token_ids` brings the ids of 
 """
 
 import re
-from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
@@ -24,8 +24,18 @@ from disaggregated_inference.timeouts import VllmTimeouts
 
 Kind = TypeVar("Kind")
 
+UNIX = "unix:"  # begins the address of a vLLM that listens at a Unix socket
+_NO_HOST = "http://localhost"  # of requests to one
 _MAX_EVENT_BYTES = 16 << 20
 _TOO_LARGE = re.compile(r"KV cache|out of memory|cache blocks", re.IGNORECASE)
+
+
+class NoVllm(EngineUnavailable):
+    """The server there is another one."""
+
+
+class KeyRefused(EngineUnavailable):
+    """vLLM wants another key."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -75,21 +85,36 @@ class _Models(msgspec.Struct, frozen=True):
     data: list[ServedModel] = []
 
 
+class Computed(msgspec.Struct, frozen=True):
+    """The answer to a prompt whose KV was exported. The connector may add its own words."""
+
+    kv_transfer_params: dict[str, Any] | None = None
+
+
 class VllmAddress(NamedTuple):
-    """Where vLLM listens: a restarted one has another port."""
+    """Where vLLM listens, `http://HOST:PORT` or `unix:PATH`: a restarted one has another."""
 
     url: str
     key: str = ""
+
+    @property
+    def socket(self) -> str:
+        """The path of its Unix socket; empty: it has a port."""
+        return self.url.removeprefix(UNIX) if self.url.startswith(UNIX) else ""
 
 
 _decoder = msgspec.json.Decoder(CompletionPiece)
 
 
 class VllmClient:
-    """`address` is asked for every request."""
+    """`address` is asked for every request. Connections are kept for the next request where `keep` says so: then all
+    requests come from one event loop, which closes the client at its end."""
 
-    def __init__(self, address: Callable[[], VllmAddress], timeouts: VllmTimeouts = VllmTimeouts()) -> None:
-        self._address, self._timeouts = address, timeouts
+    def __init__(
+        self, address: Callable[[], VllmAddress], timeouts: VllmTimeouts = VllmTimeouts(), keep: bool = False
+    ) -> None:
+        self._address, self._timeouts, self._keep = address, timeouts, keep
+        self._kept: tuple[str, aiohttp.ClientSession] | None = None  # and the address that it is for
 
     async def version(self) -> str:
         return (await self._get(_VllmVersion, "/version")).version
@@ -97,51 +122,101 @@ class VllmClient:
     async def models(self) -> list[ServedModel]:
         return (await self._get(_Models, "/v1/models")).data
 
+    async def is_healthy(self) -> bool:
+        """vLLM has loaded its model, and its engine lives."""
+        try:
+            async with self._request("GET", "/health", self._timeouts.health_s) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    async def compute(self, body: dict[str, Any]) -> Computed:
+        """A completion in one piece."""
+        async with self._completion(body) as response:
+            return _decode(Computed, await response.read(), EngineUnavailable("its response cannot be decoded"))
+
     async def complete(self, body: dict[str, Any]) -> AsyncGenerator[CompletionPiece, None]:
         """A stream of pieces; the first one is empty and says that vLLM has taken the request. Closing the generator
         closes the connection, which makes vLLM end the request."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timeouts.dial_s)
-        url, headers = self._request("/v1/completions")
+        async with self._completion(body) as response:
+            yield CompletionPiece()
+            async for piece in _pieces(response):
+                yield piece
+
+    async def close(self) -> None:
+        if self._kept:
+            await self._kept[1].close()
+
+    @asynccontextmanager
+    async def _completion(self, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """There is no limit of time: admission and deadlines limit requests."""
         try:
-            data = msgspec.json.encode(body)
-            async with (
-                _session() as session,
-                session.post(url, data=data, headers=headers, timeout=timeout) as response,
-            ):
+            async with self._request("POST", "/v1/completions", None, msgspec.json.encode(body)) as response:
                 if response.status != 200:
                     raise refusal(response.status, await response.read())
-                yield CompletionPiece()
-                async for piece in _pieces(response):
-                    yield piece
+                yield response
         except aiohttp.ClientConnectorError as error:
-            raise EngineUnavailable(f"vLLM does not answer at {url}: {error}") from error
+            raise EngineUnavailable(f"vLLM does not answer at {self._address().url}: {error}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineFailed("vLLM closed the connection in the middle of its response") from error
 
     async def _get(self, kind: type[Kind], path: str) -> Kind:
-        url, headers = self._request(path)
-        timeout = aiohttp.ClientTimeout(total=self._timeouts.small_request_s, sock_connect=self._timeouts.dial_s)
         try:
-            async with _session() as session, session.get(url, headers=headers, timeout=timeout) as response:
+            async with self._request("GET", path, self._timeouts.small_request_s) as response:
                 content = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            url = self._address().url
             raise EngineUnavailable(f"vLLM does not answer at {url}: {error or type(error).__name__}") from error
+        problem = f"the server at {self._address().url} is no vLLM"
+        if response.status == 404:
+            raise NoVllm(f"{problem}: it has no {path}")
         if response.status != 200:
             raise refusal(response.status, content)
-        try:
-            return msgspec.json.decode(content, type=kind)
-        except msgspec.DecodeError as error:
-            raise EngineUnavailable(f"the server at {url} is no vLLM: its response cannot be decoded") from error
+        return _decode(kind, content, NoVllm(f"{problem}: its {path} cannot be decoded"))
 
-    def _request(self, path: str) -> tuple[str, dict[str, str]]:
-        url, key = self._address()
-        return url.rstrip("/") + path, {"Authorization": f"Bearer {key}"} if key else {}
+    @asynccontextmanager
+    async def _request(
+        self, method: str, path: str, limit_s: float | None, data: bytes | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        address = self._address()
+        base = _NO_HOST if address.socket else address.url.rstrip("/")
+        headers = {"Authorization": f"Bearer {address.key}"} if address.key else {}
+        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=self._timeouts.dial_s)
+        async with (
+            self._session(address) as session,
+            session.request(method, base + path, data=data, headers=headers, timeout=timeout) as response,
+        ):
+            yield response
+
+    @asynccontextmanager
+    async def _session(self, address: VllmAddress) -> AsyncIterator[aiohttp.ClientSession]:
+        if not self._keep:
+            async with _open_session(address, force_close=True) as session:
+                yield session
+            return
+        if not self._kept or self._kept[0] != address.url:
+            ended = self._kept  # with the vLLM that it was for
+            self._kept = address.url, _open_session(address, keepalive_timeout=self._timeouts.idle_connection_s)
+            if ended:
+                await ended[1].close()
+        yield self._kept[1]
 
 
-def _session() -> aiohttp.ClientSession:
-    """For one request: which event loop asks is not known, and loopback is near."""
-    headers = {"Content-Type": "application/json"}
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), headers=headers)
+def _open_session(address: VllmAddress, **options: Any) -> aiohttp.ClientSession:
+    """No limit of connections."""
+    connector: aiohttp.BaseConnector
+    if address.socket:
+        connector = aiohttp.UnixConnector(address.socket, limit=0, **options)
+    else:
+        connector = aiohttp.TCPConnector(limit=0, **options)
+    return aiohttp.ClientSession(connector=connector, headers={"Content-Type": "application/json"})
+
+
+def _decode(kind: type[Kind], content: bytes, problem: EngineUnavailable) -> Kind:
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.DecodeError as error:
+        raise problem from error
 
 
 async def _pieces(response: aiohttp.ClientResponse) -> AsyncGenerator[CompletionPiece, None]:
@@ -154,11 +229,11 @@ async def _pieces(response: aiohttp.ClientResponse) -> AsyncGenerator[Completion
             if line.strip() == b"data: [DONE]":
                 return
             if line.startswith(b"data: "):
-                yield _decode(line[6:])
+                yield _decode_piece(line[6:])
     raise EngineFailed("vLLM closed the connection in the middle of its response")
 
 
-def _decode(line: bytes) -> CompletionPiece:
+def _decode_piece(line: bytes) -> CompletionPiece:
     try:
         piece = _decoder.decode(line)
     except msgspec.DecodeError as error:
@@ -176,7 +251,7 @@ def refusal(status: int, body: bytes) -> DisaggError:
     if status in (400, 422):
         return BadRequest(f"vLLM refuses the request: {reason}")
     if status in (401, 403):
-        return EngineUnavailable("vLLM refuses this node's key: set VLLM_API_KEY to the key of that vLLM")
+        return KeyRefused("vLLM refuses this node's key: set VLLM_API_KEY to the key of that vLLM")
     if _TOO_LARGE.search(reason):
         return KVMemoryFull(f"vLLM has no memory for the request: {reason}")
     return EngineFailed(f"vLLM failed: {reason} (HTTP {status})")

@@ -4,6 +4,9 @@ A stand-alone script with the standard library alone. vLLM is a tree of processe
 killed: then this script ends the tree. The node holds the other end of this script's standard input: when that
 closes, or on SIGTERM, the command gets SIGTERM and GRACE_S seconds, then everything in its session is killed. Python's
 resource trackers go last: they remove shared memory that killed processes left.
+
+The session is this script's own, so the node ends it where this script was killed. Where both were, the connector
+inside vLLM notices: `GUARD_VARIABLE` names the process that it must not outlive.
 """
 
 import ctypes
@@ -18,17 +21,24 @@ from contextlib import suppress
 _POLL_S = 0.1
 _TRACKERS_S = 3.0  # for the resource trackers to remove what is left
 _PDEATHSIG, _SUBREAPER = 1, 36  # of Linux's prctl
+GUARD_VARIABLE = "DISAGG_VLLM_GUARD"  # as in `vllm_connector/lifeline.py`
 
 
 def main() -> int:
     grace_s, command = float(sys.argv[1]), sys.argv[2:]
     _prctl(_SUBREAPER, 1)  # orphans of the command become children of this process
+    if os.getsid(0) != os.getpid():
+        os.setsid()
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: stopping.append(number))
     # The command dies with this process, whose main thread forks it.
     command_process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: _prctl(_PDEATHSIG, signal.SIGKILL)
+        command,
+        stdin=subprocess.DEVNULL,
+        process_group=0,
+        preexec_fn=lambda: _prctl(_PDEATHSIG, signal.SIGKILL),
+        env=os.environ | {GUARD_VARIABLE: f"{os.getpid()} {_started(os.getpid())}"},
     )
     code = None
     while code is None and not stopping and not _parent_is_gone():
@@ -40,7 +50,7 @@ def main() -> int:
         while code is None and time.monotonic() < until:
             time.sleep(_POLL_S)
             code = _reap(command_process.pid)
-    _kill_session(command_process.pid)
+    end_session(os.getpid())
     return code if code is not None else -signal.SIGKILL
 
 
@@ -66,23 +76,19 @@ def _reap(wanted: int) -> int | None:
     return None
 
 
-def _kill_session(session: int) -> None:
+def end_session(session: int) -> None:
+    """All processes of it but the caller are gone when this returns."""
     until = time.monotonic() + _TRACKERS_S
-    while members := _members(session):
+    while members := [pid for pid in _members(session) if pid != os.getpid()]:
         others = [pid for pid in members if not _is_tracker(pid)]
         for pid in others or (members if time.monotonic() > until else []):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_POLL_S / 4)
-        _reap(session)
 
 
 def _members(session: int) -> list[int]:
-    """Without zombies. Where there is no /proc, the whole process group is killed at once."""
-    if not os.path.isdir("/proc/self"):
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(session, signal.SIGKILL)
-        return []
+    """Without zombies."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError, ValueError), open(f"/proc/{name}/stat") as file:
@@ -90,6 +96,12 @@ def _members(session: int) -> list[int]:
             if int(own_session) == session and state != "Z":
                 found.append(int(name))
     return found
+
+
+def _started(pid: int) -> str:
+    """When a process began, by the kernel's clock: another one may get the same number later."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[19]
 
 
 def _is_tracker(pid: int) -> bool:

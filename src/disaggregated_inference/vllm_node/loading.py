@@ -1,8 +1,9 @@
 """`disagg serve --engine vllm`: from the options to a running vLLM and the node in front of it."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from starlette.applications import Starlette
 
@@ -17,6 +18,8 @@ from disaggregated_inference.vllm_node.attach import VllmPrefillNode, open_vllm_
 from disaggregated_inference.vllm_node.attached import AttachedVllm
 from disaggregated_inference.vllm_node.border import Border
 from disaggregated_inference.vllm_node.client import VllmAddress, VllmClient
+from disaggregated_inference.vllm_node.completion import Completions
+from disaggregated_inference.vllm_node.diagnosis import ConnectorWatch
 from disaggregated_inference.vllm_node.node import VllmNode, VllmServer, vllm_app
 from disaggregated_inference.vllm_node.settings import VllmSettings, open_server
 from disaggregated_inference.vllm_node.staging import Staging
@@ -67,29 +70,41 @@ class VllmLoader:
         server = open_server(self._vllm, files, border.path)
         self._opened.callback(server.stop)
         server.start(begin)
-        begin("waiting for the connector inside vLLM")
+        client, served_name = VllmClient(lambda: _address(server)), partial(_served_name, server, files)
+        advice = server.advice if isinstance(server, AttachedVllm) else ""
+        watch = ConnectorWatch(border, client, served_name, lambda: server.state == "ready", advice)
+        self._opened.callback(watch.close)
         prefill = open_vllm_prefill(
             files,
             border,
             staging,
-            lambda: (server.url, server.key),
-            served_name=_served_name(server, files),
+            Completions(lambda: _address(server), served_name),
             kv_addresses=addresses,
             queue=settings.queue,
             lease_s=settings.lease_s,
-            stopped=lambda: server.reason if server.state != "ready" else "",
+            stopped=server.why_stopped,
+            begin=begin,
             trust=trust,
         )
-        return self._node(settings, files, server, prefill, begin)
+        answers = self._answers(settings, client, files, served_name, prefill)
+        return self._node(files, server, prefill, answers, begin)
 
-    def _node(
-        self, settings: NodeSettings, files: ModelFiles, server: VllmServer, prefill: VllmPrefillNode, begin: Begin
-    ) -> Node:
+    def _answers(
+        self,
+        settings: NodeSettings,
+        client: VllmClient,
+        files: ModelFiles,
+        name: Callable[[], str],
+        prefill: VllmPrefillNode,
+    ) -> WholeAnswers:
         assert prefill.border.engine
-        client = VllmClient(lambda: VllmAddress(server.url, server.key))
         window = prefill.border.engine.scheduler.max_tokens
         slots = min(SEQUENCES, settings.chunk or SEQUENCES)
-        answers = WholeAnswers(client, files, _served_name(server, files), window, slots, settings.queue)
+        return WholeAnswers(client, files, name, window, slots, settings.queue)
+
+    def _node(
+        self, files: ModelFiles, server: VllmServer, prefill: VllmPrefillNode, answers: WholeAnswers, begin: Begin
+    ) -> Node:
         begin("measuring this machine")
         asyncio.run(answers.measure(prefill.chunked_prefill.rates))
         readings = start_readings(prefill.kv_memory.engine)
@@ -107,6 +122,10 @@ class VllmLoader:
     def close(self) -> None:
         """After the node has drained. vLLM and its processes end here."""
         self._opened.close()
+
+
+def _address(server: VllmServer) -> VllmAddress:
+    return VllmAddress(server.url, server.key)
 
 
 def _served_name(server: VllmServer, files: ModelFiles) -> str:

@@ -20,6 +20,7 @@ from disaggregated_inference.timeouts import VllmBorderTimeouts
 from disaggregated_inference.vllm_connector.messages import ExportedRows
 from disaggregated_inference.vllm_node.assembly import Assembly
 from disaggregated_inference.vllm_node.border import Border
+from disaggregated_inference.vllm_node.client import Computed
 from disaggregated_inference.vllm_node.completion import Completions
 from disaggregated_inference.vllm_node.engine import VllmEngine
 
@@ -36,7 +37,7 @@ class Running:
     assembly: Assembly
     requested_at: float
     future: "Future[PrefillMetrics]" = field(default_factory=Future)
-    request: "Future[None] | None" = None
+    request: "Future[Computed] | None" = None
     begun_at: float = field(default_factory=time.monotonic)
     started_at: float = 0.0
     computed_at: float = 0.0  # by vLLM's answer or by the logits: copies from a GPU may end later
@@ -198,7 +199,7 @@ class VllmPrefill(ChunkedPrefill):
         self._tickets.hold(running.job.ticket)
         self.close_soon(running.job)
 
-    def _answered(self, running: Running, done: "Future[None]") -> None:
+    def _answered(self, running: Running, done: "Future[Computed]") -> None:
         """vLLM's HTTP response. The KV may still be on its way: copies from a GPU end after the computing."""
         running.answered_at, running.computed_at = time.monotonic(), running.computed_at or time.perf_counter()
         error = Cancelled("the prefill was cancelled") if done.cancelled() else done.exception()

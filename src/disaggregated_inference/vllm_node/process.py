@@ -1,31 +1,31 @@
 """A vLLM that this node starts: in an environment of its own, watched, restarted with back-off, never orphaned."""
 
-import http.client
+import asyncio
 import logging
-import random
+import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 import disaggregated_inference
-from disaggregated_inference.errors import DisaggError, EngineFailed
+from disaggregated_inference.errors import BadRequest, DisaggError, EngineFailed
 from disaggregated_inference.timeouts import VllmTimeouts
+from disaggregated_inference.vllm_node.client import UNIX, VllmAddress, VllmClient
+from disaggregated_inference.vllm_node.guard import end_session
 from disaggregated_inference.vllm_node.log_lines import VllmLog, failure
 from disaggregated_inference.vllm_node.versions import VllmBuild
 
 log = logging.getLogger(__name__)
 
 State = Literal["loading", "ready", "crashed", "stopped"]
-Launch = Callable[[int, str, str], tuple[list[str], dict[str, str]]]  # port, key, import folder: command, environment
-_PORTS = range(20000, 30000)
+Launch = Callable[[str, str, str], tuple[list[str], dict[str, str]]]  # socket, key, folder: command, environment
+_MAX_SOCKET_BYTES = 107  # of a path, by the system
 _SIGNALLED = 128  # the guard's exit code for a command that a signal ended, plus the signal
 
 
@@ -45,11 +45,12 @@ class VllmProcess:
         self.state: State = "loading"
         self.reason = "starting"
         self.url, self.starts = "", 0
+        self._build = build
+        self._client = VllmClient(lambda: VllmAddress(self.url, self.key), timeouts)
         self._answered_at = time.monotonic()
         self._error: DisaggError | None = None
         self._first, self._closing = threading.Event(), threading.Event()
         self._guard: subprocess.Popen[str] | None = None
-        self._folder = _import_folder(build)
         self._thread = threading.Thread(target=self._supervise, name="vllm", daemon=True)
 
     @property
@@ -70,13 +71,16 @@ class VllmProcess:
             self.stop()
             raise self._error
 
+    def why_stopped(self) -> str:
+        """Of a start: it will not come back by itself."""
+        return self.reason if self.state != "ready" else ""
+
     def stop(self) -> None:
         """End vLLM and all its processes. In-flight requests are lost: drain before."""
         self._closing.set()
         self._end_guard()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(self._timeouts.stop_s + self._timeouts.kill_s)
-        self._folder.cleanup()
         self._tell("stopped", "the node is stopping")
 
     def _end_guard(self) -> None:
@@ -103,17 +107,22 @@ class VllmProcess:
         written, self.starts = VllmLog(), self.starts + 1
         self._tell("loading", written.step)
         try:
-            port = free_port()
-            self.url = f"http://127.0.0.1:{port}"
-            self._guard = guard = self._spawn(*self._launch(port, self.key, self._folder.name))
+            with _run_folder(self._build) as folder:
+                self._guard = guard = self._spawn(*self._launch(_socket_in(folder), self.key, folder))
+                self.url = UNIX + _socket_in(folder)
+                return self._run_to_its_end(guard, written)
         except Exception as error:
+            self._end_guard()
             self._error = error if isinstance(error, DisaggError) else EngineFailed(f"vLLM does not start: {error!r}")
             return 0.0
+
+    def _run_to_its_end(self, guard: "subprocess.Popen[str]", written: VllmLog) -> float:
         reader = threading.Thread(target=_read, args=(guard, written), name="vllm-log", daemon=True)
         reader.start()
-        ready_at = self._watch(guard, port, written)
-        reader.join(self._timeouts.kill_s)
+        ready_at = self._watch(guard, written)
         code = guard.wait()
+        end_session(guard.pid)  # a guard that was killed could not
+        reader.join(self._timeouts.kill_s)
         self._error = failure(written.lines, _SIGNALLED - code if code > _SIGNALLED else code)
         return time.monotonic() - ready_at if ready_at else 0.0
 
@@ -130,13 +139,13 @@ class VllmProcess:
             start_new_session=True,  # Ctrl-C reaches this process alone
         )
 
-    def _watch(self, guard: "subprocess.Popen[str]", port: int, written: VllmLog) -> float:
+    def _watch(self, guard: "subprocess.Popen[str]", written: VllmLog) -> float:
         """Until the end of the process; returns when vLLM became ready, or 0."""
         ready_at, began_at = 0.0, time.monotonic()
         while guard.poll() is None:
             if self._closing.is_set():
                 self._end_guard()
-            elif _is_healthy(port, self._timeouts.health_s):
+            elif asyncio.run(self._client.is_healthy()):
                 self._answered_at = time.monotonic()
                 if not ready_at:
                     ready_at = self._answered_at
@@ -163,30 +172,20 @@ def _read(guard: "subprocess.Popen[str]", written: VllmLog) -> None:
             written.add(line)
 
 
-def _is_healthy(port: int, timeout_s: float) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+def _socket_in(folder: str) -> str:
+    """Where vLLM's HTTP API listens. No other user can reach it, not even the paths that need no key."""
+    path = os.path.join(folder, "http.sock")
+    if len(os.fsencode(path)) > _MAX_SOCKET_BYTES:
+        raise BadRequest(f"the path of vLLM's HTTP socket is too long for the system: set TMPDIR to less than {folder}")
+    return path
 
 
-def free_port() -> int:
-    """Below the range of outgoing connections: there, a health check of a port where no server listens yet may connect
-    to itself, and vLLM then finds its port taken."""
-    for port in random.sample(_PORTS, 100):
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise EngineFailed(f"no port between {_PORTS.start} and {_PORTS.stop} is free for vLLM")
-
-
-def _import_folder(build: VllmBuild) -> "tempfile.TemporaryDirectory[str]":
-    """A folder with this package and nothing else, for vLLM's `PYTHONPATH`: the folder that the package really lies in
-    may hold another torch. A nameless vLLM finds its name there."""
-    folder: tempfile.TemporaryDirectory[str] = tempfile.TemporaryDirectory(prefix="disagg-vllm-")
+def _run_folder(build: VllmBuild) -> "tempfile.TemporaryDirectory[str]":
+    """A folder of this user alone, for one run. For vLLM's `PYTHONPATH` it holds this package and nothing else: the
+    folder that the package really lies in may hold another torch. A nameless vLLM finds its name there."""
+    folder: tempfile.TemporaryDirectory[str] = tempfile.TemporaryDirectory(
+        prefix="disagg-vllm-", ignore_cleanup_errors=True
+    )
     package = Path(disaggregated_inference.__file__).parent
     (Path(folder.name) / package.name).symlink_to(package, target_is_directory=True)
     if build.nameless:

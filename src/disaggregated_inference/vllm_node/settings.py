@@ -17,7 +17,7 @@ from disaggregated_inference.vllm_node.arguments import (
     serve_environment,
     user_arguments,
 )
-from disaggregated_inference.vllm_node.attached import AttachedVllm, start_command
+from disaggregated_inference.vllm_node.attached import AttachedVllm, base_url, start_command
 from disaggregated_inference.vllm_node.process import VllmProcess
 from disaggregated_inference.vllm_node.versions import find_python, probe
 
@@ -39,7 +39,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
 
     def require_possible(self) -> None:
-        """Before anything is loaded."""
+        """Before anything is downloaded or loaded."""
         if self.role == "decode":
             raise BadRequest(
                 "vLLM hands KV out and takes none in: use --role prefill, or both for its own whole answers"
@@ -49,8 +49,12 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.dtype:
             require_dtype(self.dtype)
         user_arguments(self.arguments)
-        if not self.url:
-            find_python(self.python)
+        if self.url:
+            base_url(self.url)
+        else:
+            probe(find_python(self.python))
+        if self.socket and not self.socket_path().parent.is_dir():
+            raise BadRequest(f"--vllm-socket: there is no folder {self.socket_path().parent}: make it first")
 
     def socket_path(self) -> Path:
         """Where the connector inside vLLM meets this node."""
@@ -80,17 +84,18 @@ def open_server(settings: VllmSettings, model: ModelFiles, socket: Path) -> Vllm
     """Not started yet."""
     if model.simulated or model.kind != "safetensors":
         raise ModelUnsupported(f"vLLM loads a folder of safetensors, and {model.path} is none")
-    config = kv_transfer_config(socket, decodes=settings.role == "both")
+    # A vLLM that the user runs has other requests, and writes their answers.
+    config = kv_transfer_config(socket, decodes=settings.role == "both" or bool(settings.url))
     if settings.url:
         return AttachedVllm(settings.url, start_command(str(model.path), json.dumps(config), LOGITS_PROCESSOR))
     python = find_python(settings.python)
     build = probe(python)
 
-    def launch(port: int, key: str, folder: str) -> tuple[list[str], dict[str, str]]:
+    def launch(http: str, key: str, folder: str) -> tuple[list[str], dict[str, str]]:
         options = EngineOptions(
             model=str(model.path),
             name=model.name,
-            port=port,
+            socket=http,
             role=settings.role,
             dtype=settings.dtype,
             batched_tokens=settings.chunk,

