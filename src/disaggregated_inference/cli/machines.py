@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import typer
 
+from disaggregated_inference.cli.screen import one_line
 from disaggregated_inference.cluster import ClusterConfig, load_config
 from disaggregated_inference.cluster.deploy import (
     AuditEntry,
@@ -35,6 +36,8 @@ from disaggregated_inference.cluster.deploy import (
     remove_machines,
 )
 from disaggregated_inference.cluster.deploy import operate as operate_machines
+from disaggregated_inference.cluster.reader import join_address
+from disaggregated_inference.cluster.ssh import LOCAL, SshTarget
 from disaggregated_inference.errors import ConfigError
 from disaggregated_inference.timeouts import DeployTimeouts
 
@@ -60,7 +63,7 @@ def teller(plans: Sequence[MachinePlan]) -> Tell:
     width, began_at = max((len(plan.name) for plan in plans), default=0), time.monotonic()
 
     def tell(machine: str, text: str) -> None:
-        typer.echo(f"{time.monotonic() - began_at:6.1f} s  {machine.ljust(width)}  {text}")
+        typer.echo(f"{time.monotonic() - began_at:6.1f} s  {machine.ljust(width)}  {one_line(text)}")
         sys.stdout.flush()
 
     return tell
@@ -93,7 +96,7 @@ def _text(path: str) -> str:
 
 def _deployed(outcome: Outcome[Deployed]) -> str:
     if outcome.error:
-        return f"error: {outcome.error}"
+        return _error(outcome.error)
     assert outcome.result
     result = outcome.result
     changed = f"changed: {', '.join(result.changed)}" if result.changed else "nothing to change"
@@ -112,7 +115,7 @@ def _dry_run(config: ClusterConfig, plans: Sequence[MachinePlan], package: Packa
         for line in outcome.result or ():
             typer.echo(line)
         if outcome.error:
-            typer.echo(f"error: {outcome.error}", err=True)
+            typer.echo(_error(outcome.error), err=True)
     typer.echo("# nothing was changed; + would be done, = is done")
     return all(not outcome.error for outcome in outcomes)
 
@@ -143,11 +146,11 @@ def _prove(config: ClusterConfig, plans: Sequence[MachinePlan], failed: Containe
 def _how_to(config: ClusterConfig) -> str:
     gateway = config.gateway
     if not gateway.machine:
-        return f"try it: disagg generate --config {shlex.quote(config.source)} --model {config.names[0]} 'Hello'"
-    host = config.machines[gateway.machine].ssh.rpartition("@")[2] or gateway.machine
-    place = gateway.host if gateway.host not in ("0.0.0.0", "::") else host
+        options = shlex.join(["--config", config.source, "--model", config.names[0]])
+        return f"try it: disagg generate {options} 'Hello'"
+    place = gateway.host if gateway.host not in ("0.0.0.0", "::") else _address_of(gateway.machine, config)
     scheme = "https" if "--tls-cert" in gateway.arguments else "http"
-    url = f"{scheme}://{place}:{gateway.port}"
+    url = f"{scheme}://{join_address(place, gateway.port)}"
     body = {"model": config.names[0], "max_tokens": 60, "messages": [{"role": "user", "content": "Hello"}]}
     key = ' -H "Authorization: Bearer $DISAGG_API_KEY"' if gateway.keys else ""
     where = f" (on {gateway.machine})" if place in ("127.0.0.1", "localhost") else ""
@@ -155,6 +158,14 @@ def _how_to(config: ClusterConfig) -> str:
         f"\nendpoint{where}: {url}/v1 (OpenAI), {url} (Anthropic, Ollama)\n"
         f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
     )
+
+
+def _address_of(machine: str, config: ClusterConfig) -> str:
+    """Where others reach a machine: as its servers are, else as ssh does."""
+    (plan,) = plan_machines(config, [machine])
+    if plan.servers:
+        return plan.servers[0].host
+    return "127.0.0.1" if plan.target == LOCAL else SshTarget.parse(plan.target).host
 
 
 def operate(command: str, config: str | None, only: Sequence[str], role: str, model: str) -> bool:
@@ -170,8 +181,13 @@ def operate(command: str, config: str | None, only: Sequence[str], role: str, mo
 def _all_succeeded(outcomes: Sequence[Outcome[Any]]) -> bool:
     for outcome in outcomes:
         if outcome.error:
-            typer.echo(f"error: {outcome.error}", err=True)
+            typer.echo(_error(outcome.error), err=True)
     return all(not outcome.error for outcome in outcomes)
+
+
+def _error(error: Exception) -> str:
+    """With words of the machine, which must not act on the terminal."""
+    return f"error: {one_line(str(error))}"
 
 
 def remove(config: str | None, only: Sequence[str], models: bool, is_sure: bool) -> bool:
@@ -186,7 +202,8 @@ def remove(config: str | None, only: Sequence[str], models: bool, is_sure: bool)
     return _all_succeeded(asyncio.run(remove_machines(plans, loaded, teller(plans), models)))
 
 
-def audit(config: str | None, only: Sequence[str], count: int, as_json: bool) -> None:
+def audit(config: str | None, only: Sequence[str], count: int, as_json: bool) -> bool:
+    """Whether every machine could be asked."""
     loaded, plans = planned(config, only)
 
     async def read(session: MachineSession) -> list[AuditEntry]:
@@ -198,16 +215,15 @@ def audit(config: str | None, only: Sequence[str], count: int, as_json: bool) ->
         typer.echo(json.dumps(msgspec.to_builtins(entries), indent=2))
     else:
         _print_audit(entries)
-    for outcome in outcomes:
-        if outcome.error:
-            typer.echo(f"error: {outcome.error}", err=True)
+    return _all_succeeded(outcomes)
 
 
 def _print_audit(entries: Sequence[AuditEntry]) -> None:
     rows: list[tuple[Any, ...]] = [("time", "who", "command", "release", "machines", "result")]
     for entry in entries:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.time))
-        rows.append((at, entry.who, entry.command, entry.release, ", ".join(entry.releases), entry.result))
+        facts = (at, entry.who, entry.command, entry.release, ", ".join(entry.releases), entry.result)
+        rows.append(tuple(map(one_line, facts)))
     widths = [max(len(str(row[column])) for row in rows) for column in range(5)]
     for row in rows:
         typer.echo("  ".join(str(cell).ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip())

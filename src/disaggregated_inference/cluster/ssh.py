@@ -11,8 +11,18 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from disaggregated_inference.cluster.shell import CommandOutput, LocalShell, Shell, as_command, too_slow
+from disaggregated_inference.cluster.shell import (
+    CommandOutput,
+    LocalShell,
+    OutputTooLong,
+    Shell,
+    as_command,
+    read_all,
+    too_long,
+    too_slow,
+)
 from disaggregated_inference.errors import (
+    CommandFailed,
     ConfigError,
     HostKeyChanged,
     HostKeyUnknown,
@@ -26,7 +36,8 @@ if TYPE_CHECKING:
     import asyncssh
 
 LOCAL = "local"  # in place of an address: this machine, without ssh
-_TARGET = re.compile(r"(?:([^@\s]+)@)?(\[[^\]\s]+\]|[^:@\s]+)(?::([0-9]{1,5}))?")
+# Neither part may begin as an option of ssh does.
+_TARGET = re.compile(r"(?:([^@\s-][^@\s]*)@)?(\[[^\]\s]+\]|[^:@\s-][^:@\s]*)(?::([0-9]{1,5}))?")
 _SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
 
 
@@ -40,7 +51,7 @@ class SshTarget(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "SshTarget":
         match = _TARGET.fullmatch(text.strip())
-        if not match or text.startswith("-"):
+        if not match:
             raise ConfigError(f"{text!r} is no ssh address: write HOST, USER@HOST or USER@HOST:PORT")
         if (port := int(match[3] or 0)) > 65535:
             raise ConfigError(f"{text!r} is no ssh address: ports end at 65535")
@@ -90,15 +101,15 @@ class SshShell(Shell):
         limit_s = timeout_s or self.timeouts.command_s
         try:
             async with asyncio.timeout(limit_s):
-                done = await self._completed(script, stdin)
+                return await self._completed(script, stdin)
         except TimeoutError:
             raise too_slow(self.name, script, limit_s) from None
+        except OutputTooLong:
+            raise too_long(self.name, script) from None
         except (OSError, _library().Error) as error:
             raise self._lost(error) from None
-        code = 255 if done.exit_status is None else done.exit_status
-        return CommandOutput(code, _text(done.stdout), _text(done.stderr))
 
-    async def _completed(self, script: str, stdin: bytes) -> "asyncssh.SSHCompletedProcess":
+    async def _completed(self, script: str, stdin: bytes) -> CommandOutput:
         """A script may end before it has read its input: that is no fault of the connection."""
         given = {} if stdin else {"stdin": _library().DEVNULL}  # an empty input would never end
         process = await self._connection.create_process(as_command(script), encoding=None, **given)
@@ -107,7 +118,10 @@ class SshShell(Shell):
                 if stdin:
                     process.stdin.write(stdin)
                     process.stdin.write_eof()
-            return await process.wait()
+            stdout, stderr = await asyncio.gather(read_all(process.stdout), read_all(process.stderr))
+            await process.wait_closed()
+            code = 255 if process.exit_status is None else process.exit_status
+            return CommandOutput(code, stdout.decode(errors="replace"), stderr.decode(errors="replace"))
         except BaseException:
             process.close()
             raise
@@ -127,15 +141,15 @@ class SshShell(Shell):
     async def hold(self, script: str) -> AsyncIterator[str]:
         async with await self._process(script) as process:
             try:
-                yield (await process.stdout.readline()).strip()
+                yield (await self.in_time(process.stdout.readline(), script)).strip()
             finally:
-                with suppress(OSError, _library().Error):  # a connection that is gone ends the script, too
+                with suppress(OSError, CommandFailed, _library().Error):  # a lost connection ends the script, too
                     process.stdin.write_eof()
-                    await process.wait()
+                    await self.in_time(process.wait(), script)
 
     async def _process(self, script: str) -> "asyncssh.SSHClientProcess[str]":
         try:
-            return await self._connection.create_process(as_command(script), errors="replace")
+            return await self.in_time(self._connection.create_process(as_command(script), errors="replace"), script)
         except (OSError, _library().Error) as error:
             raise self._lost(error) from None
 
@@ -217,7 +231,3 @@ def _connect_error(ssh: Any, name: str, target: SshTarget, error: Exception, tim
 
 def _reason(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error or type(error).__name__)
-
-
-def _text(output: bytes | str | None) -> str:
-    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""

@@ -14,14 +14,17 @@ from contextlib import asynccontextmanager
 from disaggregated_inference.cluster.shell import Shell
 from disaggregated_inference.errors import DeployRefused
 
-# Prints `held`, or `taken TEXT`. $$ is the shell that holds the lock.
+# Prints `held`, or `taken TEXT`. $$ is the shell that holds the lock. Of several that find an old lock, one moves it
+# away; another that moves the new lock instead puts it back.
 _SCRIPT = """
 lock={lock}; mkdir -p "$(dirname "$lock")" || exit 1; chmod 700 "$(dirname "$lock")"
 take() {{ ln -s "$$ "{text} "$lock" 2>/dev/null; }}
 if ! take; then
   old=$(readlink "$lock"); pid=${{old%% *}}
   if [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null; then echo "taken ${{old#* }}"; exit 0; fi
-  rm -f "$lock"; take || {{ echo "taken $(readlink "$lock")"; exit 0; }}
+  mv -f "$lock" "$lock.$$" 2>/dev/null; found=$(readlink "$lock.$$")
+  if [ "$found" = "$old" ]; then rm -f "$lock.$$"; elif [ -n "$found" ]; then mv -f "$lock.$$" "$lock"; fi
+  take || {{ found=$(readlink "$lock"); echo "taken ${{found#* }}"; exit 0; }}
 fi
 trap 'rm -f "$lock"' EXIT; trap 'exit 1' HUP INT TERM PIPE
 echo held
