@@ -71,9 +71,11 @@ async def _look(targets: Sequence[str]) -> dict[str, Inventory]:
 
     plans = [MachinePlan(name=target, machine=ClusterMachine(ssh=target)) for target in targets]
     outcomes = await on_machines(plans, ClusterConfig(), inventory, lambda machine, text: None)
-    errors = [str(outcome.error) for outcome in outcomes if outcome.error]
-    if errors:
-        raise ConfigError("; ".join(errors))
+    for outcome in outcomes:
+        if outcome.error:
+            typer.echo(f"error: {one_line(str(outcome.error))}", err=True)
+    if any(outcome.error for outcome in outcomes):
+        raise typer.Exit(1)
     return {outcome.machine: outcome.result for outcome in outcomes if outcome.result}
 
 

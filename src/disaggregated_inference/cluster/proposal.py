@@ -202,9 +202,8 @@ def _server(each: Assignment, found: Inventory, target: str) -> str:
     others = [link for link in _addresses(found) if link != host]
     if others and each.role == "prefill":
         text = ", ".join(_quoted(address) for address in (*others, host))
-        lines.append(
-            f"# kv_addresses = [{text}] # other links for the KV cache, fastest first, if the Mac reaches them"
-        )
+        when = "fastest first, if the decode machine reaches them"
+        lines.append(f"# kv_addresses = [{text}] # other links for the KV cache, {when}")
     return "\n".join(lines) + "\n"
 
 

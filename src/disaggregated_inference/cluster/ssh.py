@@ -5,7 +5,9 @@ asyncssh is imported when a connection is made: it is the extra `deploy`.
 """
 
 import asyncio
+import os
 import re
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -139,13 +141,14 @@ class SshShell(Shell):
 
     @asynccontextmanager
     async def hold(self, script: str) -> AsyncIterator[str]:
-        async with await self._process(script) as process:
-            try:
-                yield (await self.in_time(process.stdout.readline(), script)).strip()
-            finally:
-                with suppress(OSError, CommandFailed, _library().Error):  # a lost connection ends the script, too
-                    process.stdin.write_eof()
-                    await self.in_time(process.wait(), script)
+        process = await self._process(script)
+        try:
+            yield (await self.in_time(process.stdout.readline(), script)).strip()
+        finally:
+            with suppress(OSError, CommandFailed, _library().Error):  # a lost connection ends the script, too
+                process.stdin.write_eof()
+                await self.in_time(process.wait(), script)
+            process.close()  # a script that goes on is not waited for
 
     async def _process(self, script: str) -> "asyncssh.SSHClientProcess[str]":
         try:
@@ -230,4 +233,8 @@ def _connect_error(ssh: Any, name: str, target: SshTarget, error: Exception, tim
 
 
 def _reason(error: Exception) -> str:
+    """In the system's words: asyncio says `Connect call failed ('10.0.0.1', 22)`, for several addresses in a list."""
+    number = re.search(r"\[Errno (\d+)\]", str(error)) if isinstance(error, OSError) else None
+    if number and not isinstance(error, socket.gaierror):
+        return os.strerror(int(number[1]))
     return str(getattr(error, "strerror", None) or error or type(error).__name__)
