@@ -101,9 +101,14 @@ class _Printer:
         head = f"{line.time[11:23]:12}  {line.machine.ljust(self._width)}  {service}"
         if "message" not in fields:
             return f"{head}  {one_line(line.text)}"
-        more = " ".join(f"{key}={value}" for key, value in fields.items() if key not in _FIRST)
+        more = " ".join(f"{key}={_short(value)}" for key, value in fields.items() if key not in _FIRST)
         level = "" if fields.get("level") in ("info", "debug") else f"{str(fields.get('level', '')).upper()} "
         return one_line(f"{head}  {level}{fields['message']}{'  ' + more if more else ''}")
+
+
+def _short(value: object) -> object:
+    """Enough digits for a reader; --json has all."""
+    return f"{value:.4g}" if isinstance(value, float) else value
 
 
 def _silent(machine: str, text: str) -> None:
