@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -52,6 +53,7 @@ from disaggregated_inference.identity import Authority
 from disaggregated_inference.timeouts import DeployTimeouts
 from tests.support.command import disagg
 from tests.support.deployed import machine_settings
+from tests.support.waiting import until
 
 PLACE = Place("/home/ada", "/home/ada/.disagg", "ada", 1000)
 SPARK = {"host": "192.168.100.1", "model": "qwen3-coder:30b", "name": "Spark 1", "machine": "spark"}
@@ -608,6 +610,26 @@ def test_a_port_in_use_leaves_nothing_running(file: Path, tmp_path: Path, free_p
     assert "nothing is deployed there" in status.stdout
     up = disagg("cluster", "up", "-c", str(file))
     assert "error: here: nothing is deployed there: run `disagg cluster deploy` first" in up.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_says_how_to_go_on(file: Path, tmp_path: Path) -> None:
+    """The lock goes with the command."""
+    content = json.loads(file.read_text())
+    content["decode_servers"][0]["source"] = {"command": f"touch {tmp_path}/begun; sleep 600", "path": "/missing"}
+    file.write_text(json.dumps(content))
+    command = [sys.executable, "-m", "disaggregated_inference", "cluster", "deploy", "-c", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert until((tmp_path / "begun").exists, 200)
+            process.send_signal(signal.SIGINT)
+            said = process.communicate(timeout=200)[1]
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "interrupted: some services may be stopped" in said
+    assert "`disagg cluster deploy` again finishes it" in said
+    assert until(lambda: not (tmp_path / "my disagg" / "lock").is_symlink(), 60)
 
 
 def test_where_nothing_is_deployed(file: Path) -> None:

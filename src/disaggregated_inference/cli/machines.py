@@ -5,10 +5,10 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Coroutine, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import typer
@@ -40,6 +40,8 @@ from disaggregated_inference.cluster.reader import join_address
 from disaggregated_inference.cluster.ssh import LOCAL, SshTarget
 from disaggregated_inference.errors import ConfigError
 from disaggregated_inference.timeouts import DeployTimeouts
+
+Result = TypeVar("Result")
 
 
 class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +79,7 @@ def deploy(config: str | None, token_file: str, only: Sequence[str], settings: D
     )
     if settings.dry_run:
         return _dry_run(loaded, plans, package)
-    outcomes = asyncio.run(Deployment(plans, loaded, package, teller(plans), settings.start).run())
+    outcomes = _run(Deployment(plans, loaded, package, teller(plans), settings.start).run(), "deploy")
     typer.echo("")
     for outcome in outcomes:
         typer.echo(_deployed(outcome), err=outcome.error is not None)
@@ -85,6 +87,16 @@ def deploy(config: str | None, token_file: str, only: Sequence[str], settings: D
     wanted = settings.start and not only and len(failed) < len(plans)
     proven = _prove(loaded, plans, failed) if wanted else True
     return proven and not failed
+
+
+def _run(work: Coroutine[Any, Any, Result], command: str) -> Result:
+    """Ctrl-C may come between two steps of a machine: the user must know how to end them."""
+    try:
+        return asyncio.run(work)
+    except KeyboardInterrupt:
+        remedy = f"`disagg cluster {command}` again finishes it, `disagg cluster status` shows what runs"
+        typer.echo(f"interrupted: some services may be stopped or half changed; {remedy}", err=True)
+        raise
 
 
 def _text(path: str) -> str:
@@ -174,8 +186,7 @@ def operate(command: str, config: str | None, only: Sequence[str], role: str, mo
     plans = tuple(plan for plan in plans if chosen.may_be_on(plan, loaded))
     if not plans:
         raise ConfigError(f"no {role or 'service'} of {chosen.model} in the cluster file: see `disagg config check`")
-    outcomes = asyncio.run(operate_machines(command, plans, loaded, teller(plans), chosen))
-    return _all_succeeded(outcomes)
+    return _all_succeeded(_run(operate_machines(command, plans, loaded, teller(plans), chosen), command))
 
 
 def _all_succeeded(outcomes: Sequence[Outcome[Any]]) -> bool:
@@ -199,7 +210,7 @@ def remove(config: str | None, only: Sequence[str], models: bool, is_sure: bool)
     if not is_sure and not typer.confirm("remove all of it?"):
         typer.echo("nothing was removed")
         return False
-    return _all_succeeded(asyncio.run(remove_machines(plans, loaded, teller(plans), models)))
+    return _all_succeeded(_run(remove_machines(plans, loaded, teller(plans), models), "remove"))
 
 
 def audit(config: str | None, only: Sequence[str], count: int, as_json: bool) -> bool:
