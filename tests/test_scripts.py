@@ -269,7 +269,7 @@ def test_the_compose_file_fits_the_compose_specification(tmp_path: Path) -> None
 def _fits_compose(folder: Path, text: str) -> bool:
     """By the schema that comes with check-jsonschema."""
     (folder / "compose.yaml").write_text(text)
-    command = [_tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", folder / "compose.yaml"]
+    command = [_tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(folder / "compose.yaml")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 or "Schema validation errors" in done.stdout, done.stderr
     return done.returncode == 0

@@ -225,6 +225,21 @@ def test_secret_variables(tmp_path: Path) -> None:
         cluster(machine={"environment": {"HF_TOKEN": "hf_secret"}})
 
 
+def test_an_index_with_a_password_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"machines.spark.pip_args: a password must not be on a command line"
+    ) as error:
+        cluster(machine={"pip_args": ["--index-url", "https://ada:hunter2@index.lan/simple"]})
+    assert "hunter2" not in str(error.value)
+    assert cluster(machine={"pip_args": ["--index-url", "https://index.lan:8443/simple/@team"]})
+
+
+@pytest.mark.parametrize("folder", ["~/a;b", "/srv/$HOME", "/srv/a\nb", '/srv/"a"', "/srv/100%"])
+def test_names_of_folders_that_not_everything_takes(folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"machines.spark.folder: use letters, digits, spaces and /._-\+@, got"):
+        cluster(machine={"folder": folder})
+
+
 def test_what_a_removal_takes_away() -> None:
     def scripts(source: dict[str, str], models: bool = True, **server: Any) -> list[str]:
         config = cluster({"source": source} | server)
