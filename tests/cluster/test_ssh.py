@@ -150,6 +150,26 @@ def test_words_of_a_machine_do_not_act_on_the_terminal(text: str) -> None:
     assert CommandOutput(1, "", f"{text}\n").last_words == "red"
 
 
+@needs_sshd
+def test_a_login_shell_that_greets(home: Path, server: SshServer) -> None:
+    """Such as `echo` in ~/.bashrc: scripts are read from where they begin."""
+    forced = 'command="echo welcome; printf no-end-of-line; eval \\"$SSH_ORIGINAL_COMMAND\\"" '
+    keys = server.folder / "authorized_keys"
+    right = keys.read_text()
+    keys.write_text(forced + right)
+
+    async def work(shell: Shell) -> None:
+        assert (await shell.run("echo one; cat", b"two")).stdout == "one\ntwo"
+        assert [line async for line in shell.lines("echo a; echo b")] == ["a", "b"]
+        async with shell.hold("echo held; cat >/dev/null") as first:
+            assert first == "held"
+
+    try:
+        in_shell(work)
+    finally:
+        keys.write_text(right)
+
+
 async def _nothing(shell: Shell) -> None:
     """Connecting is the test."""
 

@@ -31,7 +31,7 @@ def run(config: str | None, only: Sequence[str], as_json: bool) -> bool:
     """Whether every service is healthy."""
     loaded, plans = planned(config, only)
     machines = asyncio.run(_look(loaded, plans))
-    verdicts = model_verdicts(loaded, machines)
+    verdicts = {} if only else model_verdicts(loaded, machines)  # other machines may serve the models, too
     if as_json:
         typer.echo(json.dumps(_as_data(machines, verdicts), indent=2))
     else:

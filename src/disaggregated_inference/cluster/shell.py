@@ -20,6 +20,7 @@ Result = TypeVar("Result")
 
 # A command by ssh has a short PATH: on a Mac without Homebrew, everywhere without ~/.local/bin, where uv is.
 _PATH = 'PATH="$HOME/.local/bin:$PATH:/opt/homebrew/bin:/usr/local/bin:/usr/sbin:/sbin"; export PATH; '
+BEGIN = "disagg-begins-here"
 _LAST_LINES, _MOST_WORDS = 6, 1 << 20
 _MOST_BYTES, _PART_BYTES = 64 << 20, 1 << 16  # of what a script prints
 _LONGEST_LINE = 4 << 20
@@ -50,8 +51,8 @@ def printable(text: str) -> str:
 
 
 def as_command(script: str) -> str:
-    """One command for any login shell."""
-    return f"/bin/sh -c {shlex.quote(_PATH + script)}"
+    """One command for any login shell. What comes before the line `BEGIN` is a greeting of that shell."""
+    return f"/bin/sh -c {shlex.quote(f'echo {BEGIN}; {_PATH}{script}')}"
 
 
 def path_word(path: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disaggregated_inference.cluster.shell import (
+    BEGIN,
     CommandOutput,
     LocalShell,
     OutputTooLong,
@@ -123,7 +124,9 @@ class SshShell(Shell):
             stdout, stderr = await asyncio.gather(read_all(process.stdout), read_all(process.stderr))
             await process.wait_closed()
             code = 255 if process.exit_status is None else process.exit_status
-            return CommandOutput(code, stdout.decode(errors="replace"), stderr.decode(errors="replace"))
+            greeting, begin, output = stdout.partition(f"{BEGIN}\n".encode())
+            said = output if begin else greeting
+            return CommandOutput(code, said.decode(errors="replace"), stderr.decode(errors="replace"))
         except BaseException:
             process.close()
             raise
@@ -131,6 +134,7 @@ class SshShell(Shell):
     async def lines(self, script: str) -> AsyncIterator[str]:
         async with await self._process(script) as process:
             try:
+                await _skip_greeting(process)
                 while line := await process.stdout.readline():
                     yield line.rstrip("\n")
             except (OSError, _library().Error) as error:
@@ -143,6 +147,7 @@ class SshShell(Shell):
     async def hold(self, script: str) -> AsyncIterator[str]:
         process = await self._process(script)
         try:
+            await self.in_time(_skip_greeting(process), script)
             yield (await self.in_time(process.stdout.readline(), script)).strip()
         finally:
             with suppress(OSError, CommandFailed, _library().Error):  # a lost connection ends the script, too
@@ -162,6 +167,11 @@ class SshShell(Shell):
     async def close(self) -> None:
         self._connection.close()
         await self._connection.wait_closed()
+
+
+async def _skip_greeting(process: "asyncssh.SSHClientProcess[str]") -> None:
+    while (line := await process.stdout.readline()) and not line.endswith(f"{BEGIN}\n"):
+        pass
 
 
 def _library() -> Any:
