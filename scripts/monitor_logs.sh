@@ -1,7 +1,7 @@
-#!/usr/bin/env bash
+#!/bin/sh
 # Follow the logs of all machines in tmux, a pane for each. Options go to `disagg cluster logs`, such as -c FILE, -n N,
 # --request ID; --machine NAME, repeated, chooses machines. Without tmux: the logs of all machines, merged by time.
-set -euo pipefail
+set -eu
 disagg=$(cd "$(dirname "$0")" && pwd)/disagg
 session=${DISAGG_TMUX_SESSION:-disagg-logs}
 
@@ -10,39 +10,42 @@ if ! command -v tmux >/dev/null; then
     echo "tmux is not installed: the logs of all machines follow, merged by time" >&2
     exec "$disagg" cluster logs -f "$@"
 fi
-where=() machines=() options=() # of the cluster file; of the panes; of the logs
-while (($#)); do
-    case $1 in
-        -c | --config) where=("$1" "${2-}") && shift ;;
-        --config=*) where=("$1") ;;
-        -m | --machine) machines+=("${2-}") && shift ;;
-        --machine=*) machines+=("${1#*=}") ;;
+config='' machines='' left=$#
+while [ "$left" -gt 0 ]; do # each word goes from the front: into a variable, or to the end, for the panes
+    word=$1 used=1
+    case $word in
+        -c | --config) config=${2-} used=2 ;;
+        --config=*) config=${word#*=} ;;
+        -m | --machine) machines="$machines ${2-}" used=2 ;;
+        --machine=*) machines="$machines ${word#*=}" ;;
         -f | --follow) ;;
-        *) options+=("$1") ;;
+        *) set -- "$@" "$word" ;;
     esac
-    shift
+    [ "$used" -le "$left" ] || used=$left
+    shift "$used"
+    left=$((left - used))
 done
-if ((${#machines[@]} == 0)); then
-    status=$("$disagg" cluster status --json "${where[@]}" || true) # a node that is down is no reason to show no logs
+if [ -z "$machines" ]; then # a node that is down is no reason to show no logs
+    status=$("$disagg" cluster status --json ${config:+--config "$config"} || true)
     names='import json, sys; [print(each["name"]) for each in json.load(sys.stdin).get("machines", ())]'
-    mapfile -t machines < <(python3 -c "$names" <<<"$status")
+    machines=$(printf '%s' "$status" | python3 -c "$names") || exit 1 # `disagg` has said why
 fi
-((${#machines[@]})) || exit 1 # `disagg` has said why
+[ -n "$machines" ] || exit 1 # the same
+[ -n "$config" ] && set -- "$@" --config "$config"
 
 tmux kill-session -t "=$session" 2>/dev/null || true
-for machine in "${machines[@]}"; do
-    follow=$(printf '%q ' "$disagg" cluster logs -f --machine "$machine" "${where[@]}" "${options[@]}")
+for machine in $machines; do # names have no spaces
     if tmux has-session -t "=$session" 2>/dev/null; then
-        tmux split-window -t "=$session:" "$follow"
+        tmux split-window -t "=$session:" "$disagg" cluster logs -f --machine "$machine" "$@"
     else
-        tmux new-session -d -s "$session" -x 200 -y 50 "$follow"
+        tmux new-session -d -s "$session" -x 200 -y 50 "$disagg" cluster logs -f --machine "$machine" "$@"
         tmux set-option -t "$session" pane-border-status top >/dev/null
         tmux set-option -t "$session" remain-on-exit on >/dev/null
     fi
     tmux select-pane -t "=$session:" -T "$machine"
     tmux select-layout -t "=$session:" tiled >/dev/null
 done
-if [[ -t 1 ]]; then
+if [ -t 1 ]; then
     exec tmux attach-session -t "=$session"
 fi
 echo "the logs are in the tmux session $session: tmux attach -t $session"

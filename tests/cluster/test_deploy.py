@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from disaggregated_inference.cli.machines import _how_to
 from disaggregated_inference.cluster import load_config
 from disaggregated_inference.cluster.deploy import (
     AuditEntry,
@@ -51,6 +53,7 @@ from disaggregated_inference.identity import Authority
 from disaggregated_inference.timeouts import DeployTimeouts
 from tests.support.command import disagg
 from tests.support.deployed import machine_settings
+from tests.support.waiting import until
 
 PLACE = Place("/home/ada", "/home/ada/.disagg", "ada", 1000)
 SPARK = {"host": "192.168.100.1", "model": "qwen3-coder:30b", "name": "Spark 1", "machine": "spark"}
@@ -222,6 +225,21 @@ def test_secret_variables(tmp_path: Path) -> None:
         cluster(machine={"environment": {"HF_TOKEN": "hf_secret"}})
 
 
+def test_an_index_with_a_password_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"machines.spark.pip_args: a password must not be on a command line"
+    ) as error:
+        cluster(machine={"pip_args": ["--index-url", "https://ada:hunter2@index.lan/simple"]})
+    assert "hunter2" not in str(error.value)
+    assert cluster(machine={"pip_args": ["--index-url", "https://index.lan:8443/simple/@team"]})
+
+
+@pytest.mark.parametrize("folder", ["~/a;b", "/srv/$HOME", "/srv/a\nb", '/srv/"a"', "/srv/100%"])
+def test_names_of_folders_that_not_everything_takes(folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"machines.spark.folder: use letters, digits, spaces and /._-\+@, got"):
+        cluster(machine={"folder": folder})
+
+
 def test_what_a_removal_takes_away() -> None:
     def scripts(source: dict[str, str], models: bool = True, **server: Any) -> list[str]:
         config = cluster({"source": source} | server)
@@ -358,6 +376,35 @@ def test_one_deploy_at_a_time(tmp_path: Path) -> None:
     local(work)
 
 
+def test_one_of_several_takes_an_old_lock(tmp_path: Path) -> None:
+    """They all find it at the same time. Nobody leaves before all have tried."""
+    lock, tries = tmp_path / "lock", 6
+
+    async def work() -> int:
+        held, tried, all_tried = 0, 0, asyncio.Event()
+
+        async def attempt() -> None:
+            nonlocal held, tried
+            try:
+                async with machine_lock(LocalShell("spark"), str(lock), "deploy"):
+                    held, tried = held + 1, tried + 1
+                    if tried == tries:
+                        all_tried.set()
+                    await all_tried.wait()
+            except DeployRefused:
+                tried += 1
+                if tried == tries:
+                    all_tried.set()
+
+        lock.symlink_to("999999999 ada@desk, deploy, since yesterday")
+        await asyncio.gather(*(attempt() for _ in range(tries)))
+        return held
+
+    for _ in range(3):
+        assert asyncio.run(work()) == 1
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_a_lock_that_cannot_be_written() -> None:
     async def work(shell: LocalShell) -> None:
         async with machine_lock(shell, "/proc/none/lock", "deploy"):
@@ -460,11 +507,12 @@ def free_port() -> int:
 
 @pytest.fixture
 def file(tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cluster of one simulated node on this machine, which is stopped at the end. uv makes its environment."""
+    """A cluster of one simulated node on this machine, which is stopped at the end. uv makes its environment. The name
+    of its folder has a space."""
     monkeypatch.setenv("PATH", f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
     server = {"host": "127.0.0.1", "port": free_port, "model": "simulated:gpt-oss-120b", "engine": "simulated"}
     server |= {"role": "both", "machine": "here", "name": "node", "arguments": ["--kv-port", "0"]}
-    machine = machine_settings("background", ssh="local", folder=str(tmp_path / "disagg"))
+    machine = machine_settings("background", ssh="local", folder=str(tmp_path / "my disagg"))
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps({"decode_servers": [server], "machines": {"here": machine}}))
     yield path
@@ -477,7 +525,7 @@ def test_a_deploy_to_this_machine_with_venv(file: Path, tmp_path: Path, monkeypa
     done = disagg("cluster", "deploy", "-c", str(file))
     assert done.returncode == 0, done.stderr
     assert "not after a reboot of the machine: run `disagg cluster up` then" in done.stdout
-    folder = tmp_path / "disagg"
+    folder = tmp_path / "my disagg"
     release = (folder / "current").resolve()
     assert (release / "venv" / "bin" / "python").exists()
     assert "disaggregated-inference" in (release / "venv").resolve().with_name("lock.txt").read_text().replace("_", "-")
@@ -503,7 +551,7 @@ def test_keys_and_a_gateway_are_deployed(file: Path, tmp_path: Path) -> None:
     file.write_text(json.dumps(content))
     done = disagg("cluster", "deploy", "-c", str(file), home=tmp_path / "home")
     assert done.returncode == 0, done.stderr
-    folder = tmp_path / "disagg" / "secrets" / "identity"
+    folder = tmp_path / "my disagg" / "secrets" / "identity"
     assert {path.name for path in folder.iterdir()} == {"ca.pem", "node.key", "node.pem", "revoked.pem"}
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.iterdir())
     services = json.loads(disagg("cluster", "status", "-c", str(file), "--json").stdout)["machines"][0]["services"]
@@ -523,7 +571,7 @@ def test_a_kv_port_in_use_stops_nothing_and_tokens_survive_a_rollback(file: Path
     content["gateway"] = {"machine": "here", "port": _free_port()}
     file.write_text(json.dumps(content))
     assert "ok    gateway, simulated:gpt-oss-120b: 8 tokens in" in _deployed(file)
-    first = (tmp_path / "disagg" / "current").resolve()
+    first = (tmp_path / "my disagg" / "current").resolve()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         content["decode_servers"][0]["arguments"] = ["--kv-port", str(taken.getsockname()[1])]
         file.write_text(json.dumps(content))
@@ -536,13 +584,13 @@ def test_a_kv_port_in_use_stops_nothing_and_tokens_survive_a_rollback(file: Path
     file.write_text(json.dumps(content | {"token": "second-token-of-this-test"}))
     _deployed(file)
     assert disagg("cluster", "rollback", "-c", str(file)).returncode == 0
-    assert (tmp_path / "disagg" / "current").resolve() == first
+    assert (tmp_path / "my disagg" / "current").resolve() == first
     assert _healths(file) == ["healthy", "healthy"]
-    found = subprocess.run(["grep", "-rlE", "(first|second)-token", str(tmp_path / "disagg")], capture_output=True)
-    files = [Path(name) for name in found.stdout.decode().split()]
-    assert {path.relative_to(tmp_path / "disagg").parts[0] for path in files} == {"secrets"}
+    found = subprocess.run(["grep", "-rlE", "(first|second)-token", str(tmp_path / "my disagg")], capture_output=True)
+    files = [Path(name) for name in found.stdout.decode().splitlines()]
+    assert {path.relative_to(tmp_path / "my disagg").parts[0] for path in files} == {"secrets"}
     assert disagg("cluster", "remove", "--yes", "-c", str(file)).returncode == 0
-    assert not (tmp_path / "disagg").exists()
+    assert not (tmp_path / "my disagg").exists()
 
 
 def _deployed(file: Path) -> str:
@@ -571,7 +619,7 @@ def test_a_port_in_use_leaves_nothing_running(file: Path, tmp_path: Path, free_p
     )
     assert re.search(in_use + ".*; nothing is left running there", done.stderr), done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
-    assert not (tmp_path / "disagg" / "current").exists()
+    assert not (tmp_path / "my disagg" / "current").exists()
     status = disagg("cluster", "status", "-c", str(file))
     assert status.returncode == 1
     assert "nothing is deployed there" in status.stdout
@@ -579,12 +627,69 @@ def test_a_port_in_use_leaves_nothing_running(file: Path, tmp_path: Path, free_p
     assert "error: here: nothing is deployed there: run `disagg cluster deploy` first" in up.stderr
 
 
+@pytest.mark.slow
+def test_ctrl_c_says_how_to_go_on(file: Path, tmp_path: Path) -> None:
+    """The lock goes with the command."""
+    content = json.loads(file.read_text())
+    content["decode_servers"][0]["source"] = {"command": f"touch {tmp_path}/begun; sleep 600", "path": "/missing"}
+    file.write_text(json.dumps(content))
+    command = [sys.executable, "-m", "disaggregated_inference", "cluster", "deploy", "-c", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert until((tmp_path / "begun").exists, 200)
+            process.send_signal(signal.SIGINT)
+            said = process.communicate(timeout=200)[1]
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "interrupted: some services may be stopped" in said
+    assert "`disagg cluster deploy` again finishes it" in said
+    assert until(lambda: not (tmp_path / "my disagg" / "lock").is_symlink(), 60)
+
+
+def test_where_nothing_is_deployed(file: Path) -> None:
+    """Every command says so."""
+    for command, words in (
+        ("logs", "error: here: nothing is deployed there: run `disagg cluster deploy` first"),
+        ("restart", "error: here: nothing is deployed there: run `disagg cluster deploy` first"),
+    ):
+        done = disagg("cluster", command, "-c", str(file))
+        assert (done.returncode, done.stderr.strip()) == (1, words)
+    assert "nothing was deployed there yet" in disagg("cluster", "audit", "-c", str(file)).stdout
+
+
+def test_a_machine_that_cannot_be_asked_is_an_error_of_every_command(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    servers = [{"host": "127.0.0.1", "machine": "away", "model": "q"}]
+    path.write_text(json.dumps({"decode_servers": servers, "machines": {"away": {"ssh": "nobody@127.0.0.1:1"}}}))
+    for words in (["audit"], ["status"], ["logs"], ["up"], ["deploy"], ["remove", "--yes"]):
+        done = disagg("cluster", *words, "-c", str(path))
+        assert done.returncode == 1, words
+        assert "away: nobody@127.0.0.1:1 cannot be reached by ssh: Connection refused" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("gateway", "ssh", "url"),
+    [
+        ({}, "ada@10.0.0.1", "http://127.0.0.1:8080"),
+        ({"host": "0.0.0.0"}, "ada@spark.lan:2222", "http://192.168.100.1:8080"),
+        ({"host": "0.0.0.0", "machine": "desk"}, "ada@[fe80::1]:22", "http://[fe80::1]:8080"),
+        ({"host": "::", "machine": "desk"}, "local", "http://127.0.0.1:8080"),
+    ],
+)
+def test_the_endpoint_is_where_users_reach_it(gateway: dict[str, Any], ssh: str, url: str) -> None:
+    """Not where ssh does: that may be a name of the ssh config, or have a port of its own."""
+    machines = {"spark": {"ssh": ssh}, "desk": {"ssh": ssh}}
+    config = cluster(machines=machines, gateway={"machine": "spark"} | gateway)
+    assert f": {url}/v1 (OpenAI)" in _how_to(config)
+
+
 def test_dry_run_changes_nothing(file: Path, tmp_path: Path) -> None:
     done = disagg("cluster", "deploy", "--dry-run", "-c", str(file))
     assert done.returncode == 0, done.stderr
     assert "+ wheel and lock file" in done.stdout
     assert "serve --role both" in done.stdout
-    assert not (tmp_path / "disagg").exists()
+    assert not (tmp_path / "my disagg").exists()
 
 
 def test_without_asyncssh_the_command_says_what_to_install(tmp_path: Path) -> None:

@@ -49,6 +49,11 @@ def test_this_machine() -> None:
     assert found.python
 
 
+def test_values_that_are_none() -> None:
+    found = parse_inventory("os\tLinux\nhome\t/root\nuid\t²\npython\t3.x /a\npython\t\x1b[1m3.12.1 /b\x1b[0m\n")
+    assert (found.uid, found.pythons, found.python) == (0, ("3.12.1 /b",), "/b")
+
+
 def test_the_script_is_posix_shell() -> None:
     script = inventory._SCRIPT.replace("@FOLDER@", "/x").replace("@PYTHONS@", "python3")
     assert subprocess.run(["sh", "-n", "-c", script], capture_output=True).returncode == 0

@@ -114,6 +114,49 @@ def test_init_looks_at_this_machine(tmp_path: Path) -> None:
     assert "no machines: give their ssh addresses, such as --hosts spark-1,spark-2" in none.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--hosts", "local", "-o", "missing folder/c.toml"], "there is no folder missing folder; make it, or choose"),
+        (["--hosts", "local", "--model", "nix"], "no sizes are known for nix: choose of qwen3-coder:30b"),
+    ],
+)
+def test_init_finds_mistakes_before_it_asks_machines(options: list[str], words: str, tmp_path: Path) -> None:
+    done = disagg("cluster", "init", *options, home=tmp_path)
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []  # no keys
+
+
+def test_init_names_every_machine_that_fails(tmp_path: Path) -> None:
+    done = disagg("cluster", "init", "--hosts", "a@127.0.0.1:1,local,b@127.0.0.1:1", "-o", str(tmp_path / "c.toml"))
+    assert done.returncode == 1
+    assert [line.split(":1 cannot")[0] for line in done.stderr.splitlines()] == [
+        "error: a@127.0.0.1:1: a@127.0.0.1",
+        "error: b@127.0.0.1:1: b@127.0.0.1",
+    ]
+
+
+def test_a_machine_that_says_strange_things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers do not act on the terminal, are no lines of the file, and have an end."""
+    programs = tmp_path / ".local" / "bin"
+    programs.mkdir(parents=True)
+    strange = r"printf '\033]0;owned\007\033[2J\033[31mDar\"win # \177 %s' \"$(head -c 100000 /dev/zero | tr '\0' x)\""
+    for name, script in {"uname": strange, "id": "echo ada", "python3.13": "echo 3.x.y"}.items():
+        (programs / name).write_text(f"#!/bin/sh\n{script}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    output = tmp_path / "cluster.toml"
+    done = disagg("cluster", "init", "--hosts", "local", "--model", "smollm2:135m", "-o", str(output), home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert all(character.isprintable() or character == "\n" for character in done.stdout)
+    assert len(done.stdout) < 10_000
+    (name,) = load_config(output, {}).machines
+    assert name.startswith("dar-win-x")
+    assert len(name) <= 50
+
+
 def test_machines_with_the_same_name_are_all_there() -> None:
     """Two new Macs both call themselves `Mac-Studio.local`."""
     found = {

@@ -95,6 +95,55 @@ def test_plists_parse_and_have_absolute_paths(kind: str) -> None:
     assert ("UserName" in found) == (kind == "launchd")
 
 
+# Keys of launchd.plist(5) that our files may have, with the types that it documents.
+DOCUMENTED: dict[str, type | tuple[type, ...]] = {
+    "Label": str,
+    "UserName": str,
+    "ProgramArguments": list,
+    "EnvironmentVariables": dict,
+    "WorkingDirectory": str,
+    "RunAtLoad": bool,
+    "KeepAlive": (bool, dict),
+    "ThrottleInterval": int,
+    "ExitTimeOut": int,
+    "ProcessType": str,
+    "Umask": (int, str),
+    "SoftResourceLimits": dict,
+    "HardResourceLimits": dict,
+    "StandardOutPath": str,
+    "StandardErrorPath": str,
+}
+
+
+@pytest.mark.parametrize("kind", ["launchd", "launchd-user"])
+def test_plists_have_documented_keys_and_types(kind: str) -> None:
+    (golden,) = (GOLDEN / kind).iterdir()
+    found = plistlib.loads(golden.read_bytes())
+    assert all(isinstance(value, DOCUMENTED[key]) for key, value in found.items())
+    assert all(isinstance(word, str) for word in found["ProgramArguments"])
+    assert all(isinstance(value, str) for value in found["EnvironmentVariables"].values())
+    assert found["ProcessType"] in ("Background", "Standard", "Adaptive", "Interactive")
+    assert golden.name == f"{found['Label']}.plist"  # launchctl(1) finds services by their label
+    for limits in (found["SoftResourceLimits"], found["HardResourceLimits"]):
+        assert set(limits) == {"NumberOfFiles"}
+    assert isinstance(found["Umask"], int)  # a decimal number: property lists have no octal ones
+    assert found["Umask"] == 0o077
+    assert found["ExitTimeOut"] > 60  # the drain of a node
+
+
+@pytest.mark.parametrize("kind", ["launchd", "launchd-user"])
+def test_launchd_finds_the_folder_of_its_logs(kind: str, tmp_path: Path) -> None:
+    """launchd makes no folders, and does not start a job whose log it cannot open."""
+    place = Place(str(tmp_path), f"{tmp_path}/my disagg", "ada", 0)
+    manager = manager_of(kind, place)
+    script = manager.install(NODE, "/missing").split(" && ")
+    assert "install -m 644" in script[-1]
+    subprocess.run(["sh", "-c", " && ".join(script[:-1])], check=True)
+    log = Path(plistlib.loads(manager.file(NODE).content.encode())["StandardOutPath"])
+    assert log.parent.is_dir()
+    assert log.parent.stat().st_mode & 0o777 == 0o700
+
+
 @pytest.mark.parametrize("kind", MANAGERS)
 def test_scripts_are_posix_shell(kind: str) -> None:
     manager = manager_of(kind, PLACES[kind])

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import pytest
 
-from disaggregated_inference.cluster.shell import Shell
+from disaggregated_inference.cluster.shell import CommandOutput, Shell, printable
 from disaggregated_inference.cluster.ssh import SshTarget, open_shell
 from disaggregated_inference.errors import (
     CommandFailed,
@@ -99,6 +99,77 @@ def test_a_held_script_ends_with_its_block(target: str, tmp_path: Path) -> None:
     in_shell(work, target)
 
 
+@pytest.mark.parametrize("target", [pytest.param("box", marks=needs_sshd), "local"])
+@pytest.mark.usefixtures("home")
+def test_output_without_an_end(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("disaggregated_inference.cluster.shell._MOST_BYTES", 1 << 20)
+
+    async def work(shell: Shell) -> str:
+        with pytest.raises(
+            CommandFailed, match=r"^spark-1: it printed more than 1 MiB, check its login shell; .*: yes$"
+        ):
+            await shell.run("yes")
+        return (await shell.run("head -c 1000000 /dev/zero | tr '\\0' x; echo end")).stdout
+
+    assert in_shell(work, target).endswith("xend\n")
+
+
+@pytest.mark.parametrize("target", [pytest.param("box", marks=needs_sshd), "local"])
+@pytest.mark.usefixtures("home")
+def test_long_lines_are_read(target: str) -> None:
+    """Such as a log line with a long prompt."""
+
+    async def work(shell: Shell) -> list[int]:
+        script = "head -c 300000 /dev/zero | tr '\\0' x; echo; echo end"
+        return [len(line) async for line in shell.lines(script)]
+
+    assert in_shell(work, target) == [300_000, 3]
+
+
+@pytest.mark.parametrize("target", [pytest.param("box", marks=needs_sshd), "local"])
+@pytest.mark.usefixtures("home")
+def test_a_held_script_that_says_nothing(target: str) -> None:
+    async def run() -> None:
+        shell = await open_shell("spark-1", target, DeployTimeouts(connect_s=60, command_s=1))
+        try:
+            with pytest.raises(CommandFailed, match=r"spark-1: no end after 1 s: exec sleep 600"):
+                async with shell.hold("exec sleep 600"):
+                    pass
+        finally:
+            await shell.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["\x1b[31;1mred\x1b[0m", "\x1b]0;title\x07red", "\x1b]0;title\x1b\\red", "r\x00e\x9bd\x7f"],
+)
+def test_words_of_a_machine_do_not_act_on_the_terminal(text: str) -> None:
+    assert printable(text) == "red"
+    assert CommandOutput(1, "", f"{text}\n").last_words == "red"
+
+
+@needs_sshd
+def test_a_login_shell_that_greets(home: Path, server: SshServer) -> None:
+    """Such as `echo` in ~/.bashrc: scripts are read from where they begin."""
+    forced = 'command="echo welcome; printf no-end-of-line; eval \\"$SSH_ORIGINAL_COMMAND\\"" '
+    keys = server.folder / "authorized_keys"
+    right = keys.read_text()
+    keys.write_text(forced + right)
+
+    async def work(shell: Shell) -> None:
+        assert (await shell.run("echo one; cat", b"two")).stdout == "one\ntwo"
+        assert [line async for line in shell.lines("echo a; echo b")] == ["a", "b"]
+        async with shell.hold("echo held; cat >/dev/null") as first:
+            assert first == "held"
+
+    try:
+        in_shell(work)
+    finally:
+        keys.write_text(right)
+
+
 async def _nothing(shell: Shell) -> None:
     """Connecting is the test."""
 
@@ -156,7 +227,8 @@ def test_a_jump_host_of_the_config_is_used(home: Path, server: SshServer) -> Non
 @pytest.mark.usefixtures("home")
 def test_no_machine_there() -> None:
     with pytest.raises(
-        MachineUnreachable, match=r"root@127.0.0.1:1 cannot be reached by ssh: .*`ssh -p 1 root@127.0.0.1`"
+        MachineUnreachable,
+        match=r"root@127.0.0.1:1 cannot be reached by ssh: Connection refused; .*`ssh -p 1 root@127.0.0.1`",
     ):
         in_shell(_nothing, "root@127.0.0.1:1")
 
@@ -173,7 +245,9 @@ def test_addresses(text: str, target: tuple[str, str, int]) -> None:
     assert SshTarget.parse(text) == target
 
 
-@pytest.mark.parametrize("text", ["", "a b", "-oProxyCommand=x", "a@b@c", "host:99x", "host:99999"])
+@pytest.mark.parametrize(
+    "text", ["", "a b", "-oProxyCommand=x", "ada@-oProxyCommand=x", "-l@host", "a@b@c", "host:99x", "host:99999"]
+)
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(ConfigError, match="is no ssh address"):
         SshTarget.parse(text)

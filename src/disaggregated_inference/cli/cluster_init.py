@@ -2,34 +2,37 @@
 
 import asyncio
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import typer
 
+from disaggregated_inference.cli.screen import one_line
 from disaggregated_inference.cluster import ClusterConfig, load_config
 from disaggregated_inference.cluster.deploy import MachinePlan, MachineSession, on_machines
 from disaggregated_inference.cluster.inventory import Inventory
 from disaggregated_inference.cluster.machines import ClusterMachine
-from disaggregated_inference.cluster.proposal import Assignment, cluster_toml, propose
+from disaggregated_inference.cluster.proposal import Assignment, cluster_toml, propose, require_known
 from disaggregated_inference.errors import ConfigError
 from disaggregated_inference.identity import Authority
 from disaggregated_inference.models import default_home
 
 _OPERATOR = "operator"
+_LONGEST_NAME = 50
 _MODELS = ("qwen3-coder:30b", "gpt-oss:120b")
 
 
 def run(hosts: str, models: Sequence[str], output: Path, force: bool, trusted_link: str) -> None:
-    if output.exists() and not force:
-        raise ConfigError(f"{output} is there already: give another name with --output, or --force to replace it")
+    _require_place(output, force)
+    require_known(models)
     targets = _targets(hosts or _asked("ssh addresses of the machines (USER@HOST, separated by spaces)"))
     found = asyncio.run(_look(targets))
     names = _names(found)
     machines = {name: found[target] for name, target in names.items()}
     for name, inventory in machines.items():
-        typer.echo(_line(name, inventory))
+        typer.echo(one_line(_line(name, inventory)))
     chosen = propose(machines, models or _MODELS)
     for each in chosen:
         typer.echo(
@@ -38,7 +41,15 @@ def run(hosts: str, models: Sequence[str], output: Path, force: bool, trusted_li
     identity = "" if trusted_link else _issue_keys(machines, chosen)
     output.write_text(cluster_toml(machines, names, chosen, identity, trusted_link), encoding="utf-8")
     load_config(output, {"DISAGG_TOKEN": "checked later"})
-    typer.echo(f"wrote {output}. Read it, then: disagg cluster deploy --config {output}")
+    typer.echo(f"wrote {output}. Read it, then: disagg cluster deploy --config {shlex.quote(str(output))}")
+
+
+def _require_place(output: Path, force: bool) -> None:
+    """Before machines are asked and keys are made."""
+    if output.exists() and not force:
+        raise ConfigError(f"{output} is there already: give another name with --output, or --force to replace it")
+    if not output.absolute().parent.is_dir():
+        raise ConfigError(f"{output} cannot be written: there is no folder {output.parent}; make it, or choose another")
 
 
 def _targets(text: str) -> list[str]:
@@ -60,9 +71,11 @@ async def _look(targets: Sequence[str]) -> dict[str, Inventory]:
 
     plans = [MachinePlan(name=target, machine=ClusterMachine(ssh=target)) for target in targets]
     outcomes = await on_machines(plans, ClusterConfig(), inventory, lambda machine, text: None)
-    errors = [str(outcome.error) for outcome in outcomes if outcome.error]
-    if errors:
-        raise ConfigError("; ".join(errors))
+    for outcome in outcomes:
+        if outcome.error:
+            typer.echo(f"error: {one_line(str(outcome.error))}", err=True)
+    if any(outcome.error for outcome in outcomes):
+        raise typer.Exit(1)
     return {outcome.machine: outcome.result for outcome in outcomes if outcome.result}
 
 
@@ -82,7 +95,7 @@ def _names(found: dict[str, Inventory]) -> dict[str, str]:
 def _name(target: str, found: Inventory) -> str:
     """The machine's own name, as a name that a certificate can have."""
     own = (found.host or target).partition(".")[0]
-    return re.sub(r"[^a-z0-9]+", "-", own.lower()).strip("-") or "machine"
+    return re.sub(r"[^a-z0-9]+", "-", own.lower())[:_LONGEST_NAME].strip("-") or "machine"
 
 
 def _line(name: str, found: Inventory) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import typer
 
-from disaggregated_inference.cli.screen import mute_logs
+from disaggregated_inference.cli.screen import mute_logs, one_line
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.cluster import ClusterConfig, Server, load_config
 from disaggregated_inference.cluster.deploy import ask_gateway, figure_of
@@ -31,7 +31,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
     def line(self) -> str:
-        return f"{'ok  ' if self.passed else 'FAIL'}  {self.name}: {self.figure or self.why}"
+        return one_line(f"{'ok  ' if self.passed else 'FAIL'}  {self.name}: {self.figure or self.why}")
 
 
 def run(config: str | None, token_file: str, as_json: bool) -> bool:

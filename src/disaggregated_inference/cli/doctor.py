@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from disaggregated_inference.cli.screen import stdout_console
+from disaggregated_inference.cli.screen import one_line, stdout_console
 from disaggregated_inference.cli.serve import spinner
 from disaggregated_inference.cluster import ClusterConfig, find_config, load_config
 from disaggregated_inference.doctor import (
@@ -105,12 +105,12 @@ def _lines(finding: Finding, said: set[str]) -> Iterator[Text]:
     """`said`: reasons and remedies above; each is printed once."""
     severity = _WORDS.get(finding.severity, finding.severity)
     line = Text("  ") + Text(severity.ljust(_WIDTH), _COLOURS[finding.severity])
-    yield line + Text(f"  {finding.check}: ", "dim") + Text(finding.what)
+    yield line + Text(f"  {finding.check}: ", "dim") + Text(one_line(finding.what))
     indent = " " * (_WIDTH + 4)
     for name, words, style in (("why: ", finding.why, "dim"), ("mend:", finding.mend, "")):
         if words and words not in said:
             said.add(words)
-            yield Text(f"{indent}{name} {words}", style)
+            yield Text(f"{indent}{name} {one_line(words)}", style)
 
 
 def _summary(report: DoctorReport) -> Text:

@@ -36,9 +36,11 @@ def _concerns_home(path: Path) -> bool:
 
 def print_error(error: Exception, arguments: list[str]) -> None:
     """One line on standard error; with --json also one on standard output, which would otherwise be empty."""
+    from disaggregated_inference.cli.screen import plain
+
     if _wants_json(arguments):
         print(json.dumps({"error": as_data(error)}), flush=True)
-    sys.stderr.write(f"error: {message_of(error)}\n")
+    sys.stderr.write(f"error: {plain(message_of(error))}\n")
 
 
 def print_usage_error(error: BaseException | None, arguments: list[str]) -> None:

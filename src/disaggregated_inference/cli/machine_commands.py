@@ -137,7 +137,7 @@ def audit(
     """Show who deployed, started, stopped or rolled back what, and when."""
     from disaggregated_inference.cli import machines
 
-    machines.audit(config, machine or (), count, as_json)
+    raise typer.Exit(0 if machines.audit(config, machine or (), count, as_json) else 1)
 
 
 @machines_app.command("test")

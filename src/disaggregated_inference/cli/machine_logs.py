@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import typer
 
 from disaggregated_inference.cli.machines import planned
+from disaggregated_inference.cli.screen import one_line
 from disaggregated_inference.cluster import ClusterConfig
 from disaggregated_inference.cluster.deploy import (
     LogLine,
@@ -42,7 +43,7 @@ def run(config: str | None, only: Sequence[str], *, follow: bool, count: int, re
         typer.echo(f"no log has a line of the request {request}", err=True)
     for outcome in outcomes:
         if outcome.error:
-            typer.echo(f"error: {outcome.error}", err=True)
+            typer.echo(f"error: {one_line(str(outcome.error))}", err=True)
     if any(outcome.error for outcome in outcomes):
         raise typer.Exit(1)
 
@@ -75,7 +76,7 @@ async def _follow_machine(
         (outcome,) = await on_machines([plan], config, follow, _silent)
         if not missing:
             reason = str(outcome.error or f"{plan.name}: its log ended: is anything deployed there?")
-            typer.echo(f"{reason}; trying again every {_AGAIN_S:.0f} s", err=True)
+            typer.echo(f"{one_line(reason)}; trying again every {_AGAIN_S:.0f} s", err=True)
         missing = "told"
         await asyncio.sleep(_AGAIN_S)
 
@@ -99,10 +100,15 @@ class _Printer:
         fields, service = line.fields, line.service.removeprefix("disagg-")
         head = f"{line.time[11:23]:12}  {line.machine.ljust(self._width)}  {service}"
         if "message" not in fields:
-            return f"{head}  {line.text}"
-        more = " ".join(f"{key}={value}" for key, value in fields.items() if key not in _FIRST)
-        level = "" if fields.get("level") in ("info", "debug") else f"{fields.get('level', '').upper()} "
-        return f"{head}  {level}{fields['message']}{'  ' + more if more else ''}"
+            return f"{head}  {one_line(line.text)}"
+        more = " ".join(f"{key}={_short(value)}" for key, value in fields.items() if key not in _FIRST)
+        level = "" if fields.get("level") in ("info", "debug") else f"{str(fields.get('level', '')).upper()} "
+        return one_line(f"{head}  {level}{fields['message']}{'  ' + more if more else ''}")
+
+
+def _short(value: object) -> object:
+    """Enough digits for a reader; --json has all."""
+    return f"{value:.4g}" if isinstance(value, float) else value
 
 
 def _silent(machine: str, text: str) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from disaggregated_inference.cli.machines import planned
-from disaggregated_inference.cli.screen import stdout_console
+from disaggregated_inference.cli.screen import one_line, stdout_console
 from disaggregated_inference.cluster import ClusterConfig
 from disaggregated_inference.cluster.deploy import (
     MachineOverview,
@@ -31,7 +31,7 @@ def run(config: str | None, only: Sequence[str], as_json: bool) -> bool:
     """Whether every service is healthy."""
     loaded, plans = planned(config, only)
     machines = asyncio.run(_look(loaded, plans))
-    verdicts = model_verdicts(loaded, machines)
+    verdicts = {} if only else model_verdicts(loaded, machines)  # other machines may serve the models, too
     if as_json:
         typer.echo(json.dumps(_as_data(machines, verdicts), indent=2))
     else:
@@ -71,14 +71,16 @@ def render(machines: Sequence[MachineOverview], verdicts: dict[str, Verdict]) ->
         for row in _rows(machine):
             table.add_row(*row)
     reasons = [
-        Text(f"{service.title}: {service.why}", "red")
+        Text(one_line(f"{service.title}: {service.why}"), "red")
         for machine in machines
         for service in machine.services
         if service.why and service.health != "healthy"
     ]
-    errors = [Text(machine.error, "red") for machine in machines if machine.error]
+    errors = [Text(one_line(machine.error), "red") for machine in machines if machine.error]
     releases = [
-        Text(f"{each.name}: {each.release}, {each.kind}, {each.system}", "dim") for each in machines if each.release
+        Text(one_line(f"{each.name}: {each.release}, {each.kind}, {each.system}"), "dim")
+        for each in machines
+        if each.release
     ]
     models = [
         Text(f"{name}: {verdict}", "green" if verdict == Verdict.ALL_UP else "red")
@@ -94,8 +96,9 @@ def _rows(machine: MachineOverview) -> list[tuple[str | Text, ...]]:
 
 
 def _row(machine: str, service: ServiceOverview) -> tuple[str | Text, ...]:
-    state = Text(service.health, _COLOURS.get(service.health, "red"))
-    return machine, service.title, service.role, service.engine or "-", state, str(service.restarts), _kv_path(service)
+    state = Text(one_line(service.health), _COLOURS.get(service.health, "red"))
+    engine = one_line(service.engine) or "-"
+    return machine, service.title, service.role, engine, state, str(service.restarts), _kv_path(service)
 
 
 def _kv_path(service: ServiceOverview) -> str:

@@ -5,14 +5,15 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Coroutine, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import typer
 
+from disaggregated_inference.cli.screen import one_line
 from disaggregated_inference.cluster import ClusterConfig, load_config
 from disaggregated_inference.cluster.deploy import (
     AuditEntry,
@@ -35,8 +36,12 @@ from disaggregated_inference.cluster.deploy import (
     remove_machines,
 )
 from disaggregated_inference.cluster.deploy import operate as operate_machines
+from disaggregated_inference.cluster.reader import join_address
+from disaggregated_inference.cluster.ssh import LOCAL, SshTarget
 from disaggregated_inference.errors import ConfigError
 from disaggregated_inference.timeouts import DeployTimeouts
+
+Result = TypeVar("Result")
 
 
 class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +65,7 @@ def teller(plans: Sequence[MachinePlan]) -> Tell:
     width, began_at = max((len(plan.name) for plan in plans), default=0), time.monotonic()
 
     def tell(machine: str, text: str) -> None:
-        typer.echo(f"{time.monotonic() - began_at:6.1f} s  {machine.ljust(width)}  {text}")
+        typer.echo(f"{time.monotonic() - began_at:6.1f} s  {machine.ljust(width)}  {one_line(text)}")
         sys.stdout.flush()
 
     return tell
@@ -74,7 +79,7 @@ def deploy(config: str | None, token_file: str, only: Sequence[str], settings: D
     )
     if settings.dry_run:
         return _dry_run(loaded, plans, package)
-    outcomes = asyncio.run(Deployment(plans, loaded, package, teller(plans), settings.start).run())
+    outcomes = _run(Deployment(plans, loaded, package, teller(plans), settings.start).run(), "deploy")
     typer.echo("")
     for outcome in outcomes:
         typer.echo(_deployed(outcome), err=outcome.error is not None)
@@ -82,6 +87,16 @@ def deploy(config: str | None, token_file: str, only: Sequence[str], settings: D
     wanted = settings.start and not only and len(failed) < len(plans)
     proven = _prove(loaded, plans, failed) if wanted else True
     return proven and not failed
+
+
+def _run(work: Coroutine[Any, Any, Result], command: str) -> Result:
+    """Ctrl-C may come between two steps of a machine: the user must know how to end them."""
+    try:
+        return asyncio.run(work)
+    except KeyboardInterrupt:
+        remedy = f"`disagg cluster {command}` again finishes it, `disagg cluster status` shows what runs"
+        typer.echo(f"interrupted: some services may be stopped or half changed; {remedy}", err=True)
+        raise
 
 
 def _text(path: str) -> str:
@@ -93,7 +108,7 @@ def _text(path: str) -> str:
 
 def _deployed(outcome: Outcome[Deployed]) -> str:
     if outcome.error:
-        return f"error: {outcome.error}"
+        return _error(outcome.error)
     assert outcome.result
     result = outcome.result
     changed = f"changed: {', '.join(result.changed)}" if result.changed else "nothing to change"
@@ -112,7 +127,7 @@ def _dry_run(config: ClusterConfig, plans: Sequence[MachinePlan], package: Packa
         for line in outcome.result or ():
             typer.echo(line)
         if outcome.error:
-            typer.echo(f"error: {outcome.error}", err=True)
+            typer.echo(_error(outcome.error), err=True)
     typer.echo("# nothing was changed; + would be done, = is done")
     return all(not outcome.error for outcome in outcomes)
 
@@ -143,11 +158,11 @@ def _prove(config: ClusterConfig, plans: Sequence[MachinePlan], failed: Containe
 def _how_to(config: ClusterConfig) -> str:
     gateway = config.gateway
     if not gateway.machine:
-        return f"try it: disagg generate --config {shlex.quote(config.source)} --model {config.names[0]} 'Hello'"
-    host = config.machines[gateway.machine].ssh.rpartition("@")[2] or gateway.machine
-    place = gateway.host if gateway.host not in ("0.0.0.0", "::") else host
+        options = shlex.join(["--config", config.source, "--model", config.names[0]])
+        return f"try it: disagg generate {options} 'Hello'"
+    place = gateway.host if gateway.host not in ("0.0.0.0", "::") else _address_of(gateway.machine, config)
     scheme = "https" if "--tls-cert" in gateway.arguments else "http"
-    url = f"{scheme}://{place}:{gateway.port}"
+    url = f"{scheme}://{join_address(place, gateway.port)}"
     body = {"model": config.names[0], "max_tokens": 60, "messages": [{"role": "user", "content": "Hello"}]}
     key = ' -H "Authorization: Bearer $DISAGG_API_KEY"' if gateway.keys else ""
     where = f" (on {gateway.machine})" if place in ("127.0.0.1", "localhost") else ""
@@ -157,21 +172,33 @@ def _how_to(config: ClusterConfig) -> str:
     )
 
 
+def _address_of(machine: str, config: ClusterConfig) -> str:
+    """Where others reach a machine: as its servers are, else as ssh does."""
+    (plan,) = plan_machines(config, [machine])
+    if plan.servers:
+        return plan.servers[0].host
+    return "127.0.0.1" if plan.target == LOCAL else SshTarget.parse(plan.target).host
+
+
 def operate(command: str, config: str | None, only: Sequence[str], role: str, model: str) -> bool:
     loaded, plans = planned(config, only)
     chosen = ServiceChoice(role, loaded.resolve_model(model) if model else "")
     plans = tuple(plan for plan in plans if chosen.may_be_on(plan, loaded))
     if not plans:
         raise ConfigError(f"no {role or 'service'} of {chosen.model} in the cluster file: see `disagg config check`")
-    outcomes = asyncio.run(operate_machines(command, plans, loaded, teller(plans), chosen))
-    return _all_succeeded(outcomes)
+    return _all_succeeded(_run(operate_machines(command, plans, loaded, teller(plans), chosen), command))
 
 
 def _all_succeeded(outcomes: Sequence[Outcome[Any]]) -> bool:
     for outcome in outcomes:
         if outcome.error:
-            typer.echo(f"error: {outcome.error}", err=True)
+            typer.echo(_error(outcome.error), err=True)
     return all(not outcome.error for outcome in outcomes)
+
+
+def _error(error: Exception) -> str:
+    """With words of the machine, which must not act on the terminal."""
+    return f"error: {one_line(str(error))}"
 
 
 def remove(config: str | None, only: Sequence[str], models: bool, is_sure: bool) -> bool:
@@ -183,10 +210,11 @@ def remove(config: str | None, only: Sequence[str], models: bool, is_sure: bool)
     if not is_sure and not typer.confirm("remove all of it?"):
         typer.echo("nothing was removed")
         return False
-    return _all_succeeded(asyncio.run(remove_machines(plans, loaded, teller(plans), models)))
+    return _all_succeeded(_run(remove_machines(plans, loaded, teller(plans), models), "remove"))
 
 
-def audit(config: str | None, only: Sequence[str], count: int, as_json: bool) -> None:
+def audit(config: str | None, only: Sequence[str], count: int, as_json: bool) -> bool:
+    """Whether every machine could be asked."""
     loaded, plans = planned(config, only)
 
     async def read(session: MachineSession) -> list[AuditEntry]:
@@ -198,16 +226,15 @@ def audit(config: str | None, only: Sequence[str], count: int, as_json: bool) ->
         typer.echo(json.dumps(msgspec.to_builtins(entries), indent=2))
     else:
         _print_audit(entries)
-    for outcome in outcomes:
-        if outcome.error:
-            typer.echo(f"error: {outcome.error}", err=True)
+    return _all_succeeded(outcomes)
 
 
 def _print_audit(entries: Sequence[AuditEntry]) -> None:
     rows: list[tuple[Any, ...]] = [("time", "who", "command", "release", "machines", "result")]
     for entry in entries:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.time))
-        rows.append((at, entry.who, entry.command, entry.release, ", ".join(entry.releases), entry.result))
+        facts = (at, entry.who, entry.command, entry.release, ", ".join(entry.releases), entry.result)
+        rows.append(tuple(map(one_line, facts)))
     widths = [max(len(str(row[column])) for row in rows) for column in range(5)]
     for row in rows:
         typer.echo("  ".join(str(cell).ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip())

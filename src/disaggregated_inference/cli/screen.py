@@ -12,9 +12,14 @@ _CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(co
 _PIPED_COLUMNS = 1000  # without a terminal, every table row stays on one line
 
 
+def plain(text: str) -> str:
+    """Text that does nothing to a terminal."""
+    return text.translate(_CONTROLS)
+
+
 def one_line(text: str) -> str:
     """Text of a node or a client, fit for one line of a terminal."""
-    return text.translate(_CONTROLS).replace("\n", " ").replace("\t", " ")
+    return plain(text).replace("\n", " ").replace("\t", " ")
 
 
 def mute_logs() -> None:
@@ -36,7 +41,7 @@ class Screen:
             sys.stdout.reconfigure(errors="replace")  # terminals without UTF-8 show a question mark
 
     def write(self, text: str) -> None:
-        text = text.translate(_CONTROLS) if self._is_terminal else text
+        text = plain(text) if self._is_terminal else text
         if text:
             self._is_line_open = not text.endswith("\n")
             sys.stdout.write(text)

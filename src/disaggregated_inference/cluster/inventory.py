@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from disaggregated_inference.cluster.shell import Shell, path_word
+from disaggregated_inference.cluster.shell import Shell, path_word, printable
 from disaggregated_inference.errors import CommandFailed
 
 OLDEST_PYTHON = (3, 11)
+_LONGEST = 1000  # characters of a fact
+_PYTHON = re.compile(r"\d+\.\d+\.\d+ \S.*", re.ASCII)
 _PYTHONS = ("python3.14", "python3.13", "python3.12", "python3.11", "python3", "python")
 
 _SCRIPT = r"""
@@ -131,18 +133,20 @@ async def take_inventory(shell: Shell, folder: str = "~/.disagg", python: str = 
 
 
 def parse_inventory(output: str, name: str = "") -> Inventory:
-    """Lines that are not ours, such as a greeting of the login shell, are left out."""
+    """Lines that are not ours, such as a greeting of the login shell, are left out. What is printed and written into
+    files has no control characters, and an end."""
     facts: dict[str, list[str]] = {}
     for line in output.splitlines():
         key, tab, value = line.partition("\t")
-        if tab and value.strip():
-            facts.setdefault(key, []).append(value.strip())
+        if tab and (value := printable(value).strip()[:_LONGEST]):
+            facts.setdefault(key, []).append(value)
 
     def one(key: str) -> str:
         return facts.get(key, [""])[0]
 
     if not one("os") or not one("home"):
-        raise CommandFailed(f"{name}: the machine did not say what it is: {output[:200]!r}; check its login shell")
+        said = printable(output).strip()[:200]
+        raise CommandFailed(f"{name}: the machine did not say what it is: {said!r}; check its login shell")
     return Inventory(
         os=one("os"),
         arch=one("arch"),
@@ -157,7 +161,7 @@ def parse_inventory(output: str, name: str = "") -> Inventory:
         free_disk_bytes=_number(one("disk_kib")) * 1024,
         gpus=tuple(gpu for line in facts.get("gpu", ()) if (gpu := _gpu(line))),
         links=tuple(facts.get("link", ())),
-        pythons=_newest_first(facts.get("python", ())),
+        pythons=_newest_first([line for line in facts.get("python", ()) if _PYTHON.fullmatch(line)]),
         uv=one("uv"),
         models=tuple(facts.get("model", ())),
         tools=frozenset(key for key in ("systemd", "systemd_user", "root", "rsync", "ollama") if key in facts),
@@ -166,7 +170,7 @@ def parse_inventory(output: str, name: str = "") -> Inventory:
 
 
 def _number(text: str) -> int:
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def _gpu(line: str) -> Gpu | None:

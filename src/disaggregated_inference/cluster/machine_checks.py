@@ -10,8 +10,10 @@ from disaggregated_inference.cluster.ssh import LOCAL, SshTarget
 from disaggregated_inference.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_FOLDER = re.compile(r"[\w ./~+@-]+")  # what systemd, launchd and shells take alike
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ELSEWHERE = re.compile(r"\$\{\w+\}|(/|~/).+")
+_LOGIN = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 _SECRET = re.compile(r"TOKEN$|SECRET|PASSWORD")
 
 
@@ -53,8 +55,13 @@ def _require_machine(reader: Reader, place: str, name: str, machine: ClusterMach
             SshTarget.parse(machine.ssh)
         except ConfigError as error:
             raise reader.error(f"{place}.ssh", str(error)) from None
-    if not machine.folder.startswith(("/", "~/")) or "\n" in machine.folder:
+    if not machine.folder.startswith(("/", "~/")):
         raise reader.error(f"{place}.folder", f"write an absolute folder or ~/..., got {quote(machine.folder)}")
+    if not _FOLDER.fullmatch(machine.folder):
+        raise reader.error(f"{place}.folder", f"use letters, digits, spaces and /._-+@, got {quote(machine.folder)}")
+    if any(_LOGIN.search(word) for word in machine.pip_args):
+        remedy = "a password must not be on a command line: write it into pip.conf or ~/.netrc of the machine"
+        raise reader.error(f"{place}.pip_args", remedy)
     for variable in machine.environment:
         if not _VARIABLE.fullmatch(variable):
             raise reader.error(f"{place}.environment", f"{quote(variable)} is no name of a variable")

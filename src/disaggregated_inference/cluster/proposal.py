@@ -56,9 +56,9 @@ KNOWN_MODELS = {
         23_040,
         8_192,
         {
-            "cuda": (Checkpoint("", 0.6, "torch"),),
+            "cuda": (_SMOLLM2,),
             "metal": (Checkpoint("", 0.6, "mlx"),),
-            "cpu": (Checkpoint("", 0.6, "torch"),),
+            "cpu": (_SMOLLM2,),
         },
     ),
 }
@@ -78,7 +78,8 @@ class Assignment(NamedTuple):
 
 def propose(machines: Mapping[str, Inventory], models: Sequence[str]) -> list[Assignment]:
     """A prefill and a decode node for each model; on a machine that is alone, one node for both."""
-    wanted = [_known(name) for name in models]
+    require_known(models)
+    wanted = [KNOWN_MODELS[name] for name in models]
     left_gb = {name: found.model_memory_bytes * _SHARE / _GB for name, found in machines.items()}
     chosen: list[Assignment] = []
     for model in sorted(wanted, key=_size, reverse=True):
@@ -90,11 +91,11 @@ def propose(machines: Mapping[str, Inventory], models: Sequence[str]) -> list[As
     return chosen
 
 
-def _known(name: str) -> KnownModel:
-    if name not in KNOWN_MODELS:
-        remedy = "write its servers into the file by hand, with a `source`"
-        raise ConfigError(f"no sizes are known for {name}: choose of {', '.join(KNOWN_MODELS)}, or {remedy}")
-    return KNOWN_MODELS[name]
+def require_known(models: Sequence[str]) -> None:
+    for name in models:
+        if name not in KNOWN_MODELS:
+            remedy = "write its servers into the file by hand, with a `source`"
+            raise ConfigError(f"no sizes are known for {name}: choose of {', '.join(KNOWN_MODELS)}, or {remedy}")
 
 
 def _size(model: KnownModel) -> float:
@@ -130,7 +131,8 @@ def _best(
             if found.needed_gb <= left_gb[name]:
                 return found
     memories = ", ".join(f"{name}: {left_gb[name]:.0f} GB left" for name in machines)
-    raise ConfigError(f"{model.name} fits no machine as a {role} node ({memories}): choose other models with --model")
+    node = "one node for prefill and decode" if role == "both" else f"a {role} node"
+    raise ConfigError(f"{model.name} fits no machine as {node} ({memories}): choose other models with --model")
 
 
 def cluster_toml(
@@ -200,9 +202,8 @@ def _server(each: Assignment, found: Inventory, target: str) -> str:
     others = [link for link in _addresses(found) if link != host]
     if others and each.role == "prefill":
         text = ", ".join(_quoted(address) for address in (*others, host))
-        lines.append(
-            f"# kv_addresses = [{text}] # other links for the KV cache, fastest first, if the Mac reaches them"
-        )
+        when = "fastest first, if the decode machine reaches them"
+        lines.append(f"# kv_addresses = [{text}] # other links for the KV cache, {when}")
     return "\n".join(lines) + "\n"
 
 
@@ -224,9 +225,7 @@ def _addresses(found: Inventory) -> list[str]:
         numbers = [int(number) for number in re.findall(r"(\d+) Mb/s", line)]
         return numbers[0] if numbers else 0
 
-    real = [
-        line for line in found.links if not line.startswith(("docker", "br-", "veth", "virbr", "tailscale", "utun"))
-    ]
+    real = [line for line in found.links if not line.startswith(_VIRTUAL)]
     return [line.split()[1] for line in sorted(real, key=speed, reverse=True)]
 
 

@@ -9,17 +9,23 @@ import re
 import shlex
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from disaggregated_inference.errors import CommandFailed
 from disaggregated_inference.timeouts import DeployTimeouts
 
+Result = TypeVar("Result")
+
 # A command by ssh has a short PATH: on a Mac without Homebrew, everywhere without ~/.local/bin, where uv is.
 _PATH = 'PATH="$HOME/.local/bin:$PATH:/opt/homebrew/bin:/usr/local/bin:/usr/sbin:/sbin"; export PATH; '
-_LAST_LINES = 6
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]|\x1b\[[0-9;]*[A-Za-z]")
+BEGIN = "disagg-begins-here"
+_LAST_LINES, _MOST_WORDS = 6, 1 << 20
+_MOST_BYTES, _PART_BYTES = 64 << 20, 1 << 16  # of what a script prints
+_LONGEST_LINE = 4 << 20
+# Sequences that colour text, move the cursor or rename the window; then single control characters.
+_CONTROLS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class CommandOutput(NamedTuple):
@@ -34,14 +40,19 @@ class CommandOutput(NamedTuple):
     @property
     def last_words(self) -> str:
         """The end of what it said, for a message: one line, without control characters."""
-        lines = [_CONTROLS.sub("", line).strip() for line in (self.stderr or self.stdout).splitlines()]
+        lines = [printable(line).strip() for line in (self.stderr or self.stdout)[-_MOST_WORDS:].splitlines()]
         errors = [line for line in lines if line.lower().startswith(("error", "fatal"))]
         return " | ".join((errors or [line for line in lines if line])[-_LAST_LINES:])[-800:]
 
 
+def printable(text: str) -> str:
+    """What a machine says, without what would act on the terminal."""
+    return _CONTROLS.sub("", text)
+
+
 def as_command(script: str) -> str:
-    """One command for any login shell."""
-    return f"/bin/sh -c {shlex.quote(_PATH + script)}"
+    """One command for any login shell. What comes before the line `BEGIN` is a greeting of that shell."""
+    return f"/bin/sh -c {shlex.quote(f'echo {BEGIN}; {_PATH}{script}')}"
 
 
 def path_word(path: str) -> str:
@@ -78,6 +89,14 @@ class Shell(ABC):
             raise CommandFailed(f"{self.name}: {what or script} failed (exit code {done.exit_code}): {done.last_words}")
         return done.stdout
 
+    async def in_time(self, work: Awaitable[Result], script: str) -> Result:
+        """Within the time of a small command."""
+        try:
+            async with asyncio.timeout(self.timeouts.command_s):
+                return await work
+        except TimeoutError:
+            raise too_slow(self.name, script, self.timeouts.command_s) from None
+
     async def put(self, content: bytes, path: str, mode: int = 0o600) -> None:
         """Write a file, all at once, with its mode from the start. Folders are made."""
         word, temporary = path_word(path), path_word(f"{path}.{os.getpid()}.new")
@@ -110,18 +129,30 @@ class LocalShell(Shell):
             stderr=pipe,
             env=self._environ,
             start_new_session=True,
+            limit=_LONGEST_LINE,
         )
 
     async def run(self, script: str, stdin: bytes = b"", timeout_s: float | None = None) -> CommandOutput:
         process = await self._start(script)
         try:
             async with asyncio.timeout(timeout_s or self.timeouts.command_s):
-                stdout, stderr = await process.communicate(stdin)
+                stdout, stderr = await self._communicate(process, stdin)
+                await process.wait()
         except TimeoutError:
             raise too_slow(self.name, script, timeout_s or self.timeouts.command_s) from None
+        except OutputTooLong:
+            raise too_long(self.name, script) from None
         finally:
             await _end(process)
         return CommandOutput(process.returncode or 0, stdout.decode(errors="replace"), stderr.decode(errors="replace"))
+
+    async def _communicate(self, process: asyncio.subprocess.Process, stdin: bytes) -> tuple[bytes, bytes]:
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
+        feeding = _feed(process.stdin, stdin)
+        _, stdout, stderr = await asyncio.gather(feeding, read_all(process.stdout), read_all(process.stderr))
+        return stdout, stderr
 
     async def lines(self, script: str) -> AsyncIterator[str]:
         process = await self._start(script)
@@ -138,13 +169,42 @@ class LocalShell(Shell):
         assert process.stdin
         assert process.stdout
         try:
-            yield (await process.stdout.readline()).decode(errors="replace").strip()
+            yield (await self.in_time(process.stdout.readline(), script)).decode(errors="replace").strip()
         finally:
             process.stdin.close()
-            await process.wait()
+            with suppress(CommandFailed):
+                await self.in_time(process.wait(), script)
+            await _end(process)
 
     async def close(self) -> None:
         """Nothing is open between two scripts."""
+
+
+async def _feed(stream: asyncio.StreamWriter, content: bytes) -> None:
+    """A script may end before it has read its input."""
+    with suppress(BrokenPipeError, ConnectionResetError):
+        stream.write(content)
+        await stream.drain()
+        stream.close()
+        await stream.wait_closed()
+
+
+class OutputTooLong(Exception):
+    """A script prints without an end, or a machine sends something else than it was asked for."""
+
+
+class ByteStream(Protocol):
+    async def read(self, size: int, /) -> bytes: ...
+
+
+async def read_all(stream: ByteStream) -> bytes:
+    parts, left = [], _MOST_BYTES
+    while part := await stream.read(_PART_BYTES):
+        left -= len(part)
+        if left < 0:
+            raise OutputTooLong
+        parts.append(part)
+    return b"".join(parts)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -156,5 +216,14 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def too_slow(name: str, script: str, timeout_s: float) -> CommandFailed:
-    shown = script if len(script) <= 80 else script[:77] + "..."
-    return CommandFailed(f"{name}: no end after {timeout_s:.0f} s: {shown}")
+    return CommandFailed(f"{name}: no end after {timeout_s:.0f} s: {_shown(script)}")
+
+
+def too_long(name: str, script: str) -> CommandFailed:
+    limit = f"more than {_MOST_BYTES >> 20} MiB"
+    return CommandFailed(f"{name}: it printed {limit}, check its login shell; the command was: {_shown(script)}")
+
+
+def _shown(script: str) -> str:
+    line = " ".join(script.split())
+    return line if len(line) <= 80 else line[:77] + "..."

@@ -5,14 +5,27 @@ asyncssh is imported when a connection is made: it is the extra `deploy`.
 """
 
 import asyncio
+import os
 import re
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from disaggregated_inference.cluster.shell import CommandOutput, LocalShell, Shell, as_command, too_slow
+from disaggregated_inference.cluster.shell import (
+    BEGIN,
+    CommandOutput,
+    LocalShell,
+    OutputTooLong,
+    Shell,
+    as_command,
+    read_all,
+    too_long,
+    too_slow,
+)
 from disaggregated_inference.errors import (
+    CommandFailed,
     ConfigError,
     HostKeyChanged,
     HostKeyUnknown,
@@ -26,7 +39,8 @@ if TYPE_CHECKING:
     import asyncssh
 
 LOCAL = "local"  # in place of an address: this machine, without ssh
-_TARGET = re.compile(r"(?:([^@\s]+)@)?(\[[^\]\s]+\]|[^:@\s]+)(?::([0-9]{1,5}))?")
+# Neither part may begin as an option of ssh does.
+_TARGET = re.compile(r"(?:([^@\s-][^@\s]*)@)?(\[[^\]\s]+\]|[^:@\s-][^:@\s]*)(?::([0-9]{1,5}))?")
 _SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
 
 
@@ -40,7 +54,7 @@ class SshTarget(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "SshTarget":
         match = _TARGET.fullmatch(text.strip())
-        if not match or text.startswith("-"):
+        if not match:
             raise ConfigError(f"{text!r} is no ssh address: write HOST, USER@HOST or USER@HOST:PORT")
         if (port := int(match[3] or 0)) > 65535:
             raise ConfigError(f"{text!r} is no ssh address: ports end at 65535")
@@ -90,15 +104,15 @@ class SshShell(Shell):
         limit_s = timeout_s or self.timeouts.command_s
         try:
             async with asyncio.timeout(limit_s):
-                done = await self._completed(script, stdin)
+                return await self._completed(script, stdin)
         except TimeoutError:
             raise too_slow(self.name, script, limit_s) from None
+        except OutputTooLong:
+            raise too_long(self.name, script) from None
         except (OSError, _library().Error) as error:
             raise self._lost(error) from None
-        code = 255 if done.exit_status is None else done.exit_status
-        return CommandOutput(code, _text(done.stdout), _text(done.stderr))
 
-    async def _completed(self, script: str, stdin: bytes) -> "asyncssh.SSHCompletedProcess":
+    async def _completed(self, script: str, stdin: bytes) -> CommandOutput:
         """A script may end before it has read its input: that is no fault of the connection."""
         given = {} if stdin else {"stdin": _library().DEVNULL}  # an empty input would never end
         process = await self._connection.create_process(as_command(script), encoding=None, **given)
@@ -107,7 +121,12 @@ class SshShell(Shell):
                 if stdin:
                     process.stdin.write(stdin)
                     process.stdin.write_eof()
-            return await process.wait()
+            stdout, stderr = await asyncio.gather(read_all(process.stdout), read_all(process.stderr))
+            await process.wait_closed()
+            code = 255 if process.exit_status is None else process.exit_status
+            greeting, begin, output = stdout.partition(f"{BEGIN}\n".encode())
+            said = output if begin else greeting
+            return CommandOutput(code, said.decode(errors="replace"), stderr.decode(errors="replace"))
         except BaseException:
             process.close()
             raise
@@ -115,6 +134,7 @@ class SshShell(Shell):
     async def lines(self, script: str) -> AsyncIterator[str]:
         async with await self._process(script) as process:
             try:
+                await _skip_greeting(process)
                 while line := await process.stdout.readline():
                     yield line.rstrip("\n")
             except (OSError, _library().Error) as error:
@@ -125,17 +145,19 @@ class SshShell(Shell):
 
     @asynccontextmanager
     async def hold(self, script: str) -> AsyncIterator[str]:
-        async with await self._process(script) as process:
-            try:
-                yield (await process.stdout.readline()).strip()
-            finally:
-                with suppress(OSError, _library().Error):  # a connection that is gone ends the script, too
-                    process.stdin.write_eof()
-                    await process.wait()
+        process = await self._process(script)
+        try:
+            await self.in_time(_skip_greeting(process), script)
+            yield (await self.in_time(process.stdout.readline(), script)).strip()
+        finally:
+            with suppress(OSError, CommandFailed, _library().Error):  # a lost connection ends the script, too
+                process.stdin.write_eof()
+                await self.in_time(process.wait(), script)
+            process.close()  # a script that goes on is not waited for
 
     async def _process(self, script: str) -> "asyncssh.SSHClientProcess[str]":
         try:
-            return await self._connection.create_process(as_command(script), errors="replace")
+            return await self.in_time(self._connection.create_process(as_command(script), errors="replace"), script)
         except (OSError, _library().Error) as error:
             raise self._lost(error) from None
 
@@ -145,6 +167,11 @@ class SshShell(Shell):
     async def close(self) -> None:
         self._connection.close()
         await self._connection.wait_closed()
+
+
+async def _skip_greeting(process: "asyncssh.SSHClientProcess[str]") -> None:
+    while (line := await process.stdout.readline()) and not line.endswith(f"{BEGIN}\n"):
+        pass
 
 
 def _library() -> Any:
@@ -216,8 +243,8 @@ def _connect_error(ssh: Any, name: str, target: SshTarget, error: Exception, tim
 
 
 def _reason(error: Exception) -> str:
+    """In the system's words: asyncio says `Connect call failed ('10.0.0.1', 22)`, for several addresses in a list."""
+    number = re.search(r"\[Errno (\d+)\]", str(error)) if isinstance(error, OSError) else None
+    if number and not isinstance(error, socket.gaierror):
+        return os.strerror(int(number[1]))
     return str(getattr(error, "strerror", None) or error or type(error).__name__)
-
-
-def _text(output: bytes | str | None) -> str:
-    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""

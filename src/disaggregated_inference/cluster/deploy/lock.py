@@ -14,14 +14,19 @@ from contextlib import asynccontextmanager
 from disaggregated_inference.cluster.shell import Shell
 from disaggregated_inference.errors import DeployRefused
 
-# Prints `held`, or `taken TEXT`. $$ is the shell that holds the lock.
+# Prints `held`, or `taken TEXT`. $$ is the shell that holds the lock. Of several that find an old lock, the one that
+# makes the folder of its number takes it over, alone; the folder goes again at once.
 _SCRIPT = """
 lock={lock}; mkdir -p "$(dirname "$lock")" || exit 1; chmod 700 "$(dirname "$lock")"
 take() {{ ln -s "$$ "{text} "$lock" 2>/dev/null; }}
+refuse() {{ now=$(readlink "$lock"); echo "taken ${{now#* }}"; exit 0; }}
 if ! take; then
   old=$(readlink "$lock"); pid=${{old%% *}}
-  if [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null; then echo "taken ${{old#* }}"; exit 0; fi
-  rm -f "$lock"; take || {{ echo "taken $(readlink "$lock")"; exit 0; }}
+  if [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null; then refuse; fi
+  mkdir "$lock.$pid" 2>/dev/null || refuse
+  if [ "$(readlink "$lock")" = "$old" ]; then rm -f "$lock"; fi
+  take; got=$?; rmdir "$lock.$pid"
+  [ $got = 0 ] || refuse
 fi
 trap 'rm -f "$lock"' EXIT; trap 'exit 1' HUP INT TERM PIPE
 echo held

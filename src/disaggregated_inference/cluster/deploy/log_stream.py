@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from disaggregated_inference.cluster.deploy.log_lines import LogLine, parse_line
 from disaggregated_inference.cluster.deploy.session import MachineSession
+from disaggregated_inference.errors import DeployRefused
 
 _HOLD_S = 0.5  # lines of other machines that are a little late find their place
 
@@ -14,7 +15,7 @@ async def read_logs(session: MachineSession, count: int, request: str = "") -> l
     """The last lines of each service; with a request, its lines in everything that is kept."""
     release = await session.release()
     if not release:
-        return []
+        raise DeployRefused(f"{session.name}: nothing is deployed there: run `disagg cluster deploy` first")
     manager = session.manager(release)
     scripts = [
         manager.find_in_logs(service, request) if request else manager.logs(service, count, follow=False)

@@ -13,6 +13,7 @@ from disaggregated_inference.cluster.deploy.plan import (
     uses_identity,
 )
 from disaggregated_inference.cluster.deploy.steps import RemoteFile
+from disaggregated_inference.cluster.reader import split_address
 from disaggregated_inference.cluster.services import Place
 from disaggregated_inference.errors import ConfigError
 from disaggregated_inference.models import default_home
@@ -87,4 +88,4 @@ def _read(path: Path, plan: MachinePlan) -> bytes:
 
 
 def _hosts(host: str, kv_addresses: tuple[str, ...]) -> list[str]:
-    return [host, *(address.rpartition(":")[0] or address for address in kv_addresses)]
+    return [host, *(split_address(address, 0)[0] for address in kv_addresses)]

@@ -80,7 +80,7 @@ class MachineSession:
 
     async def ask(self, request: ReportRequest, python: str = "", more_s: float = 0.0) -> str:
         variables = "".join(f"{self._exported(name)} " for name in self.target.plan.machine.environment)
-        script = f"{variables}exec {python or self.place.python} -m {_REPORT}"
+        script = f"{variables}exec {shlex.quote(python or self.place.python)} -m {_REPORT}"
         timeout_s = request.wait_s + more_s + self.shell.timeouts.command_s
         return await self.shell.check(script, msgspec.json.encode(request), timeout_s, "asking the services")
 

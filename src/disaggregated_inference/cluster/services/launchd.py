@@ -58,8 +58,10 @@ class Launchd(FileLogged):
         return words(*self._sudo, "install", "-m", "644", "-o", "root", "-g", "wheel", source, target)
 
     def install(self, service: Service, release: str) -> str:
-        file = self.file(service)
-        return self._install_command(f"{release}/services/{file.name}", file.installed)
+        """With the folder of logs: launchd opens them before our program runs, and makes no folders."""
+        file, logs = self.file(service), f"{self.place.folder}/logs"
+        folder = words("mkdir", "-p", "-m", "700", logs)
+        return f"{folder} && {self._install_command(f'{release}/services/{file.name}', file.installed)}"
 
     def start(self, service: Service) -> str:
         target = f"{self._domain}/{service.name}"

@@ -134,9 +134,10 @@ class SystemdUser(FileLogged, Systemd):
         return self.place.supervised(service, "--once")
 
     def start(self, service: Service) -> str:
-        remedy = f"error: run once as an administrator: sudo loginctl enable-linger {self.place.user}"
+        user = shlex.quote(self.place.user)
+        remedy = f"error: run once as an administrator: sudo loginctl enable-linger {user}"
         refused = f"{{ echo {shlex.quote(remedy)} >&2; exit 1; }}"
-        linger = f"{{ test -e /var/lib/systemd/linger/{self.place.user} || loginctl enable-linger || {refused}; }}"
+        linger = f"{{ test -e /var/lib/systemd/linger/{user} || loginctl enable-linger || {refused}; }}"
         return f"{linger} && {super().start(service)}"
 
 
