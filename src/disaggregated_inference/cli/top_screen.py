@@ -142,7 +142,8 @@ def _nodes(nodes: Sequence[Record], width: int, hidden: int) -> RenderableType:
 def _node_cells(node: Record) -> Cells:
     readings, colour = node.get("readings") or {}, _STATES.get(node["state"], "red")
     gpu: Record = next(iter(readings.get("gpus") or ()), {})
-    queue = f"{node['waiting']}/{node['running']}/{node['slots']['most']}"
+    slots = node["slots"]  # `waiting` counts those in a slot, too
+    queue = f"{max(0, node['waiting'] - slots['used'])}/{slots['used']}/{slots['most']}"
     return {
         "node": one_line(node["name"]),
         "role": node["role"],
