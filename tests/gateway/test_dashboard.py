@@ -392,6 +392,10 @@ def test_the_page_is_used_by_keyboard_alone(site: Site) -> None:
         page.get_by_role("link", name="Cluster").focus()
         page.keyboard.press("Enter")
         page.locator(".links").first.wait_for()
+        page.locator("summary").focus()
+        page.keyboard.press("Enter")
+        readings = page.locator("details[open]").inner_text()
+        assert all(text in readings for text in ("CPU ", "memory ", "network ", " not available: ")), readings
         theme = page.get_by_role("button", name="Theme")
         theme.focus()
         page.keyboard.press("Enter")

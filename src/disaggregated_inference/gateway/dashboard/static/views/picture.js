@@ -2,6 +2,7 @@
 import { html } from "../html.js";
 import * as format from "../format.js";
 import { Mark, Meter, nodeKind } from "./marks.js";
+import { AllReadings } from "./readings.js";
 
 const BOX = 164; // heights of a node's box, and the gap below it: style.css has the same
 const SMALL_BOX = 84;
@@ -33,6 +34,7 @@ function ModelPicture({ model, store, full }) {
         <div class="column">${right.map((node) => html`<${NodeBox} key=${node.name} node=${node} />`)}</div>
       </div>
       ${full && links.length > 0 && html`<${LinkTable} links=${links} />`}
+      ${full && html`<${AllReadings} nodes=${nodes} />`}
     </section>`;
 }
 
