@@ -152,8 +152,7 @@ def test_a_request_in_its_slot_does_not_wait(site: Site) -> None:
     with opened(site, "/dashboard#cluster") as watched:
         box = watched.page.locator(f".box[data-node='{site.nodes[1].name}'] .meter", has_text="Slots")
         box.filter(has_text="0 of 256, 0 waiting").wait_for()
-        with httpx.stream("POST", f"{site.url}/v1/completions", json=body, timeout=60) as answer:
-            assert answer.status_code == 200
+        with httpx.stream("POST", f"{site.url}/v1/completions", json=body, timeout=60):
             box.filter(has_text="1 of 256, 0 waiting").wait_for()
         box.filter(has_text="0 of 256, 0 waiting").wait_for()
 
@@ -170,8 +169,7 @@ def test_an_operator_may_force_a_way(site: Site) -> None:
     )
 
 
-RED_S = 5.0
-TRIES = 3  # a machine that is busy with other tests may be late once
+RED_S, TRIES = 5.0, 3  # a machine that is busy with other tests may be late once
 
 
 def test_what_makes_a_node_red_takes_less_than_five_seconds() -> None:

@@ -2,6 +2,7 @@
 import { html } from "../html.js";
 import * as format from "../format.js";
 
+const WORDS = { gpus: "GPU", power_w: "power", temperature_c: "temperature", clock_mhz: "clock" };
 const share = (value) => `${Math.round(100 * value)} %`;
 const part = (value, text) => value != null && text(value);
 const used = (reading) => part(reading.memory_used_bytes, (value) => `memory ${format.bytes(value)} of ${format.bytes(reading.memory_total_bytes)}${reading.memory_shared ? ", shared by processor and GPU" : ""}`);
@@ -29,7 +30,7 @@ function linesOf(readings) {
     [readings.machine, part(readings.cpu_share, (value) => `CPU ${share(value)}`), used(readings), part(readings.power_w, (value) => `power ${Math.round(value)} W (${readings.power_covers})`)],
     ...readings.gpus.map(gpuLine),
     ...readings.networks.map(networkLine),
-    ...missing.map(([name, why]) => [`${name} not available: ${why}`]),
+    ...missing.map(([name, why]) => [`${WORDS[name] || name.replaceAll("_", " ")} not available: ${why}`]),
   ].map((line) => line.filter(Boolean).join(" · "));
 }
 
