@@ -20,7 +20,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from disaggregated_inference.cli.top_feed import TopState
+from disaggregated_inference.cli.top import run
+from disaggregated_inference.cli.top_feed import TopFeed, TopState
 from disaggregated_inference.cli.top_screen import render
 from disaggregated_inference.gateway.key_file import new_key
 from disaggregated_inference.orchestrator import summary
@@ -183,7 +184,7 @@ def test_where_rows_are_few_links_are_cut_and_targets_counted() -> None:
     assert lines[link + 1].startswith("spark-0 -> mac-0")
     assert lines[-2].startswith("+"), lines[-2]
     assert "more links" in lines[-2]
-    assert lines[-1].startswith("targets: 5 met, 1 not known, 3 not met: Requests per second, Parallel efficiency")
+    assert lines[-1].startswith("targets: 5 met, 1 not known, 3 not met: Requests per second, Parallel")
     without = picture(with_links(2, 4), height=18)
     assert not any(line.startswith("link") for line in without)
 
@@ -198,6 +199,24 @@ def test_a_tall_screen_has_all() -> None:
     assert sum("qwen3-coder:30b " in line for line in picture(few, 120, 60)) > 30, "what is left goes to requests"
 
 
+def test_once_leaves_nothing_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    full = with_links(8, 8, requests=50)
+
+    async def once(feed: TopFeed) -> dict[str, Any]:
+        assert full.status
+        cluster = full.status | {"history": list(full.requests), "summary": full.summary}
+        feed._state.began(cluster, {"targets": full.targets})
+        return cluster
+
+    monkeypatch.setattr(TopFeed, "once", once)
+    run("http://127.0.0.1:8080", "", once=True, as_json=False)
+    text = capsys.readouterr().out
+    assert text.count(" -> mac-") == 64
+    assert text.count(" 9.30 yes") == 50
+    assert "Utilisation" in text
+    assert "more" not in text
+
+
 def test_what_a_link_does() -> None:
     state = with_links(3, 1)
     assert state.status
@@ -207,8 +226,12 @@ def test_what_a_link_does() -> None:
     assert [found[f"spark-{n}"][3] for n in range(3)] == ["quiet", "refused", "down"]
     assert "mac-0 refuses KV of spark-1: another model" in picture(state, 120, 60)[1]
     state.happened("status", state.status | {"links": [link_of("spark-0", "mac-0", payload_bytes=74_000_000)]})
+    assert 0 < state.flows["spark-0", "mac-0"] <= 20e6, "10 MB, counted over half a second at least"
+    state.flows["spark-0", "mac-0"] = 20e6
     line = next(line for line in picture(state, 120, 60) if line.startswith("spark-0 ->"))
-    assert line.split()[3:6] == ["flowing", "20", "MB/s"], "10 MB, counted over half a second at least"
+    assert line.split()[3:6] == ["flowing", "20", "MB/s"]
+    state.trouble = "Connection refused"
+    assert "flowing" not in "\n".join(picture(state, 120, 60)), "what flowed before is over"
     state.happened("status", state.status | {"links": [link_of("spark-0", "mac-0", payload_bytes=1)]})
     assert not state.flows, "a node that restarts counts from 0"
 
@@ -391,6 +414,6 @@ def test_ctrl_c_and_refusals(pair: tuple[Process, Process], tmp_path: Path) -> N
     ],
 )
 def test_mistakes(url: str, message: str) -> None:
-    run = disagg("top", "--once", "--url", url)
-    assert (run.returncode, run.stdout) == (1, "")
-    assert run.stderr.startswith(message)
+    mistaken = disagg("top", "--once", "--url", url)
+    assert (mistaken.returncode, mistaken.stdout) == (1, "")
+    assert mistaken.stderr.startswith(message)

@@ -36,7 +36,7 @@ def _rows(state: TopState) -> Iterator[tuple[bool, Cells]]:
     nodes: list[Record] = state.status["nodes"]
     for prefill, decode in ((p, d) for p in nodes for d in nodes if _is_link(p, d)):
         pair = prefill["name"], decode["name"]
-        link, flow = known.get(pair, {}), state.flows.get(pair, 0.0)
+        link, flow = known.get(pair, {}), 0.0 if state.trouble else state.flows.get(pair, 0.0)
         word = _word(pair in refused, flow, prefill["usable"] and decode["usable"])
         simulated = prefill["engine"] == decode["engine"] == "simulated"
         yield word != "refused" and not link.get("measured"), _cells(pair, link, flow, word, simulated)
