@@ -20,7 +20,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from disaggregated_inference.cli.top_feed import TopState
+from disaggregated_inference.cli.top import run
+from disaggregated_inference.cli.top_feed import TopFeed, TopState
 from disaggregated_inference.cli.top_screen import render
 from disaggregated_inference.gateway.key_file import new_key
 from disaggregated_inference.orchestrator import summary
@@ -33,7 +34,43 @@ from tests.support.waiting import until
 def node_of(name: str, **more: Any) -> dict[str, Any]:
     usual = {"name": name, "role": "decode", "state": "healthy", "usable": True, "why": "", "waiting": 1, "running": 1}
     usual |= {"slots": {"used": 1, "most": 8}, "url": "http://169.254.150.103:8001", "readings": None}
-    return usual | more
+    return usual | {"model": "qwen3-coder:30b", "engine": "mlx"} | more
+
+
+def link_of(prefill: str, decode: str, **more: Any) -> dict[str, Any]:
+    usual = {"prefill": prefill, "decode": decode, "bytes_per_s": 1.1e9, "line_rate_bytes_s": 1.25e9, "measured": True}
+    return usual | {"payload_bytes": 64_000_000, "connections": 4, "warning": ""} | more
+
+
+def target_of(name: str, goal: float, unit: str, measured: float | None, better: str = "higher") -> dict[str, Any]:
+    met = None if measured is None else (measured < goal) == (better == "lower")
+    return {"name": name, "goal": goal, "unit": unit, "measured": measured, "better": better, "met": met, "what": "x"}
+
+
+TARGETS = [
+    target_of("end_to_end", 15, "s", 7.04, "lower"),
+    target_of("requests_per_second", 10, "1/s", 0.2),
+    target_of("parallel_efficiency", 1.5, "x", 1.43),
+    target_of("uptime", 99.9, "%", 99.9999),
+    target_of("errors", 0.1, "%", 0.0, "lower"),
+    target_of("failover", 5, "s", None, "lower"),
+    target_of("cost_per_request", 0.01, "$", 0.000123, "lower"),
+    target_of("requests_per_kwh", 50, "1/kWh", 4433.0),
+    target_of("utilisation", 60, "%", 12.5),
+]
+
+
+def with_links(prefills: int = 1, decodes: int = 1, requests: int = 20) -> TopState:
+    """Every prefill node has a link to every decode node, and only the first link was used."""
+    state = state_of(requests=requests)
+    assert state.status
+    state.status["nodes"] = [
+        *(node_of(f"spark-{n}", role="prefill", engine="vllm") for n in range(prefills)),
+        *(node_of(f"mac-{n}") for n in range(decodes)),
+    ]
+    state.status["links"] = [link_of("spark-0", "mac-0")]
+    state.judged({"targets": TARGETS})
+    return state
 
 
 SPARK: dict[str, Any] = {
@@ -57,6 +94,7 @@ def state_of(
     state = TopState("http://127.0.0.1:8080")
     found = [node_of(f"mac-studio-{n}", readings=SPARK if n == 0 else None) for n in range(nodes)]
     cluster = {"verdict": "all up", "nodes": found, "models": dict.fromkeys(models, "all up")}
+    cluster |= {"links": [], "refusals": []}
     history = [request_of(n) for n in range(requests)][::-1]
     state.began(cluster | {"history": history, "summary": msgspec.to_builtins(summary(history, models))}, {})
     return state
@@ -84,6 +122,7 @@ def test_the_screen_as_the_user_drew_it() -> None:
     assert "Speedup" in text
     first = next(line for line in lines if line.startswith("mac-studio-0"))
     assert first.split()[-5:] == ["7%", "80/119G", "95%", "61W", "64°C"]
+    assert first.split()[-6] == "0/1/8", "a request in a slot does not wait"
     other = next(line for line in lines if line.startswith("mac-studio-1"))
     assert other.split()[-5:] == ["-"] * 5, "what a machine does not tell is not invented"
     assert "no_decode_node" in text
@@ -110,6 +149,109 @@ def test_it_fits_every_screen(nodes: int, width: int, height: int, models: tuple
         assert all(len(line.rstrip()) <= width for line in lines)
 
 
+@pytest.mark.parametrize(("prefills", "decodes"), [(1, 1), (2, 2), (8, 8), (0, 3)])
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 20), (40, 10), (200, 60), (38, 30), (20, 5), (10, 4)])
+def test_links_and_targets_fit_every_screen(prefills: int, decodes: int, width: int, height: int) -> None:
+    for requests in (0, 1, 50):
+        lines = picture(with_links(prefills, decodes, requests), width, height)
+        assert len(lines) <= height
+        assert all(len(line.rstrip()) <= width for line in lines)
+
+
+def test_a_pair_is_whole_on_a_usual_screen() -> None:
+    """Models, health and requests come first, and links and targets stand below them."""
+    lines = picture(with_links())
+    assert len(lines) == 24
+    heads = [next(n for n, line in enumerate(lines) if line.startswith(head)) for head in ("node", "#", "link", "tar")]
+    requests = heads[2] - heads[1] - 1
+    assert heads == sorted(heads)
+    assert requests >= 5
+    assert lines[heads[2]].split() == ["link", "state", "now", "measured", "line", "rate", "reached", "moved"]
+    assert " ".join(lines[heads[2] + 1].split()) == "spark-0 -> mac-0 quiet - 1.1 GB/s 1.3 GB/s 88% 64 MB"
+    text = "\n".join(line.rstrip() for line in lines[heads[3] :])
+    assert text.startswith("target                goal measured met  target             goal  measured met")
+    assert "End to end            <15s    7.04s yes  Failover            <5s         - -" in text
+    assert "Requests per second    >10      0.2 no   Cost per request <$0.01 $0.000123 yes" in text
+    assert "Parallel efficiency  >1.5x    1.43x no   Requests per kWh    >50     4,430 yes" in text
+    assert "Uptime              >99.9% 99.9999% yes  Utilisation        >60%     12.5% no" in text, "it is not 100 %"
+
+
+def test_where_rows_are_few_links_are_cut_and_targets_counted() -> None:
+    lines = picture(with_links(2, 4), height=25)
+    assert len(lines) == 25
+    link = next(n for n, line in enumerate(lines) if line.startswith("link"))
+    assert all("qwen3-coder:30b" in line for line in lines[link - 5 : link]), "requests come first"
+    assert lines[link + 1].startswith("spark-0 -> mac-0")
+    assert lines[-2].startswith("+"), lines[-2]
+    assert "more links" in lines[-2]
+    assert lines[-1].startswith("targets: 5 met, 1 not known, 3 not met: Requests per second, Parallel")
+    without = picture(with_links(2, 4), height=18)
+    assert not any(line.startswith("link") for line in without)
+
+
+def test_a_tall_screen_has_all() -> None:
+    text = "\n".join(picture(with_links(4, 4), 120, 60))
+    assert text.count("spark-") == 4 + 16
+    assert text.count("not yet") == 15, "links that were not used"
+    assert "more" not in text
+    assert "Utilisation" in text
+    few = with_links(requests=50)
+    assert sum("qwen3-coder:30b " in line for line in picture(few, 120, 60)) > 30, "what is left goes to requests"
+
+
+def test_once_leaves_nothing_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    full = with_links(8, 8, requests=50)
+
+    async def once(feed: TopFeed) -> dict[str, Any]:
+        assert full.status
+        cluster = full.status | {"history": list(full.requests), "summary": full.summary}
+        feed._state.began(cluster, {"targets": full.targets})
+        return cluster
+
+    monkeypatch.setattr(TopFeed, "once", once)
+    run("http://127.0.0.1:8080", "", once=True, as_json=False)
+    text = capsys.readouterr().out
+    assert text.count(" -> mac-") == 64
+    assert text.count(" 9.30 yes") == 50
+    assert "Utilisation" in text
+    assert "more" not in text
+
+
+def test_what_a_link_does() -> None:
+    state = with_links(3, 1)
+    assert state.status
+    state.status["nodes"][2] |= {"usable": False, "state": "unreachable"}
+    state.status["refusals"] = [{"prefill": "spark-1", "decode": "mac-0", "why": "another model"}]
+    found = {line.split()[0]: line.split() for line in picture(state, 120, 60) if " -> mac-0" in line}
+    assert [found[f"spark-{n}"][3] for n in range(3)] == ["quiet", "refused", "down"]
+    assert "mac-0 refuses KV of spark-1: another model" in picture(state, 120, 60)[1]
+    state.happened("status", state.status | {"links": [link_of("spark-0", "mac-0", payload_bytes=74_000_000)]})
+    assert 0 < state.flows["spark-0", "mac-0"] <= 20e6, "10 MB, counted over half a second at least"
+    state.flows["spark-0", "mac-0"] = 20e6
+    line = next(line for line in picture(state, 120, 60) if line.startswith("spark-0 ->"))
+    assert line.split()[3:6] == ["flowing", "20", "MB/s"]
+    state.trouble = "Connection refused"
+    assert "flowing" not in "\n".join(picture(state, 120, 60)), "what flowed before is over"
+    state.happened("status", state.status | {"links": [link_of("spark-0", "mac-0", payload_bytes=1)]})
+    assert not state.flows, "a node that restarts counts from 0"
+
+
+def test_a_simulated_line_is_called_so() -> None:
+    state = with_links()
+    assert state.status
+    for node in state.status["nodes"]:
+        node["engine"] = "simulated"
+    line = next(line for line in picture(state) if line.startswith("spark-0 ->"))
+    assert "simulated 1.3 GB/s       -" in line, "no share of a line that is not there"
+
+
+def test_all_models_have_a_card_where_there_is_room() -> None:
+    models = tuple(f"model-{n}" for n in range(7))
+    assert "All of 7 models" in picture(state_of(models=models))[1]
+    tall = "\n".join(picture(state_of(models=models), 80, 60))
+    assert all(model in tall for model in models)
+
+
 def test_alarms_and_troubles_come_first() -> None:
     state = state_of()
     assert state.status
@@ -128,9 +270,14 @@ def test_text_of_nodes_and_clients_cannot_draw() -> None:
     state = state_of(nodes=1, requests=0)
     assert state.status
     state.status["nodes"][0] |= {"name": "a\x1b[31mb\nc", "why": "x\x1b]0;title\x07y\r\n"}
+    state.status["nodes"].append(node_of("p\x1b[2J\u202e[red]\n", role="prefill"))
+    state.status["refusals"] = [{"prefill": "p\x1b[2J\u202e[red]\n", "decode": "a\x1b[31mb\nc", "why": "\x1b[0m"}]
+    state.judged({"targets": [target_of("up\x1b[2J\ntime[red]", 1, "\x1b[", 2.0)]})
     state.requests.appendleft(request_of(1, model="\x1b[2J[red]m"))
-    text = "\n".join(picture(state))
-    assert not any(bad in text for bad in ("\x1b", "\x07", "\r"))
+    text = "\n".join(picture(state, 100))
+    assert "p[2J[red]  -> a[31mb c refused" in text
+    assert "Up[2j time[red]" in text
+    assert not any(bad in text for bad in ("\x1b", "\x07", "\r", "\u202e"))
     assert "[red]m" in text
 
 
@@ -242,6 +389,8 @@ def test_ctrl_c_and_refusals(pair: tuple[Process, Process], tmp_path: Path) -> N
         once = disagg("top", "--once", *asked)
         assert once.returncode == 0
         assert "simulated:tiny" in once.stdout
+        assert "\nlink " in once.stdout
+        assert "\nUptime " in once.stdout
         assert '"verdict": "all up' in disagg("top", "--json", *asked).stdout
         terminal = Terminal("top", "--url", gateway.url)
         try:
@@ -272,6 +421,6 @@ def test_ctrl_c_and_refusals(pair: tuple[Process, Process], tmp_path: Path) -> N
     ],
 )
 def test_mistakes(url: str, message: str) -> None:
-    run = disagg("top", "--once", "--url", url)
-    assert (run.returncode, run.stdout) == (1, "")
-    assert run.stderr.startswith(message)
+    mistaken = disagg("top", "--once", "--url", url)
+    assert (mistaken.returncode, mistaken.stdout) == (1, "")
+    assert mistaken.stderr.startswith(message)

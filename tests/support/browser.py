@@ -10,6 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+SOON_MS = 30_000  # for what a page shows soon, on a busy machine
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _FLAGS = (
     "--no-sandbox",
@@ -54,3 +55,19 @@ class WatchedPage:
     def _keep(self, kind: str, text: str) -> None:
         if kind in ("error", "warning") and "Failed to load resource" not in text:
             self.errors.append(text)
+
+
+@contextmanager
+def opened_page(found: "Browser", url: str, wait: str = "Live") -> Iterator[WatchedPage]:
+    """A page of the dashboard that must log no error while it is open. `wait`: for this state of its connection."""
+    page = found.new_page()
+    page.set_default_timeout(SOON_MS)
+    watched = WatchedPage(page)
+    try:
+        page.goto(url)
+        if wait:
+            page.locator("header .connection", has_text=wait).wait_for()
+        yield watched
+        assert not watched.errors
+    finally:
+        page.close()

@@ -5,7 +5,10 @@ import json
 import logging
 import sqlite3
 import sys
+import textwrap
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from disaggregated_inference.cli.screen import speed, stdout_console
+from disaggregated_inference.cli.screen import one_line, speed, stdout_console
 from disaggregated_inference.cluster import ClusterConfig, load_config
 from disaggregated_inference.errors import BadRequest, ConfigError
 from disaggregated_inference.orchestrator import MOMENT_SHAPE, History, HistoryFilter, HistoryReader, moment
@@ -24,7 +27,7 @@ _NUMBERS = ("#", "seconds")
 
 
 _ALL = 10_000_000
-_FEW = 10
+_FEW, _MANY = 10, 1000  # rows of a table, if --count does not say
 # Of a record, as columns of a CSV file. `error` is its code.
 _FIELDS = (
     *("number", "time", "request_id", "model", "node_model", "outcome", "error", "method"),
@@ -54,26 +57,39 @@ def run(options: HistoryOptions) -> None:
     if options.as_csv and options.as_json:
         raise BadRequest("--csv and --json exclude each other: give one of them")
     cluster = load_config(options.config)
-    wanted = _filter(cluster, options)
-    every = options.as_csv or options.since or options.until
-    records = _read(_file(cluster), wanted, options.count or (_ALL if every else _FEW))
+    wanted, timed = _filter(cluster, options), bool(options.since or options.until)
+    path = _file(cluster)
     if options.as_csv:
-        _write_csv(records)
+        with _records(path, wanted, options.count or _ALL, oldest_first=True) as records:
+            _write_csv(records)
     elif options.as_json:
-        print(json.dumps(records, indent=2))
-    elif records:
-        stdout_console().print(_table(records))
+        with _records(path, wanted, options.count or (_ALL if timed else _FEW)) as records:
+            _write_json(records)
     else:
-        print("no requests yet" if not every else "no requests in this time")
+        with _records(path, wanted, options.count or (_MANY + 1 if timed else _FEW)) as records:
+            _write_table(list(records), timed, options.count or _MANY)
+
+
+def _write_table(records: list[dict[str, Any]], timed: bool, most: int) -> None:
+    if not records:
+        print("no requests yet" if not timed else "no requests in this time")
+        return
+    stdout_console().print(_table(records[:most]))
+    if len(records) > most:
+        print(f"the newest {most:,}; --count shows more, --csv writes all", file=sys.stderr)
 
 
 def _filter(cluster: ClusterConfig, options: HistoryOptions) -> HistoryFilter:
     now, names = time.time(), [server.name for server in cluster.servers]
     if options.node and options.node not in names:
         raise BadRequest(f"--node: no node has the name {options.node!r}; there are {', '.join(names)}")
+    since = _moment(options.since, "--since", now) if options.since else 0.0
+    until = _moment(options.until, "--until", now) if options.until else HistoryFilter().until
+    if until <= since:
+        raise BadRequest("--until is not after --since: there is no time between them")
     return HistoryFilter(
-        since=_moment(options.since, "--since", now) if options.since else 0.0,
-        until=_moment(options.until, "--until", now) if options.until else HistoryFilter().until,
+        since=since,
+        until=until,
         model=cluster.resolve_model(options.model) if options.model else None,
         node=options.node,
     )
@@ -86,11 +102,20 @@ def _moment(text: str, option: str, now: float) -> float:
     return found
 
 
-def _write_csv(records: list[dict[str, Any]]) -> None:
+def _write_json(records: Iterable[dict[str, Any]]) -> None:
+    """A list, one record after the other."""
+    before = "["
+    for record in records:
+        print(before, textwrap.indent(json.dumps(record, indent=2), "  "), sep="\n", end="")
+        before = ","
+    print("[]" if before == "[" else "\n]")
+
+
+def _write_csv(records: Iterable[dict[str, Any]]) -> None:
     """Oldest first, times in UTC."""
     writer = csv.writer(sys.stdout)
     writer.writerow(_FIELDS)
-    for record in reversed(records):
+    for record in records:
         writer.writerow([_csv_cell(name, record.get(name)) for name in _FIELDS])
 
 
@@ -101,6 +126,8 @@ def _csv_cell(name: str, value: Any) -> Any:
         value = (value or {}).get("code") if isinstance(value, dict) else value
     if isinstance(value, list):
         value = ", ".join(map(str, value))
+    if isinstance(value, str):
+        value = one_line(value)
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
@@ -112,9 +139,13 @@ def _file(config: ClusterConfig) -> Path:
     return Path(policies.history_file).expanduser()
 
 
-def _read(path: Path, wanted: HistoryFilter, count: int) -> list[dict[str, Any]]:
+@contextmanager
+def _records(
+    path: Path, wanted: HistoryFilter, count: int, oldest_first: bool = False
+) -> Iterator[Iterable[dict[str, Any]]]:
     if not path.exists():  # History would create it
-        return []
+        yield []
+        return
     warnings = BufferingHandler(capacity=1000)  # History only logs that it cannot read its file: fail then
     warnings.setLevel(logging.WARNING)
     logger = logging.getLogger(History.__module__)
@@ -127,7 +158,7 @@ def _read(path: Path, wanted: HistoryFilter, count: int) -> list[dict[str, Any]]
         raise ConfigError(warnings.buffer[0].getMessage())
     try:
         with HistoryReader.of_file(path, read_s=600) as reader:
-            return reader.records(wanted, count)
+            yield reader.each_record(wanted, count, oldest_first)
     except sqlite3.Error as error:
         raise ConfigError(f"the history file {path} cannot be read: {error}") from error
 
@@ -144,14 +175,14 @@ def _table(records: list[dict[str, Any]]) -> Table:
 def _cells(record: dict[str, Any]) -> tuple[Text | str, ...]:
     seconds = f"{record.get('total_time') or 0.0:.2f}"
     speeds = f"{speed(record.get('prefill_speed') or 0.0)} -> {speed(record.get('decode_speed') or 0.0)}"
-    method = record.get("method") or "-"
+    method = one_line(str(record.get("method") or "-"))
     return _when(record["time"]), _model(record), seconds, _outcome(record), speeds, method
 
 
 def _model(record: dict[str, Any]) -> str:
     """With the node's own name of it, if that is another."""
     model, own = record.get("model") or "-", record.get("node_model")
-    return f"{model} ({own})" if own and own != model else model
+    return one_line(f"{model} ({own})" if own and own != model else str(model))
 
 
 def _when(at: float) -> str:
@@ -163,4 +194,4 @@ def _when(at: float) -> str:
 def _outcome(record: dict[str, Any]) -> Text:
     if record.get("ok", True):
         return Text("yes", "green")
-    return Text((record.get("error") or {}).get("code") or "no", "red")
+    return Text(one_line(str((record.get("error") or {}).get("code") or "no")), "red")

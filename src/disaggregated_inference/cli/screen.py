@@ -3,12 +3,16 @@
 import io
 import logging
 import sys
+from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 # Control characters are removed: a model must not move the cursor or rename the window.
 _CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
+# In tables also those that turn the direction of the text: a name must not change how the rest of its line reads.
+_UNSEEN = _CONTROLS | {code: None for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 _PIPED_COLUMNS = 1000  # without a terminal, every table row stays on one line
 
 
@@ -19,7 +23,7 @@ def plain(text: str) -> str:
 
 def one_line(text: str) -> str:
     """Text of a node or a client, fit for one line of a terminal."""
-    return plain(text).replace("\n", " ").replace("\t", " ")
+    return text.translate(_UNSEEN).replace("\n", " ").replace("\t", " ")
 
 
 def mute_logs() -> None:
@@ -29,7 +33,15 @@ def mute_logs() -> None:
 
 def stdout_console() -> Console:
     width = None if sys.stdout.isatty() else _PIPED_COLUMNS
-    return Console(highlight=False, markup=False, emoji=False, width=width)
+    return PlainConsole(highlight=False, markup=False, emoji=False, width=width)
+
+
+class PlainConsole(Console):
+    """Text of nodes and clients cannot draw: rich's own control codes are the only ones."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(segment.text.translate(_UNSEEN), segment.style)
 
 
 class Screen:

@@ -17,7 +17,8 @@ from disaggregated_inference.cli.top_screen import render
 from disaggregated_inference.cluster import read_token
 from disaggregated_inference.errors import BadRequest
 
-_PIPED = (100, 60)  # columns and lines without a terminal
+_PIPED_COLUMNS = 100  # without a terminal
+_EVERYTHING = 1_000_000  # lines: nothing is left out
 _QUIT_KEYS = (b"q", b"Q", b"\x03", b"\x04", b"\x1b")
 
 
@@ -40,8 +41,8 @@ def _print_once(state: TopState, token: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps(cluster, indent=2))
         return
-    console = stdout_console() if sys.stdout.isatty() else Console(width=_PIPED[0], highlight=False, markup=False)
-    console.print(render(state, console.width, max(_PIPED[1], console.height)))
+    console = stdout_console() if sys.stdout.isatty() else Console(width=_PIPED_COLUMNS, highlight=False, markup=False)
+    console.print(render(state, console.width, _EVERYTHING))
 
 
 async def _show(state: TopState, token: str) -> None:

@@ -14,6 +14,7 @@ from disaggregated_inference.errors import BadRequest, DisaggError, NotForThisKe
 from disaggregated_inference.timeouts import TopTimeouts
 
 _KEPT = 50  # requests
+_LEAST_S = 0.5  # over which KV is counted: an event may follow another at once
 _MAX_EVENT_BYTES = 64 << 20
 _START = "start one with `disagg gateway` or `disagg up`, or give its address with --url"
 
@@ -28,13 +29,15 @@ class TopState:
         self.summary: dict[str, Any] = {}  # of the last requests: the figures of the cards
         self.targets: list[dict[str, Any]] = []
         self.alarms: list[dict[str, Any]] = []
+        self.flows: dict[tuple[str, str], float] = {}  # KV bytes per second from a prefill to a decode node, now
         self.trouble = "connecting"
-        self.heard_at = time.time()
+        self.heard_at = self._status_at = time.time()
 
     def began(self, cluster: dict[str, Any], targets: dict[str, Any]) -> None:
         self.requests = deque(cluster.pop("history", ()), maxlen=_KEPT)
         self.summary = cluster.pop("summary", {})
         self.status, self.trouble, self.heard_at = cluster, "", time.time()
+        self.flows, self._status_at = {}, self.heard_at
         self.judged(targets)
 
     def judged(self, targets: dict[str, Any]) -> None:
@@ -43,11 +46,23 @@ class TopState:
     def happened(self, event: str, content: dict[str, Any]) -> None:
         self.heard_at = time.time()
         if event == "status":
+            self._measure_flows(content["links"])
             self.status = content
         elif event == "request":
             self.requests.appendleft(content)
         elif event == "summary":
             self.summary = content
+
+    def _measure_flows(self, links: list[dict[str, Any]]) -> None:
+        """KV that arrived since the last status."""
+        before = _moved(self.status["links"]) if self.status else {}
+        seconds, self._status_at = max(_LEAST_S, self.heard_at - self._status_at), self.heard_at
+        more = {pair: moved - before.get(pair, moved) for pair, moved in _moved(links).items()}
+        self.flows = {pair: each / seconds for pair, each in more.items() if each > 0}
+
+
+def _moved(links: list[dict[str, Any]]) -> dict[tuple[str, str], int]:
+    return {(link["prefill"], link["decode"]): link["payload_bytes"] for link in links}
 
 
 class TopFeed:

@@ -6,7 +6,7 @@ SQLite does the work in C, without Python's lock: the event loop beside it keeps
 import math
 import sqlite3
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -89,6 +89,16 @@ class HistoryReader:
         query = f"SELECT json FROM requests WHERE {wanted.condition} ORDER BY time DESC, id DESC LIMIT :limit"
         found = (history_table.decoded(text) for (text,) in self._rows(query, wanted.values | {"limit": limit}))
         return [record for record in found if record is not None]
+
+    def each_record(self, wanted: HistoryFilter, limit: int, oldest_first: bool = False) -> Iterator[Record]:
+        """The newest `limit`, one after the other: a large history does not fit into memory at once."""
+        newest = f"SELECT id FROM requests WHERE {wanted.condition} ORDER BY time DESC, id DESC LIMIT :limit"
+        ids = [id for (id,) in self._rows(newest, wanted.values | {"limit": limit})]
+        for id in reversed(ids) if oldest_first else ids:
+            for (text,) in self._rows("SELECT json FROM requests WHERE id = :id", {"id": id}):
+                record = history_table.decoded(text)
+                if record is not None:
+                    yield record
 
     def record(self, request_id: str, caller: str | None = None) -> Record | None:
         """The newest with this id; of one caller, unless that is None."""

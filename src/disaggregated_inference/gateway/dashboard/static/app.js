@@ -94,7 +94,7 @@ function Header({ store, view, theme, changeTheme }) {
   return html`
     <header>
       <h1><span class="dot prefill" aria-hidden="true"></span><span class="dot decode" aria-hidden="true"></span> Disaggregated inference</h1>
-      ${verdict && html`<p class="verdict ${verdictKind(store.status)}" id="verdict">${verdict}</p>`}
+      ${verdict && html`<p class="verdict ${kind === "ok" ? verdictKind(store.status) : "idle"}" id="verdict">${kind === "ok" ? verdict + warned(store.status) : `last known: ${verdict}`}</p>`}
       <p class="connection ${kind}" role="status" aria-live="polite"><span class="mark" aria-hidden="true"></span>${word}</p>
       ${store.key && html`<button type="button" class="quiet" onClick=${() => store.logout()}>Log out</button>`}
       <button type="button" class="quiet" onClick=${changeTheme} aria-label="Theme: ${theme}. Change it.">◐ ${theme}</button>
@@ -103,6 +103,9 @@ function Header({ store, view, theme, changeTheme }) {
       </nav>
     </header>`;
 }
+
+// They stand on the overview; the other views say how many.
+const warned = ({ warnings }) => (warnings.length ? `, ${warnings.length} warning${warnings.length > 1 ? "s" : ""}` : "");
 
 function skip(event) {
   event.preventDefault();

@@ -36,13 +36,18 @@ export function bytes(value) {
 export const bytesPerSecond = (value) => (known(value) ? `${bytes(value)}/s` : NONE);
 export const percent = (value) => (known(value) ? `${value >= 99.5 || value === 0 ? value.toFixed(0) : value.toPrecision(2)} %` : NONE);
 export const times = (value) => (known(value) ? `${value.toFixed(2)}x` : NONE);
-export const significant = (value) => (known(value) ? Number(value.toPrecision(3)).toLocaleString("en-US", { maximumFractionDigits: 6 }) : NONE);
+export const significant = (value, digits = 3) => (known(value) ? Number(value.toPrecision(digits)).toLocaleString("en-US", { maximumFractionDigits: 6 }) : NONE);
 
-export const dollars = (value) => (known(value) ? `$${significant(value)}` : "not available");
+// Not "$0" for what is little, but not nothing.
+export const dollars = (value) => (!known(value) ? "not available" : value > 0 && value < 1e-6 ? "< $0.000001" : `$${significant(value)}`);
 
-// A value with the unit of a target or an alarm.
-const UNITS = { "$": (text) => `$${text}`, x: (text) => `${text}x`, "1/s": (text) => `${text} per s`, "1/kWh": (text) => `${text} per kWh` };
-export const withUnit = (value, unit) => (UNITS[unit] || ((text) => `${text} ${unit}`))(significant(value));
+// A value with the unit of a target or an alarm. One that is not the goal, or not 100 %, is not rounded to it.
+const UNITS = { x: (text) => `${text}x`, "1/s": (text) => `${text} per s`, "1/kWh": (text) => `${text} per kWh` };
+export function withUnit(value, unit, goal) {
+  const limits = unit === "%" ? [goal, 100] : [goal];
+  const digits = [3, 4, 5, 6, 7].find((each) => !limits.some((limit) => value !== limit && Number(value.toPrecision(each)) === limit)) || 8;
+  return unit === "$" ? dollars(value) : (UNITS[unit] || ((text) => `${text} ${unit}`))(significant(value, digits));
+}
 
 export const clock = (time) => (known(time) && time > 0 ? new Date(time * 1000).toLocaleTimeString([], { hour12: false }) : NONE);
 

@@ -52,12 +52,23 @@ export class Store {
 
   logout() {
     this.stop();
+    this.forget();
+    this.set({ phase: "loading", message: "" });
+    this.run();
+  }
+
+  forget() {
     this.key = "";
     storeKey("");
     this.status = null;
     this.history = [];
-    this.set({ phase: "loading", message: "" });
-    this.run();
+  }
+
+  // A key that the gateway does not know is not kept: neither it nor what an earlier one saw.
+  refused() {
+    const message = this.key ? "The gateway does not know this key." : "";
+    this.forget();
+    this.set({ phase: "unauthorised", message });
   }
 
   // What the page is for changed: that is drawn at once.
@@ -145,7 +156,7 @@ export class Store {
   }
 
   failed(error) {
-    if (error instanceof ApiError && error.status === 401) return this.set({ phase: "unauthorised", message: this.key ? "The gateway does not know this key." : "" });
+    if (error instanceof ApiError && error.status === 401) return this.refused();
     if (error instanceof ApiError && error.status === 403) return this.set({ phase: "forbidden", message: error.message });
     this.lost(error instanceof ApiError ? error.message : "the gateway does not answer");
   }

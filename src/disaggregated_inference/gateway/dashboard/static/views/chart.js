@@ -19,8 +19,13 @@ function colour(name) {
 const lonely = (values) => values.flatMap((value, index) => (value != null && (values[index - 1] == null || values[index + 1] == null) ? [index] : []));
 
 const DAY_S = 86400;
-function moment(time, times) {
-  const options = times.at(-1) - times[0] > 2 * DAY_S ? { month: "short", day: "numeric" } : { hour: "2-digit", minute: "2-digit", hour12: false };
+const HOURS = { hour: "2-digit", minute: "2-digit", hour12: false };
+const DAYS = { month: "short", day: "numeric" };
+const length = (times) => times.at(-1) - times[0];
+const moment = (time, times) => new Date(time * 1000).toLocaleString([], length(times) > 2 * DAY_S ? DAYS : HOURS);
+// Of the legend: no longer than it must be, so that its values stand on one line.
+function exactly(time, times, step) {
+  const options = { ...HOURS, ...(length(times) > DAY_S / 2 ? DAYS : {}), ...(step < 60 ? { second: "2-digit" } : {}) };
   return new Date(time * 1000).toLocaleString([], options);
 }
 
@@ -52,7 +57,7 @@ export class Chart extends Component {
   data = () => [this.props.times, ...this.props.lines.map((line) => line.values)];
 
   draw = () => {
-    const { lines, show, step } = this.props;
+    const { lines, show } = this.props;
     const muted = colour("muted");
     const grid = { stroke: colour("line"), width: 1 };
     const axis = { stroke: muted, grid, ticks: grid, font: "11px system-ui" };
@@ -64,7 +69,7 @@ export class Chart extends Component {
       scales: { x: { time: true }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.08 : 1] } },
       axes: [{ ...axis, space: 62, values: (_, splits) => splits.map((time) => moment(time, this.props.times)) }, { ...axis, size: 66, values: (_, values) => values.map(show), space: 34 }],
       series: [
-        { value: (_, time) => (time == null ? "–" : new Date(time * 1000).toLocaleString([], { hour12: false, month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: step < 60 ? "2-digit" : undefined })) },
+        { value: (_, time) => (time == null ? "–" : exactly(time, this.props.times, this.props.step)) },
         ...lines.map((line, index) => ({
           label: line.name,
           stroke: colour(line.colour || "prefill"),

@@ -37,15 +37,22 @@ export ANTHROPIC_SMALL_FAST_MODEL=${quoted(model)}
 claude`],
 ];
 
+// Browsers keep the clipboard from pages without HTTPS, and a gateway in a local network often has none. What is selected
+// can be copied there all the same; if not, it is ready for the keyboard.
+function copySelected(name) {
+  getSelection().selectAllChildren(document.querySelector(`[data-client="${name}"] pre`));
+  return document.execCommand("copy");
+}
+
 export class Clients extends Component {
-  state = { model: "", copied: "" };
+  state = { model: "", copied: {} };
 
   copy = async (name, text) => {
     try {
       await navigator.clipboard.writeText(text);
-      this.setState({ copied: name });
+      this.setState({ copied: { [name]: "copied" } });
     } catch {
-      this.setState({ copied: "" }); // no permission, or no HTTPS: the text can be selected
+      this.setState({ copied: { [name]: copySelected(name) ? "copied" : "selected" } });
     }
   };
 
@@ -57,7 +64,7 @@ export class Clients extends Component {
       <section class="panel">
         <h2>Connect a program</h2>
         <p class="muted">This gateway is <code>${base()}</code>: OpenAI's API under <code>/v1</code>, those of Anthropic and Ollama at its root. ${store.key ? "Put an API key in place of YOUR_KEY." : "It needs no key; programs that insist on one take any."}</p>
-        <div class="fields"><div><label for="client-model">Model</label><select id="client-model" value=${chosen} onChange=${(event) => this.setState({ model: event.target.value })}>
+        <div class="fields below"><div><label for="client-model">Model</label><select id="client-model" value=${chosen} onChange=${(event) => this.setState({ model: event.target.value })}>
           ${models.map((each) => html`<option value=${each}>${each}</option>`)}
         </select></div></div>
       </section>
@@ -65,7 +72,7 @@ export class Clients extends Component {
         const text = write(base(), chosen, key);
         return html`
           <section class="panel" aria-label=${name} data-client=${name}>
-            <h2>${name} <button type="button" class="quiet" onClick=${() => this.copy(name, text)} aria-label="Copy the configuration of ${name}">${copied === name ? "copied" : "copy"}</button></h2>
+            <h2>${name} <button type="button" class="quiet" onClick=${() => this.copy(name, text)} aria-label="Copy the configuration of ${name}">${copied[name] || "copy"}</button></h2>
             <p class="under">${place}</p>
             <pre tabindex="0" role="region" aria-label="Configuration of ${name}">${text}</pre>
           </section>`;

@@ -52,27 +52,35 @@ function EnergyTable({ title, name, rows }) {
     </section>`;
 }
 
+const price = (value) => (value == null ? "–" : format.dollars(value));
+
+// Without it, machines that wait for each other seem to cost nothing.
+function Idle({ rows }) {
+  const models = [...new Set(rows.filter((row) => row.together_j != null && !row.idle_included).map((row) => row.model))];
+  if (!models.length) return null;
+  return html`<p class="under warn" id="no-idle"><span aria-hidden="true">!</span> Energy together is without what a machine draws while it waits for the other one: set <code>idle_power_w</code> of both machines of ${models.join(", ")}.</p>`;
+}
+
 function Alone({ rows }) {
   if (!rows?.length) return null;
   const priced = rows.some((row) => row.together_cost != null || row.alone_cost != null);
   return html`
     <section class="panel" aria-labelledby="alone">
       <h2 id="alone">Beside one machine alone</h2>
-      <p class="under">An estimate. Together: what was measured while at least one of the requests ran. Alone: the least that one machine would take, by its measured rates and its watts, in batches as large as they were.</p>
+      <p class="under">An estimate. Together: what was measured while at least one of the requests ran; its cost is that of both machines for all of this time. Alone: the least that one machine would take, by its measured rates and its watts, in batches as large as they were.</p>
+      <${Idle} rows=${rows} />
       <div class="scroll" tabindex="0" role="region" aria-labelledby="alone"><table class="wide">
-        <thead><tr><th scope="col">Model</th><th scope="col">Machine</th><th scope="col" class="num">Requests</th><th scope="col" class="num">At once</th><th scope="col" class="num">Energy together</th><th scope="col" class="num">alone</th><th scope="col" class="num">Time together</th><th scope="col" class="num">alone</th>${priced && html`<th scope="col" class="num">Cost together</th><th scope="col" class="num">alone</th>`}<th scope="col">How it is known</th></tr></thead>
+        <thead><tr><th scope="col">Machine</th><th scope="col" class="num">Requests</th><th scope="col" class="num">At once</th><th scope="col" class="num">Energy together</th><th scope="col" class="num">alone</th><th scope="col" class="num">Time together</th><th scope="col" class="num">alone</th>${priced && html`<th scope="col" class="num">Cost together</th><th scope="col" class="num">alone</th>`}</tr></thead>
         <tbody>${rows.map((row) => html`
           <tr data-machine=${row.node}>
-            <th scope="row"><span class="name" title=${row.model}>${row.model}</span></th>
-            <td data-word="machine">${row.machine}: ${row.node}</td>
+            <th scope="row">${row.node}<span class="sub">${row.machine} machine of ${row.model}</span>${row.why && html`<span class="sub">${row.why}</span>`}</th>
             <td class="num" data-word="requests">${format.count(row.requests)}</td>
             <td class="num" data-word="at once">${format.significant(row.batch_size)}</td>
-            <td class="num" data-word="energy together">${joules(row.together_j)}</td>
-            <td class="num" data-word="energy alone">${joules(row.alone_j)}</td>
+            <td class="num" data-word="energy together">${row.together_j == null ? "–" : joules(row.together_j)}</td>
+            <td class="num" data-word="energy alone">${row.alone_j == null ? "–" : joules(row.alone_j)}</td>
             <td class="num" data-word="time together">${format.seconds(row.together_s)}</td>
             <td class="num" data-word="time alone">${format.seconds(row.alone_s)}</td>
-            ${priced && html`<td class="num" data-word="cost together">${format.dollars(row.together_cost)}</td><td class="num" data-word="cost alone">${format.dollars(row.alone_cost)}</td>`}
-            <td class="muted note">${row.why}</td>
+            ${priced && html`<td class="num" data-word="cost together">${price(row.together_cost)}</td><td class="num" data-word="cost alone">${price(row.alone_cost)}</td>`}
           </tr>`)}</tbody>
       </table></div>
     </section>`;

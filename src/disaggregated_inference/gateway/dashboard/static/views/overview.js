@@ -69,7 +69,7 @@ function CombinedCard({ store }) {
       <h2>Combined</h2>
       <p class="under">all models, ${answered ? `${store.seesAll ? "last" : "your last"} ${answered} answered` : "no answered request yet"}</p>
       <dl>
-        <div class="figure total"><dt>Total</dt><dd><strong class="num" id="combined-total">${format.seconds(busy)}</strong><span>a request ran</span></dd></div>
+        <div class="figure total"><dt>Total</dt><dd><strong class="num" id="combined-total">${format.seconds(busy)}</strong><span>while requests ran</span></dd></div>
         <div class="figure total"><dt>Speedup</dt><dd><strong class="num" id="combined-speedup">${format.times(speedup)}</strong><span title="What the requests would have taken one after the other, each with the cluster to itself, over the time in which at least one ran">against one by one</span></dd></div>
         <div class="figure total"><dt>Throughput</dt><dd><strong class="num" id="combined-throughput">${format.rate(throughput)}</strong><span>tok/s average</span></dd></div>
       </dl>

@@ -2,11 +2,12 @@
 import { html } from "../html.js";
 import * as format from "../format.js";
 import { Mark, Meter, nodeKind } from "./marks.js";
+import { AllReadings } from "./readings.js";
 
 const BOX = 164; // heights of a node's box, and the gap below it: style.css has the same
 const SMALL_BOX = 84;
 const GAP = 14;
-const MANY = 4; // nodes in a column; more get small boxes
+const MANY = 4; // nodes in a column; more get small boxes on the overview
 const LABELLED = 6; // links of a model; more would cover each other, and the list below has all of them
 
 export const ClusterView = ({ store }) => html`<${Picture} store=${store} full=${true} />`;
@@ -23,7 +24,7 @@ function ModelPicture({ model, store, full }) {
   const right = nodes.filter((node) => node.role !== "prefill");
   const links = linksOf(store, left, right);
   const rows = Math.max(left.length, right.length);
-  const small = rows > MANY;
+  const small = !full && rows > MANY;
   return html`
     <section class="panel picture" data-model=${model}>
       <div class="title"><h2 title=${model}>${model}</h2><p class="under">${status.models[model]}</p></div>
@@ -33,6 +34,7 @@ function ModelPicture({ model, store, full }) {
         <div class="column">${right.map((node) => html`<${NodeBox} key=${node.name} node=${node} />`)}</div>
       </div>
       ${full && links.length > 0 && html`<${LinkTable} links=${links} />`}
+      ${full && html`<${AllReadings} nodes=${nodes} />`}
     </section>`;
 }
 
@@ -84,12 +86,13 @@ function Wires({ links, rows, box }) {
 function NodeBox({ node }) {
   const kind = nodeKind(node);
   const { kv, slots } = node;
+  const known = node.epoch && node.state !== "unreachable"; // what it told before is over
   return html`
     <article class="box ${node.role}" data-node=${node.name} data-kind=${kind} title=${node.why || node.warning || node.state}>
       <h3><span class="name">${node.name}</span> <span class="state ${kind}"><${Mark} kind=${kind} /> ${node.state}</span></h3>
       <p class="sub"><span class="role ${node.role}">${node.role}</span> ${node.engine || "engine not known"} · ${node.url.replace(/^https?:\/\//, "")}</p>
-      <${Meter} label="KV memory" value=${kv.total_reserved_bytes || kv.reserved_bytes} most=${kv.total_limit_bytes || kv.limit_bytes} text=${kv.limit_bytes ? `${format.bytes(kv.total_reserved_bytes || kv.reserved_bytes)} of ${format.bytes(kv.total_limit_bytes || kv.limit_bytes)}` : "not available"} />
-      <${Meter} label="Slots" value=${slots.used} most=${slots.most} text=${node.epoch ? `${slots.used} of ${slots.most}, ${Math.max(0, node.waiting - node.running)} waiting` : "not available"} />
+      <${Meter} label="KV memory" value=${kv.total_reserved_bytes || kv.reserved_bytes} most=${known ? kv.total_limit_bytes || kv.limit_bytes : 0} text=${known && kv.limit_bytes ? `${format.bytes(kv.total_reserved_bytes || kv.reserved_bytes)} of ${format.bytes(kv.total_limit_bytes || kv.limit_bytes)}` : "not available"} />
+      <${Meter} label="Slots" value=${slots.used} most=${known ? slots.most : 0} text=${known ? `${slots.used} of ${slots.most}, ${Math.max(0, node.waiting - slots.used)} waiting` : "not available"} />
       <${Readings} node=${node} />
     </article>`;
 }

@@ -87,7 +87,7 @@ export function Facts({ record }) {
       <${Fact} name="Completion">${format.count(record.completion_tokens)} tokens${record.finish_reason ? `, ${record.finish_reason}` : ""}<//>
       <${Fact} name="Prefill">${format.seconds(record.prefill_time)}, ${format.tokensPerSecond(record.prefill_speed)}<//>
       <${Fact} name="Decode">${format.seconds(record.decode_time)}, ${format.tokensPerSecond(record.decode_speed)}<//>
-      <${Fact} name="KV moved">${record.kv_bytes ? `${format.bytes(record.kv_bytes)}${record.kv_codec ? `, ${record.kv_codec}` : ""}` : "none"}<//>
+      <${Fact} name="KV moved">${moved(record)}<//>
       <${Fact} name="On the wire">${record.kv_bytes && record.transfer_time ? `${format.seconds(record.transfer_time)}, ${format.bytesPerSecond(record.kv_bytes / record.transfer_time)}` : "–"}<//>
       <${Fact} name="Transfer hidden / exposed">${record.kv_bytes ? `${format.seconds(record.hidden_transfer_time)} / ${format.seconds(record.exposed_transfer_time)}` : "–"}<//>
       <${Fact} name="Time per token after the first">${format.seconds(record.output_token_time)}<//>
@@ -97,6 +97,12 @@ export function Facts({ record }) {
       <${Fact} name="Energy">${energy(record)}<//>
       <${Fact} name="Cost">${format.dollars(record.cost)}${record.cost_without?.length > 0 && html`<span class="sub">without ${record.cost_without.join(", ")}</span>`}<//>
     </dl>`;
+}
+
+// A decode node that still has the prompt of an earlier request needs the logits alone.
+function moved({ kv_bytes: size, kv_codec: codec, method, prompt_tokens_recomputed: recomputed }) {
+  if (size) return `${format.bytes(size)}${codec ? `, ${codec}` : ""}`;
+  return method?.startsWith("disaggregated") && !recomputed ? "none: the decode node had it" : "none";
 }
 
 function energy(record) {

@@ -1,0 +1,218 @@
+"""Every view of the dashboard at every width, over a long history: long and hostile names, nodes that are down.
+
+The nodes do not run: what the views show comes from the history file.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from disaggregated_inference.orchestrator import FALLBACK_WARNING, History
+from tests.support.browser import WatchedPage, browser, opened_page
+from tests.support.cluster import free_port
+from tests.support.gateway import served
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = pytest.mark.slow
+
+EVIL = "<img src=x onerror=alert(1)>\x1b[31m\u202e"
+LONG = f"an-organisation-with-a-long-name/a-model-with-a-very-long-name-that-does-not-fit-8bit-2026{EVIL}"
+PREFILL, DECODE = f"prefill-node-of-{LONG}", f"decode-node-of-{LONG}"
+REQUESTS = 2000
+VIEWS = ["overview", "cluster", "requests", "time", "targets", "energy", "playground", "clients"]
+SIZES = {1440: 900, 1024: 768, 390: 844}
+
+
+def record_of(number: int) -> dict[str, Any]:
+    """One of ten fails, one is a fallback, and the energy of one is not known."""
+    kind = number % 10
+    usual: dict[str, Any] = {
+        "number": number + 1,
+        "request_id": f"r{number}",
+        "time": time.time() - number,
+        "model": LONG,
+        "n": 1,
+        "ok": True,
+        "outcome": "ok",
+        "prefill_node": PREFILL,
+        "decode_node": DECODE,
+        "plan": f"{EVIL} is faster",
+        "method": "disaggregated_torch",
+        "prompt_tokens": 123456,
+        "completion_tokens": 1234,
+        "cached_tokens": 0,
+        "total_time": 1234.5,
+        "first_token_time": 12.3,
+        "prefill_time": 12.1,
+        "decode_time": 1222.2,
+        "prefill_speed": 10203.0,
+        "decode_speed": 1.01,
+        "kv_bytes": 12_345_678_901,
+        "exposed_transfer_time": 0.1,
+        "prompt_tokens_recomputed": 100,
+        "output_token_time": 0.99,
+        "waterfall": [],
+        "attempts": 1,
+        "energy_j": 123456.7,
+        "energy_source": "mixed",
+        "cost": 1e-8,
+        "cost_without": [f"price of {PREFILL}"],
+    }
+    usual["energy"] = [{"node": DECODE, "phase": "decode", "joules": 100000.0, "source": "measured"}]
+    if kind == 0:
+        usual |= {"ok": False, "outcome": "failed", "error": {"code": "node_failed", "message": EVIL}, "energy_j": None}
+    if kind == 1:
+        usual |= {"method": "fallback", "warning": FALLBACK_WARNING, "warnings": [EVIL], "warning_reason": EVIL}
+    return usual
+
+
+@pytest.fixture(scope="module")
+def history_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("views") / "history.db"
+    history = History(REQUESTS, str(path))
+    for number in reversed(range(REQUESTS)):
+        history.add(record_of(number), caller=f"key-of-{LONG}" if number % 2 else "")
+
+    def complete() -> bool:
+        with history.reader() as found:
+            return bool(found.kept()["requests"] == REQUESTS)
+
+    assert until(complete)
+    history.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def url(history_file: Path) -> Iterator[str]:
+    server = {"model": LONG, "host": "127.0.0.1", "power_w": 140, "price_per_hour": 0.1}
+    config: dict[str, Any] = {
+        "prefill_servers": [server | {"name": PREFILL, "port": free_port()}],
+        "decode_servers": [server | {"name": DECODE, "port": free_port()}],
+        "policies": {"history_file": str(history_file), "electricity_price_per_kwh": 0.3},
+    }
+    with served(config) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def found() -> "Iterator[Browser]":
+    with browser() as started:
+        yield started
+
+
+_NAMELESS = """[...document.querySelectorAll("a, button, input, select, textarea, [role=region], [role=img], dialog")]
+  .filter((each) => !(each.innerText?.trim() || each.getAttribute("aria-label") || each.labels?.length
+    || document.getElementById(each.getAttribute("aria-labelledby"))?.innerText.trim()))
+  .map((each) => each.outerHTML)"""
+_SIDEWAYS = """[...document.querySelectorAll(".scroll")].filter((each) => each.scrollWidth > each.clientWidth + 1)
+  .map((each) => each.innerText)"""
+_OUTSIDE = """[...document.querySelectorAll("main .panel *")]
+  .filter((each) => each.getBoundingClientRect().right > innerWidth + 1 && !each.closest(".hidden, thead, svg, .uplot"))
+  .map((each) => each.outerHTML.slice(0, 200))"""
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_have_labels_and_fit_every_width(found: "Browser", url: str, view: str) -> None:
+    with opened_page(found, f"{url}/dashboard#{view}") as watched:
+        page = watched.page
+        page.on("dialog", lambda dialog: watched.errors.append("a dialog opened: " + dialog.message))
+        assert page.locator(f"nav a[href='#{view}'][aria-current=page]").count() == 1
+        page.locator("main .panel").first.wait_for()
+        page.locator("main .notice").wait_for(state="detached")
+        assert page.locator("main .banner.bad").count() == 0
+        assert page.evaluate(_NAMELESS) == []
+        assert page.locator("h1").count() == 1
+        assert page.locator("img").count() == 0, "text from outside is never HTML"
+        for width, height in SIZES.items():
+            page.set_viewport_size({"width": width, "height": height})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert page.evaluate(_SIDEWAYS) == [], f"no table is cut at {width} px"
+            assert page.evaluate(_OUTSIDE) == [], f"nothing leaves the screen at {width} px"
+
+
+def test_a_node_that_is_down_shows_no_figures_of_before(found: "Browser", url: str) -> None:
+    with opened_page(found, f"{url}/dashboard#cluster") as watched:
+        box = watched.page.locator(".box[data-kind=bad]").first
+        box.wait_for()
+        assert box.locator(".meter .num").all_inner_texts() == ["not available"] * 2
+        assert "Readings not available" in box.inner_text()
+
+
+def test_energy_names_its_source_and_what_is_missing(found: "Browser", url: str) -> None:
+    with opened_page(found, f"{url}/dashboard#energy") as watched:
+        row = watched.page.locator("[aria-labelledby=energy-In-all] tbody tr")
+        row.wait_for()
+        text = row.inner_text()
+        assert "81 % measured, else configured watts" in text, "100,000 of 123,456.7 J"
+        assert "at least: a price is missing" in text
+        assert "$0.00002" in text, "2,000 requests"
+        keys = watched.page.locator("[aria-labelledby=energy-By-API-key] tbody th").all_inner_texts()
+        assert sorted(name[:7] for name in keys) == ["key-of-", "no key"]
+        alone = watched.page.locator("tr[data-machine] th").all_inner_texts()
+        assert len(alone) == 2
+        assert all("has not measured its" in each for each in alone)
+        assert "set idle_power_w" in watched.page.locator("#no-idle").inner_text()
+
+
+# As the page computes it: what is given, what is shown.
+FORMATS = [
+    ("withUnit(99.93, '%', 99.9)", "99.93 %"),
+    ("withUnit(99.89, '%', 99.9)", "99.89 %"),
+    ("withUnit(99.996, '%', 99.9)", "99.996 %"),
+    ("withUnit(100, '%', 99.9)", "100 %"),
+    ("withUnit(99.9, '%', 99.9)", "99.9 %"),
+    ("withUnit(14.998, 's', 15)", "14.998 s"),
+    ("withUnit(5.2678, 's', 15)", "5.27 s"),
+    ("withUnit(0, 'models', 0)", "0 models"),
+    ("withUnit(11879.6, '1/kWh', 50)", "11,900 per kWh"),
+    ("withUnit(0.0000594, '$', 0.01)", "$0.000059"),
+    ("dollars(0.00000001)", "< $0.000001"),
+    ("dollars(0)", "$0"),
+    ("dollars(null)", "not available"),
+]
+
+
+def test_numbers_are_rounded_but_not_onto_their_goal(found: "Browser", url: str) -> None:
+    with opened_page(found, f"{url}/dashboard") as watched:
+        calls = ", ".join(f"format.{call}" for call, _ in FORMATS)
+        shown = watched.page.evaluate(f"import('{url}/dashboard/static/format.js').then((format) => [{calls}])")
+        assert shown == [text for _, text in FORMATS]
+
+
+def test_a_configuration_is_copied_without_https(found: "Browser", url: str) -> None:
+    """Over plain HTTP in a local network, browsers have no clipboard for scripts."""
+    with opened_page(found, "about:blank", wait="") as watched:
+        page = watched.page
+        page.add_init_script("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+        page.goto(f"{url}/dashboard#clients")
+        button = page.get_by_label("Copy the configuration of aider")
+        button.click()
+        page.locator("[data-client=aider] button", has_text="copied").wait_for()
+        assert page.evaluate("String(getSelection())") == page.locator("[data-client=aider] pre").inner_text()
+
+
+def test_a_request_of_the_history_shows_hostile_text_as_text(found: "Browser", url: str) -> None:
+    with opened_page(found, f"{url}/dashboard#requests") as watched:
+        page = watched.page
+        page.get_by_label("Outcome").select_option("failed")
+        page.locator("tr[data-request=r0] button").click()
+        _shows(watched, EVIL[:20])
+        page.locator("tr[data-request=r1]").wait_for(state="detached")
+        page.get_by_label("Outcome").select_option("ok")
+        page.locator("tr[data-request=r1] button").click()
+        _shows(watched, f"{EVIL[:20]}")
+
+
+def _shows(watched: WatchedPage, text: str) -> None:
+    dialog = watched.page.locator("dialog[open]")
+    dialog.locator(".waterfall").wait_for()
+    assert text in dialog.inner_text()
+    assert watched.page.locator("img").count() == 0
+    watched.page.keyboard.press("Escape")
+    dialog.wait_for(state="detached")
