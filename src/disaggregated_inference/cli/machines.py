@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from disaggregated_inference.cli.screen import one_line
-from disaggregated_inference.cluster import ClusterConfig, load_config
+from disaggregated_inference.cluster import ClusterConfig, join_address, load_config
 from disaggregated_inference.cluster.deploy import (
     AuditEntry,
     Deployed,
@@ -36,7 +36,6 @@ from disaggregated_inference.cluster.deploy import (
     remove_machines,
 )
 from disaggregated_inference.cluster.deploy import operate as operate_machines
-from disaggregated_inference.cluster.reader import join_address
 from disaggregated_inference.cluster.ssh import LOCAL, SshTarget
 from disaggregated_inference.errors import ConfigError
 from disaggregated_inference.timeouts import DeployTimeouts

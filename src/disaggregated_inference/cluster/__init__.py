@@ -11,7 +11,7 @@ from disaggregated_inference.cluster.config import (
     load_config,
 )
 from disaggregated_inference.cluster.model_match import ModelMatch, bare_name
-from disaggregated_inference.cluster.reader import read_file, split_address
+from disaggregated_inference.cluster.reader import join_address, read_file, split_address
 from disaggregated_inference.cluster.reference import reference
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Server",
     "bare_name",
     "find_config",
+    "join_address",
     "load_config",
     "read_file",
     "read_token",
