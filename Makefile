@@ -18,9 +18,9 @@ VLLM := $(VLLM_VENV)/.ready
 demo: $(READY)
 	$(BIN)/disagg demo
 
-# A synthetic class, graded with the embedded model; the reports go into grade-demo/.
+# A synthetic class, graded with the embedded model; the reports go into grade-demo/. make grade-demo ARGS=--no-models
 grade-demo: $(READY)
-	$(BIN)/disagg-grade demo
+	$(BIN)/disagg-grade demo $(ARGS)
 
 # Three processes on two cores, since tests wait for half of their time; a file at a time, the longest first
 # (tests/conftest.py). The tests start hundreds of Python processes: compiled modules are kept, whatever the environment

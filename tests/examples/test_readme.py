@@ -4,8 +4,7 @@ The embedded model stands for large ones, loopback for the addresses; answers of
 `make` uses the environment of the tests, and does not install it again. `make test` and `make quick` lint for real; one
 file of tests stands for all, which this test is a part of, and mypy prints its version. The package is built and
 installed by `pip install` into an environment of its own, and what follows uses that; its dependencies are those of the
-tests. Not run: `make grade-demo`, in which models judge for minutes (tests/grader/cli/test_commands.py runs the demo
-without them); `make --dry-run` shows what it would run."""
+tests. `make grade-demo` runs with three students and without its models, which judge for minutes."""
 
 import json
 import os
@@ -89,9 +88,11 @@ class Walk:
         self.make("demo")
 
     def grade_demo(self, _: "re.Match[str]") -> None:
+        """Without models, which judge for minutes."""
         self.end()  # what follows starts nodes of its own
-        self.make("grade-demo", "--dry-run")
-        assert self.printed.splitlines()[-1].endswith("/disagg-grade demo")
+        reports = self.folder / "grade-demo"
+        self.make("grade-demo", f"ARGS={reports} --no-models --students 3")
+        assert list(reports.rglob("*.html")), self.printed
 
     def lane(self, match: "re.Match[str]") -> None:
         self.make(match[1], "--dry-run")
