@@ -3,6 +3,7 @@
 import asyncio
 import os
 import stat
+import subprocess
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +23,7 @@ from disaggregated_inference.errors import (
 )
 from disaggregated_inference.timeouts import DeployTimeouts
 from tests.support.ssh_server import MISSING, SshServer, make_key, ssh_server
+from tests.support.waiting import until
 
 needs_sshd = pytest.mark.skipif(bool(MISSING) or os.getuid() != 0, reason=MISSING or "sshd needs root here")
 Result = TypeVar("Result")
@@ -251,3 +253,23 @@ def test_addresses(text: str, target: tuple[str, str, int]) -> None:
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(ConfigError, match="is no ssh address"):
         SshTarget.parse(text)
+
+
+@needs_sshd
+def test_a_key_of_the_agent_opens_the_machine(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent alone has it: the files of the user's keys are away."""
+    key, away, address = home / ".ssh" / "id_ed25519", tmp_path / "id_ed25519", tmp_path / "agent"
+    config = home / ".ssh" / "config"
+    config.write_text("".join(line for line in config.read_text().splitlines(True) if "IdentityFile" not in line))
+    key.rename(away)
+    with subprocess.Popen(["ssh-agent", "-D", "-a", str(address)], stdout=subprocess.DEVNULL) as agent:
+        try:
+            assert until(address.exists)
+            with pytest.raises(LoginRefused):
+                in_shell(lambda shell: shell.run("echo in"))
+            monkeypatch.setenv("SSH_AUTH_SOCK", str(address))
+            subprocess.run(["ssh-add", "-q", str(away)], check=True)
+            assert in_shell(lambda shell: shell.run("echo in")).stdout == "in\n"
+        finally:
+            away.rename(key)
+            agent.terminate()
