@@ -81,14 +81,14 @@ def _touched(frame: bytes, how: str, draw: st.DrawFn) -> bytes:
         both = bytearray(frame)
         both[draw(st.integers(0, len(both) - 1))] ^= 1 << draw(st.integers(0, 7))
         return bytes(both)
-    kind, codec, layer, tokens, start, size = struct.unpack_from("<BHIIQQ", head, 5)
-    values = {"codec": codec, "layer": layer, "tokens": tokens, "start": start, "size": size}
+    kind, codec, layer, tokens, start, rest, size = struct.unpack_from("<BHIIIIQ", head, 5)
+    values = {"codec": codec, "layer": layer, "tokens": tokens, "start": start, "rest": rest, "size": size}
     name = draw(st.sampled_from([*values, "payload"] if how == "lie" else list(values)))
     if name == "payload":
         payload[:] = draw(st.binary(max_size=400))
         values["size"] = len(payload)
     else:
-        width = {"codec": 16, "layer": 32, "tokens": 32}.get(name, 64)
+        width = {"codec": 16, "size": 64}.get(name, 32)
         values[name] = draw(st.sampled_from(_HUGE)) % (1 << width)
     made = Frame(Kind(kind) if kind in list(Kind) else Kind.HELLO, **values)
     return encode(made, bytes(payload))  # the checksum is right: only the numbers lie

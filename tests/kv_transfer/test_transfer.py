@@ -481,6 +481,8 @@ class TestFaults:
             Frame(Kind.SLICE, 1 << 60, layer=0, tokens=10),
             Frame(Kind.SLICE, 10, layer=0, tokens=0),
             Frame(Kind.SLICE, 10, layer=0, tokens=77, start=290),
+            Frame(Kind.SLICE, 10, layer=0, tokens=1, rest=10),
+            Frame(Kind.SLICE, 10, layer=0, tokens=10, rest=(1 << 32) - 1),
             Frame(Kind.SLICE, 10, layer=0, tokens=10, codec=7),
             Frame(Kind.SLICE, 10, layer=0, tokens=10, codec=1),
             Frame(Kind.LOGITS, 1 << 40),

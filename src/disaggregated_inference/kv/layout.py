@@ -9,7 +9,7 @@ committed chunk is a state from which another engine can continue, and neither s
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
@@ -74,6 +74,7 @@ class KVSlice:
     values: Array
     wait: Callable[[], None] = _no_wait
     ready: Callable[[], bool] = lambda: True
+    rest: int = 0  # rows of the same layer and chunk that follow these in other slices
 
     @property
     def tokens(self) -> int:
@@ -84,13 +85,22 @@ class KVSlice:
         return self.start + self.tokens
 
     @property
+    def chunk_stop(self) -> int:
+        return self.stop + self.rest
+
+    def part(self, first: int, last: int) -> "KVSlice":
+        """Rows number `first` to `last` of these, over the same memory."""
+        rows = {"keys": self.keys[first:last], "values": self.values[first:last]}
+        return replace(self, start=self.start + first, rest=self.rest + self.tokens - last, **rows)
+
+    @property
     def size_bytes(self) -> int:
         return int(self.keys.nbytes + self.values.nbytes)
 
     def copy(self) -> "KVSlice":
         """A copy with its own memory."""
         self.wait()
-        return KVSlice(self.layer, self.start, self.dtype, self.keys.copy(), self.values.copy())
+        return KVSlice(self.layer, self.start, self.dtype, self.keys.copy(), self.values.copy(), rest=self.rest)
 
     def require_fits(self, layout: KVLayout) -> None:
         """Refuse a slice that does not fit `layout`. Checked once, at the border; shapes are trusted after it."""

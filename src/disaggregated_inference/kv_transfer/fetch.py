@@ -1,9 +1,10 @@
 """Fetch one ticket's KV over several connections and several network paths, and resume when one of them breaks.
 
-Stream n of m carries the layers with layer mod m = n, on its own connection. When a connection breaks, its stream dials
-again, the next path first, and continues at the chunk that its layers have reached; slices that arrive twice are
-dropped. Chunks are placed one after the other. A chunk is committed when all its layers are placed, so the receiving
-sequence always holds a number of complete chunks, plus a part of one that can be rolled back.
+Each stream is one connection at a time. Small slices travel whole, large ones in parts, one on each stream. When a
+connection breaks, its stream dials again, the next path first, and continues at the last committed chunk; rows that
+arrive twice are dropped. Chunks are placed one after the other, and the rows of one layer too. A chunk is committed
+when all its layers are placed, so the receiving sequence always holds a number of complete chunks, plus a part of one
+that can be rolled back.
 """
 
 import socket
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle
 
 import msgspec
@@ -64,11 +66,11 @@ class FetchResult:
 
 @dataclass(slots=True)
 class _Stream:
-    """The layers that one connection at a time carries."""
+    """What one connection at a time carries."""
 
     number: int
-    layers: range
     silence: SilenceLimit
+    placed: int = 0  # slices and parts of slices
     result: ConnectionResult | None = None
     received_bytes: int = 0
     resumed: int = 0
@@ -191,9 +193,9 @@ class KVFetch(_Stoppable):
         self._hello, self._layout, self._vocabulary, self._paths, self._sink = hello, layout, vocabulary, paths, sink
         self._tokens = tokens
         count = min(streams, len(layout.layers))
-        self._streams = [
-            _Stream(n, range(n, len(layout.layers), count), SilenceLimit(paths[0].timeouts)) for n in range(count)
-        ]
+        self._streams = [_Stream(n, SilenceLimit(paths[0].timeouts)) for n in range(count)]
+        self._waiting: dict[int, KVSlice] = {}  # by stream number: rows whose turn it is not yet
+        self._ended = 0  # streams that have brought all that they carry
         self._placed = [hello.held_tokens] * len(layout.layers)
         self._chunk_stop: int | None = None  # end of the chunk that is being placed
         self._has_logits = False
@@ -234,6 +236,9 @@ class KVFetch(_Stoppable):
     def _run_stream(self, stream: _Stream) -> None:
         try:
             self._fetch_with_retries(stream)
+            with self._changed:
+                self._ended += 1
+                self._changed.notify_all()
         except BaseException as error:
             self.stop(error)
 
@@ -243,7 +248,7 @@ class KVFetch(_Stoppable):
         connections took too long."""
         failures, since = 0, time.monotonic()
         for path in cycle(self._paths):
-            before = self._held_tokens(stream)
+            before = stream.placed
             try:
                 return self._fetch_over(path, stream)
             except (PeerGone, ChecksumMismatch, PeerFailed) as error:
@@ -252,7 +257,7 @@ class KVFetch(_Stoppable):
                 _require_path_error(error)
                 path.record_failure(error)
                 self._abandon_path(path)
-                advanced = self._held_tokens(stream) > before
+                advanced = stream.placed > before
                 stream.resumed += advanced
                 if advanced and not stream.unresponsive:
                     failures = 0
@@ -290,7 +295,7 @@ class KVFetch(_Stoppable):
             self._current_path[stream.number] = path
         stream.used.append(format_address(path.address))
         hello = msgspec.structs.replace(
-            self._hello, held_tokens=self._held_tokens(stream), stream=stream.number, streams=len(self._streams)
+            self._hello, held_tokens=self.committed, stream=stream.number, streams=len(self._streams)
         )
         if hello.prompt_logprobs is not msgspec.UNSET:
             hello = msgspec.structs.replace(hello, scored_tokens=self._scored)
@@ -307,7 +312,7 @@ class KVFetch(_Stoppable):
             self._layout,
             self._vocabulary,
             self._tokens,
-            self._take_slice,
+            partial(self._take_slice, stream),
             self._take_logits,
             measure=measure,
             on_logprobs=self._take_logprobs,
@@ -331,10 +336,6 @@ class KVFetch(_Stoppable):
             same = {number: self._connections[number] for number, used in self._current_path.items() if used is path}
         return same.pop(stream.number).has_bytes() or any(each.received_at > started for each in same.values())
 
-    def _held_tokens(self, stream: _Stream) -> int:
-        with self._changed:
-            return min(self._placed[layer] for layer in stream.layers)
-
     def _take_logprobs(self, rows: LogprobRows) -> None:
         if rows.start > self._scored:
             raise ProtocolError(f"the prompt's logprobs continue at token {rows.start}, {self._scored} have arrived")
@@ -351,25 +352,43 @@ class KVFetch(_Stoppable):
             self._has_logits = True
             self._sink.logits(logits)
 
-    def _take_slice(self, piece: KVSlice) -> None:
-        if self._wait_for_chunk(piece):
+    def _take_slice(self, stream: _Stream, piece: KVSlice) -> None:
+        if self._wait_for_turn(stream.number, piece):
             self._sink.place(piece)
+            stream.placed += 1
             self._commit_if_complete(piece)
 
-    def _wait_for_chunk(self, piece: KVSlice) -> bool:
-        """Wait until earlier chunks are committed. False for a slice that was placed before."""
+    def _wait_for_turn(self, stream: int, piece: KVSlice) -> bool:
+        """Wait until earlier chunks are committed, and earlier rows of the layer placed. False for rows that were placed
+        before."""
         with self._changed:
-            self._changed.wait_for(lambda: self._error or self._chunk_stop in (None, piece.stop))
+            self._waiting[stream] = piece
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._error or self._may_go_on(piece) or self._is_stuck())
             self.raise_if_stopped()
+            if not self._may_go_on(piece):
+                raise ProtocolError(f"the rows of layer {piece.layer} before token {piece.start} did not come")
+            del self._waiting[stream]
             if piece.stop <= self._placed[piece.layer]:
                 return False
-            self._chunk_stop = piece.stop
+            self._chunk_stop = piece.chunk_stop
             return True
+
+    def _may_go_on(self, piece: KVSlice) -> bool:
+        placed, plan = self._placed[piece.layer], self._layout.layers[piece.layer]
+        first = max(placed, plan.first_row(self.committed, piece.chunk_stop))
+        return piece.stop <= placed or (self._chunk_stop in (None, piece.chunk_stop) and piece.start <= first)
+
+    def _is_stuck(self) -> bool:
+        """Every stream has ended or waits for rows that no stream will bring."""
+        over = len(self._waiting) + self._ended == len(self._streams)
+        return over and not any(self._may_go_on(piece) for piece in self._waiting.values())
 
     def _commit_if_complete(self, piece: KVSlice) -> None:
         with self._changed:
             self._placed[piece.layer] = piece.stop
-            if any(stop != piece.stop for stop in self._placed):
+            self._changed.notify_all()
+            if any(stop != piece.chunk_stop for stop in self._placed):
                 return
         self._sink.commit(piece.stop)
         with self._changed:

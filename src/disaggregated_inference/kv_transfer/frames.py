@@ -7,7 +7,8 @@
          6     2  codec    of a slice's payload: 0 raw, 1 int8; 0 elsewhere
          8     4  layer    of a slice; 0 elsewhere
         12     4  tokens   rows of a slice or of logprobs; 0 elsewhere
-        16     8  start    position of their first row; 0 elsewhere
+        16     4  start    position of their first row; 0 elsewhere
+        20     4  rest     rows of the same slice that follow in frames of other connections; 0 elsewhere
         24     8  size     bytes of payload that follow
         32     4  check    XXH32 of the header so far
         36  size  payload
@@ -43,7 +44,7 @@ from disaggregated_inference.timeouts import TransferTimeouts
 MAGIC = b"DKVC"
 KEYED_MAGIC = b"DKVA"
 VERSION = 1
-HEADER = struct.Struct("<4sBBHIIQQI")
+HEADER = struct.Struct("<4sBBHIIIIQI")
 _CHECKED = HEADER.size - 4
 CHECKSUM = struct.Struct("<Q")
 CONTROL_LIMIT_BYTES = 64 << 10
@@ -81,17 +82,18 @@ class Frame(NamedTuple):
     layer: int = 0
     tokens: int = 0
     start: int = 0
+    rest: int = 0
 
 
 def encode_header(frame: Frame, magic: bytes = MAGIC) -> bytes:
-    fields = (frame.kind, frame.codec, frame.layer, frame.tokens, frame.start, frame.size)
+    fields = (frame.kind, frame.codec, frame.layer, frame.tokens, frame.start, frame.rest, frame.size)
     head = HEADER.pack(magic, VERSION, *fields, 0)[:_CHECKED]
     return head + xxhash.xxh32_intdigest(head).to_bytes(4, "little")
 
 
 def decode_header(raw: Buffer, known: bool = False, expected: bytes = MAGIC) -> Frame:
     """`known`: the peer has sent valid frames before, so an invalid one was damaged in transit."""
-    magic, version, kind, codec, layer, tokens, start, size, check = HEADER.unpack(raw)
+    magic, version, kind, codec, layer, tokens, start, rest, size, check = HEADER.unpack(raw)
     damaged = check != xxhash.xxh32_intdigest(bytes(raw[:_CHECKED]))
     if damaged and (known or (magic, version) == (expected, VERSION)):
         raise ChecksumMismatch("a frame's header arrived damaged")
@@ -103,7 +105,7 @@ def decode_header(raw: Buffer, known: bool = False, expected: bytes = MAGIC) -> 
         raise VersionUnsupported(f"the peer speaks version {version}, this node {VERSION}: update the older node")
     if kind not in Kind.__members__.values():
         raise ProtocolError(f"frame kind {kind} is unknown")
-    return Frame(Kind(kind), size, codec, layer, tokens, start)
+    return Frame(Kind(kind), size, codec, layer, tokens, start, rest)
 
 
 class Connection:

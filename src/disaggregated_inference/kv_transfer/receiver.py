@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -80,10 +80,13 @@ class ConnectionFetch:
         codec = codecs.codec_of(frame.codec)
         if codec != welcome.codec:
             raise ProtocolError(f"codec {codec} after {welcome.codec} was agreed")
-        if frame.layer >= len(self.layout.layers) or frame.layer % self.hello.streams != self.hello.stream:
-            raise ProtocolError(f"layer {frame.layer} does not belong on stream {self.hello.stream}")
-        if not 0 < frame.tokens <= welcome.chunk_tokens or frame.start + frame.tokens > welcome.prompt_tokens:
-            raise ProtocolError(f"{frame.tokens} rows from {frame.start} of a prompt of {welcome.prompt_tokens}")
+        if frame.layer >= len(self.layout.layers):
+            raise ProtocolError(f"layer {frame.layer} of a model with {len(self.layout.layers)} layers")
+        rows = frame.tokens + frame.rest
+        if not frame.tokens or rows > welcome.chunk_tokens or frame.start + rows > welcome.prompt_tokens:
+            raise ProtocolError(f"{rows} rows from {frame.start} of a prompt of {welcome.prompt_tokens}")
+        if frame.rest and (self.hello.streams == 1 or self.layout.layers[frame.layer].window):
+            raise ProtocolError(f"a slice of layer {frame.layer} in parts, which belongs together")
         arrays: list[Array] = []
         at = 0
         for shape, kind in codecs.payload_parts(codec, self.layout, welcome.dtype, frame.tokens):
@@ -93,7 +96,7 @@ class ConnectionFetch:
         with self._measure(frame.size):
             self.connection.receive_payload(frame, *(bytes_of(array) for array in arrays))
         self.payload_bytes += frame.size
-        return codecs.decode(codec, welcome.dtype, arrays, frame.layer, frame.start)
+        return replace(codecs.decode(codec, welcome.dtype, arrays, frame.layer, frame.start), rest=frame.rest)
 
     def _logits(self, frame: Frame) -> Array:
         logits = np.empty(self.vocabulary, np.float32)

@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -17,6 +16,7 @@ from disaggregated_inference.kv_transfer.keyed import FrameKeys, is_nonce, new_n
 from disaggregated_inference.kv_transfer.messages import End, ErrorMessage, Hello, Welcome, decode_message, encode_error
 
 _MAX_STREAMS = 64
+_MIN_PART_BYTES = 4 << 20  # smaller parts wait for each other more than they save
 
 
 class Outbox:
@@ -226,7 +226,7 @@ def _keyed_hello(connection: Connection, frame: Frame, secret_of: SecretOf) -> H
 
 
 def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Outbox, peer: "_ReceiverListener") -> End:
-    """Send this stream's layers from the receiver's held tokens on; logits and prompt logprobs go with stream 0. Slices
+    """Send this stream's rows from the receiver's held tokens on; logits and prompt logprobs go with stream 0. Slices
     that are skipped send no bytes, so they do not replace an ALIVE."""
     at, want_logits, sent_at = 0, hello.stream == 0, time.monotonic()
     logprobs_at = 0 if want_logits and hello.prompt_logprobs is not msgspec.UNSET else None
@@ -241,10 +241,10 @@ def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Ou
             return end
         if isinstance(item, KVSlice):
             at += 1
-            if item.layer % hello.streams == hello.stream and item.stop > hello.held_tokens:
+            if part := _part_for(hello, item):
                 with outbox.reading():
                     _wait_for_copy(connection, item, peer, sent_at)
-                    send_slice(connection, _missing_rows(item, hello.held_tokens), welcome.codec)
+                    send_slice(connection, part, welcome.codec)
             elif time.monotonic() - sent_at < heartbeat_s:
                 continue
             else:
@@ -285,20 +285,25 @@ def _send_logprobs(connection: Connection, rows: LogprobRows) -> None:
     connection.send(frame, *arrays)
 
 
-def _missing_rows(piece: KVSlice, held: int) -> KVSlice:
-    """The rows that the receiver lacks: its prefix cache may hold a part of the chunk."""
-    missing = piece.stop - held
-    if piece.tokens <= missing:
-        return piece
-    piece.wait()
-    return replace(piece, start=held, keys=piece.keys[-missing:], values=piece.values[-missing:])
+def _part_for(hello: Hello, piece: KVSlice) -> KVSlice | None:
+    """The rows that go over this stream. All streams share a large slice, or its last rows would arrive late: one
+    connection alone is slow. A sliding layer's rows stay together: only whole they say where its window begins."""
+    if piece.stop <= hello.held_tokens:
+        return None
+    piece = piece.part(max(0, hello.held_tokens - piece.start), piece.tokens)  # its prefix cache may hold some rows
+    plan = hello.fingerprint.layout.layers[piece.layer]
+    parts = 1 if plan.window else max(1, min(hello.streams, piece.tokens, piece.size_bytes // _MIN_PART_BYTES))
+    number = (hello.stream - piece.layer) % hello.streams
+    if number >= parts:
+        return None
+    return piece.part(piece.tokens * number // parts, piece.tokens * (number + 1) // parts)
 
 
 def send_slice(connection: Connection, piece: KVSlice, codec: str) -> None:
     piece.wait()
     arrays = [bytes_of(array) for array in codecs.encode(codec, piece)]
     size = sum(map(len, arrays))
-    frame = Frame(Kind.SLICE, size, codecs.CODECS[codec], piece.layer, piece.tokens, piece.start)
+    frame = Frame(Kind.SLICE, size, codecs.CODECS[codec], piece.layer, piece.tokens, piece.start, piece.rest)
     connection.send(frame, *arrays)
 
 

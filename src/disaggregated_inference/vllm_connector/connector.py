@@ -55,6 +55,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._groups = [_group(each.kv_cache_spec) for each in kv_cache_config.kv_cache_groups]
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._written_early: frozenset[str] = frozenset()
         if role == KVConnectorRole.SCHEDULER:
             link = NodeLink(self._options[SOCKET_OPTION], self._attach_scheduler(), lambda accept, memory: None)
             self._scheduler = SchedulerHalf(link, self._groups)
@@ -108,6 +109,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         path = self._options[SOCKET_OPTION]
         self._worker = WorkerHalf(path, attach, layout, layers, self._groups, found, first.device)
         current.worker = self._worker if attach.sends_logits else None
+        modules = self._config.compilation_config.static_forward_context
+        self._written_early = frozenset(name for name in layers if _is_written_before_attention(modules.get(name)))
 
     def _cpu_isa(self, pages: torch.Tensor) -> str:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -123,7 +126,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """It loads nothing."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """It loads nothing."""
+        """It loads nothing. vLLM calls it before the layer's attention: rows that are in the pages by then leave now,
+        and cross the network while attention and experts compute."""
+        if self._worker and layer_name in self._written_early:
+            self._worker.export(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         if self._worker:
@@ -189,6 +195,12 @@ def _require_supported(config: Any) -> None:
             raise ValueError(f"the connector does not support {option} {getattr(parallel, option)}: use 1")
     if config.speculative_config is not None:
         raise ValueError("the connector does not support speculative decoding: vLLM then calls no logits processor")
+
+
+def _is_written_before_attention(module: Any) -> bool:
+    """Whether a step of its own writes a layer's rows into the pages; else its attention does."""
+    backend = getattr(module, "attn_backend", None)
+    return getattr(backend, "forward_includes_kv_cache_update", True) is False
 
 
 def layer_number(name: str) -> int:
