@@ -292,6 +292,7 @@ class DisaggregatedInference:
             raise
         finally:
             record = self._finish(recorder, error)
+            del error  # its traceback holds this frame, and so all that the request had
         return record
 
     async def _serve(
