@@ -105,6 +105,7 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
         console.print(table)
         if self.samples:
             console.print(_growth_table(self.samples))
+            console.print(_in_use_table(self.samples))
         for line in self._verdict():
             console.print(line)
 
@@ -161,6 +162,21 @@ def _growth_table(samples: list[GrowthSample]) -> Table:
     for sample in samples:
         table.add_row(f"{sample.requests:,}", *(_figures(each) for each in sample.processes.values()))
     return table
+
+
+def _in_use_table(samples: list[GrowthSample]) -> Table:
+    table = Table(title="In use: Python's blocks, MB by malloc", title_justify="left")
+    table.add_column("requests", justify="right")
+    names = [name for name, found in samples[0].processes.items() if found.python_blocks]
+    for name in names:
+        table.add_column(name, justify="right")
+    for sample in samples:
+        table.add_row(f"{sample.requests:,}", *(_in_use(sample.processes[name]) for name in names))
+    return table
+
+
+def _in_use(found: Footprint) -> str:
+    return f"{found.python_blocks or 0:,}, {(found.malloc_bytes or 0) / 1e6:.1f}"
 
 
 def _figures(found: Footprint) -> str:
