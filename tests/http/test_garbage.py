@@ -1,5 +1,5 @@
-"""A finished response is freed at once. Left to the garbage collector, those that ran during its young collections would
-stay for tens of thousands of requests."""
+"""A finished response is freed at once. Left to the garbage collector, those that ran during its young collections
+would stay for tens of thousands of requests."""
 
 import http.client
 from collections.abc import AsyncGenerator, Awaitable, Callable

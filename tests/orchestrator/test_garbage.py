@@ -67,10 +67,9 @@ def test_a_stream_that_breaks_off() -> None:
             aiohttp.ClientSession(connector=NodeConnector()) as session,
         ):
             client = NodeClient(server, session, Heartbeats(), stuck_s=30.0)
-            with garbage() as found:
-                with pytest.raises(LegFailed, match="broke off"):
-                    async for _ in client.generate("/decode", DecodeRequest(), "r", TextStreamCheck()):
-                        pass
+            with garbage() as found, pytest.raises(LegFailed, match="broke off"):
+                async for _ in client.generate("/decode", DecodeRequest(), "r", TextStreamCheck()):
+                    pass
             return found
 
     assert asyncio.run(run()) == []

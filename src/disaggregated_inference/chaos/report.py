@@ -18,8 +18,14 @@ from disaggregated_inference.chaos.settings import ChaosSettings
 
 Show = Callable[[str], None]  # one line of progress
 
-_WARM = 0.2  # of the requests: caches fill; what grows later is a leak
-_GROWN_BYTES, _GROWN_THREADS, _GROWN_DESCRIPTORS = 24 << 20, 6, 12  # more than this is growth
+_WARM, _FULL = 0.2, 5000  # of the requests, and at least so many: caches fill; what grows later is a leak
+_MOST_GROWTH = {  # more than this is one
+    "resident_bytes": 12 << 20,
+    "python_blocks": 30_000,
+    "malloc_bytes": 4 << 20,
+    "threads": 6,
+    "descriptors": 12,
+}
 
 
 class GrowthSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,8 +79,9 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def grown(self) -> list[str]:
-        """What a process holds more of at the end than after the warm-up."""
-        warm = [sample for sample in self.samples if sample.requests >= _WARM * self.requests]
+        """What a process holds more of at the end than after the warm-up; unknown for a run that is too short."""
+        begin = max(_WARM * self.requests, _FULL)
+        warm = [sample for sample in self.samples if sample.requests >= begin]
         if len(warm) < 2:
             return []
         return [
@@ -147,8 +154,7 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _growth(first: Footprint, last: Footprint) -> Iterator[str]:
-    limits = {"resident_bytes": _GROWN_BYTES, "threads": _GROWN_THREADS, "descriptors": _GROWN_DESCRIPTORS}
-    for name, limit in limits.items():
+    for name, limit in _MOST_GROWTH.items():
         before, after = getattr(first, name), getattr(last, name)
         if before is not None and after is not None and after > before + limit:
             yield f"{name} from {before:,} to {after:,}"
