@@ -57,7 +57,7 @@ MAP = {
     "cluster": {*SHARED, "__init__", "identity", "kv", "models"},
     "orchestrator": {*SHARED, "api", "kv", "models", "cluster", "identity"},
     "doctor": {*SHARED, "__init__", "kv", "models", "engines", "cluster", "identity", "vllm_node"},
-    "chaos": {"errors", "cluster", "identity", "local_nodes", "orchestrator"},
+    "chaos": {"errors", "cluster", "identity", "local_nodes", "observe", "orchestrator"},
     "gateway": {*SHARED, "__init__", "api", "logs", "cluster", "models", "observe", "orchestrator", "http"},
 }
 LIBRARIES = {"torch": "torch", "transformers": "torch", "triton": "torch", "mlx": "mlx", "mlx_lm": "mlx"}

@@ -130,16 +130,19 @@ def test_a_failing_case_is_saved(tmp_path: Path) -> None:
     assert (saved["seed"], saved["passed"], saved["logs"]["d1"]) == (1, False, "last words")
 
 
-def sample(requests: int, megabytes: int, threads: int, descriptors: int) -> GrowthSample:
-    found = Footprint(resident_bytes=megabytes << 20, threads=threads, descriptors=descriptors)
+def sample(requests: int, megabytes: int, threads: int, descriptors: int, blocks: int = 500_000) -> GrowthSample:
+    found = Footprint(
+        resident_bytes=megabytes << 20, threads=threads, descriptors=descriptors, python_blocks=blocks, malloc_bytes=9
+    )
     return GrowthSample(requests=requests, processes={"d1": found})
 
 
 def test_growth_is_what_grows_after_the_warm_up() -> None:
-    steady = [sample(1, 50, 5, 5), sample(4, 100, 9, 30), sample(10, 101, 10, 31)]
+    steady = [sample(1_000, 50, 5, 5), sample(6_000, 100, 9, 30), sample(10_000, 101, 10, 31)]
     outcomes = outcomes_of(right=10)
     assert report_of(outcomes, steady).passed
-    for leaking in (sample(10, 160, 10, 31), sample(10, 101, 30, 31), sample(10, 101, 10, 60)):
+    figures = ((160, 10, 31), (101, 30, 31), (101, 10, 60), (101, 10, 31, 600_000))
+    for leaking in (sample(10_000, *each) for each in figures):
         assert len(report_of(outcomes, [*steady[:2], leaking]).grown) == 1
         assert not report_of(outcomes, [*steady[:2], leaking]).passed
 

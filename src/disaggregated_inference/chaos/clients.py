@@ -50,6 +50,10 @@ class ChaosClients:
             status = await response.json()
         return {node["name"]: node["usable"] for node in status["nodes"]}
 
+    async def gateway_metrics(self) -> str:
+        async with self._session.get(f"{self._url}/metrics") as response:
+            return await response.text()
+
     async def ask(self, request: ChaosRequest, request_id: str, answer: ChaosAnswer, leaves: Leaves) -> None:
         """Returns early if the client left."""
         if request.way == "library":

@@ -18,8 +18,14 @@ from disaggregated_inference.chaos.settings import ChaosSettings
 
 Show = Callable[[str], None]  # one line of progress
 
-_WARM = 0.2  # of the requests: caches fill; what grows later is a leak
-_GROWN_BYTES, _GROWN_THREADS, _GROWN_DESCRIPTORS = 24 << 20, 6, 12  # more than this is growth
+_WARM, _FULL = 0.2, 5000  # of the requests, and at least so many: caches fill; what grows later is a leak
+_MOST_GROWTH = {  # more than this is one
+    "resident_bytes": 12 << 20,
+    "python_blocks": 30_000,
+    "malloc_bytes": 4 << 20,
+    "threads": 6,
+    "descriptors": 12,
+}
 
 
 class GrowthSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,8 +79,9 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def grown(self) -> list[str]:
-        """What a process holds more of at the end than after the warm-up."""
-        warm = [sample for sample in self.samples if sample.requests >= _WARM * self.requests]
+        """What a process holds more of at the end than after the warm-up; unknown for a run that is too short."""
+        begin = max(_WARM * self.requests, _FULL)
+        warm = [sample for sample in self.samples if sample.requests >= begin]
         if len(warm) < 2:
             return []
         return [
@@ -105,6 +112,7 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
         console.print(table)
         if self.samples:
             console.print(_growth_table(self.samples))
+            console.print(_in_use_table(self.samples))
         for line in self._verdict():
             console.print(line)
 
@@ -146,8 +154,7 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _growth(first: Footprint, last: Footprint) -> Iterator[str]:
-    limits = {"resident_bytes": _GROWN_BYTES, "threads": _GROWN_THREADS, "descriptors": _GROWN_DESCRIPTORS}
-    for name, limit in limits.items():
+    for name, limit in _MOST_GROWTH.items():
         before, after = getattr(first, name), getattr(last, name)
         if before is not None and after is not None and after > before + limit:
             yield f"{name} from {before:,} to {after:,}"
@@ -161,6 +168,21 @@ def _growth_table(samples: list[GrowthSample]) -> Table:
     for sample in samples:
         table.add_row(f"{sample.requests:,}", *(_figures(each) for each in sample.processes.values()))
     return table
+
+
+def _in_use_table(samples: list[GrowthSample]) -> Table:
+    table = Table(title="In use: Python's blocks, MB by malloc", title_justify="left")
+    table.add_column("requests", justify="right")
+    names = [name for name, found in samples[0].processes.items() if found.python_blocks]
+    for name in names:
+        table.add_column(name, justify="right")
+    for sample in samples:
+        table.add_row(f"{sample.requests:,}", *(_in_use(sample.processes[name]) for name in names))
+    return table
+
+
+def _in_use(found: Footprint) -> str:
+    return f"{found.python_blocks or 0:,}, {(found.malloc_bytes or 0) / 1e6:.1f}"
 
 
 def _figures(found: Footprint) -> str:

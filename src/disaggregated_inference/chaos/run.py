@@ -1,6 +1,7 @@
 """A chaos run: clients ask, faults happen, every answer is compared; then everything must be free again."""
 
 import asyncio
+import gc
 import math
 import random
 import secrets
@@ -81,10 +82,10 @@ class ChaosRun:
         )
         await self._wait_for_nodes()
         await self._ask_undisturbed()
-        begin, self._began_at = self._footprints(), time.monotonic()
+        begin, self._began_at = await self._footprints(), time.monotonic()
         await self._disturb()
         left = await self._wait_until_free()
-        return self._report(begin, left)
+        return self._report(begin, await self._footprints(), left)
 
     async def _wait_for_nodes(self) -> None:
         async def all_are_used() -> bool:
@@ -200,13 +201,17 @@ class ChaosRun:
             await wait_for(partial(self._has_ended, due), math.inf, _SAMPLE_POLL_S)
             async with self._gate.closed():
                 await asyncio.sleep(_SAMPLE_POLL_S)
-                self._samples.append(GrowthSample(requests=self._outcomes.total, processes=self._footprints()))
+                processes = await self._footprints()
+                self._samples.append(GrowthSample(requests=self._outcomes.total, processes=processes))
 
     async def _has_ended(self, requests: int) -> bool:
         return self._outcomes.total >= requests
 
-    def _footprints(self) -> dict[str, Footprint]:
-        return {name: footprint_of(pid) for name, pid in self._cluster.processes().items()}
+    async def _footprints(self) -> dict[str, Footprint]:
+        metrics = {"gateway": await self._clients.gateway_metrics()}
+        gc.collect()  # of the library, as the gateway does once a minute
+        processes = self._cluster.processes()
+        return {name: footprint_of(pid, metrics.get(name, "")) for name, pid in processes.items()}
 
     async def _wait_until_free(self) -> list[str]:
         """What is left on a node: requests, tickets, reserved KV memory."""
@@ -221,7 +226,7 @@ class ChaosRun:
         await wait_for(is_free, _FREE_S)
         return left
 
-    def _report(self, begin: dict[str, Footprint], left: list[str]) -> ChaosReport:
+    def _report(self, begin: dict[str, Footprint], end: dict[str, Footprint], left: list[str]) -> ChaosReport:
         return ChaosReport.make(
             settings=self._settings,
             seconds=round(self._passed_s(), 1),
@@ -229,7 +234,7 @@ class ChaosRun:
             faults=self._faults.faults,
             left=[*left, *self._faults.problems],
             begin=begin,
-            end=self._footprints(),
+            end=end,
             starts={node.name: node.starts for node in self._cluster.nodes},
             samples=self._samples,
             logs=self._cluster.last_words(),

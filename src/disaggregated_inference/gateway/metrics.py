@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from disaggregated_inference import errors
 from disaggregated_inference.api import RequestRecord
 from disaggregated_inference.errors import DisaggError
-from disaggregated_inference.observe import reading_gauges
+from disaggregated_inference.observe import memory_in_use, reading_gauges
 from disaggregated_inference.orchestrator import (
     FALLBACK_WARNING,
     WAITING_PHASES,
@@ -256,6 +256,9 @@ def _gauges_of(
     yield _gauge("disagg_node_info", [([node[name] or "" for name in _INFO], 1.0) for node in nodes])
     yield _gauge("disagg_uptime_share", [] if status["uptime"] is None else [([], status["uptime"])])
     yield CounterMetricFamily("disagg_busy_seconds", "Time in which at least one request ran", core.busy_s)
+    in_use = memory_in_use()
+    yield _gauge("disagg_gateway_python_blocks", [([], in_use.python_blocks)])
+    yield _gauge("disagg_gateway_malloc_bytes", [] if in_use.malloc_bytes is None else [([], in_use.malloc_bytes)])
     links = [([link["prefill"], link["decode"]], link["bytes_per_s"]) for link in status["links"]]
     yield _gauge("disagg_link_goodput_bytes_per_second", links)
 
@@ -354,5 +357,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "disagg_node_kv_held_bytes": ("KV memory that the node's engine holds", _NODE),
     "disagg_node_kv_reserved_bytes": ("KV memory that is reserved for requests", _NODE),
     "disagg_node_kv_limit_bytes": ("KV memory that the node may use", _NODE),
+    "disagg_gateway_python_blocks": ("Python's memory blocks that the gateway uses", ()),
+    "disagg_gateway_malloc_bytes": ("What malloc counts as in use in the gateway", ()),
 }
 # fmt: on

@@ -5,7 +5,8 @@ than all its other work. A middleware that changes bodies must take the writer o
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
@@ -43,9 +44,15 @@ def has_chunks(scope: Scope) -> bool:
     return bool(scope["http_version"] == "1.1" and scope["method"] != "HEAD")
 
 
-def offer_body_writer(scope: Scope, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
-    """For a request whose response has chunks."""
-    scope["extensions"] = {_NAME: BodyWriter(cycle, transport)}
+@contextmanager
+def offered_body_writer(scope: Scope, cycle: RequestResponseCycle) -> Iterator[None]:
+    """For a request whose response has chunks. In the end the scope must let go of the writer, which knows the cycle,
+    which knows the scope: only a garbage collection would find them, and all that the request had."""
+    scope["extensions"] = {_NAME: BodyWriter(cycle, cycle.transport)}
+    try:
+        yield
+    finally:
+        del scope["extensions"]
 
 
 def body_writer(scope: Scope) -> WriteBody:

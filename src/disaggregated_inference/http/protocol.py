@@ -10,8 +10,6 @@ import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from disaggregated_inference.errors import BadRequest, DisaggError, IdentityRefused, RequestTooSlow, ServerBusy
-from disaggregated_inference.http.body_writer import has_chunks, offer_body_writer
-from disaggregated_inference.http.chunked_head import ChunkedHeads
 from disaggregated_inference.http.limits import Connections
 
 DescribeHeadError = Callable[[DisaggError], Any]
@@ -56,12 +54,8 @@ class HeadDeadlineProtocol(H11Protocol):
         require_peer, begins, last = self._require_peer, not self._is_answering, self.cycle
         if not require_peer or not (begins and self.conn.trailing_data[0]) or self._is_welcome(require_peer):
             super().handle_events()
-        if self.cycle is last:
-            return
-        _close_after_two_lengths(self.scope["headers"])  # type: ignore[arg-type]
-        if has_chunks(self.scope):  # type: ignore[arg-type]
-            offer_body_writer(self.scope, self.cycle, self.transport)  # type: ignore[arg-type]
-            self.cycle.send = ChunkedHeads(self.cycle).send  # type: ignore[method-assign, assignment]
+        if self.cycle is not last:
+            _close_after_two_lengths(self.scope["headers"])  # type: ignore[arg-type]
 
     @property
     def _is_answering(self) -> bool:

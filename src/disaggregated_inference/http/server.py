@@ -18,7 +18,10 @@ from typing import Any, Literal
 import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
+from disaggregated_inference.http.body_writer import has_chunks, offered_body_writer
+from disaggregated_inference.http.chunked_head import ChunkedHeads
 from disaggregated_inference.http.handshake import TlsHandshake
 from disaggregated_inference.http.limits import Connections, HttpLimits, UnfinishedBodies, within_file_limit
 from disaggregated_inference.http.protocol import DescribeHeadError, HeadDeadlineProtocol, RequirePeer
@@ -39,7 +42,11 @@ class _Mounted:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.app(scope, receive, send)
+        cycle = getattr(send, "__self__", None)
+        if not (isinstance(cycle, RequestResponseCycle) and has_chunks(scope)):
+            return await self.app(scope, receive, send)
+        with offered_body_writer(scope, cycle):
+            await self.app(scope, receive, ChunkedHeads(cycle).send)
 
 
 class HttpServer(uvicorn.Server):

@@ -59,6 +59,7 @@ async def unless_disconnected(
         if not cancel:
             working.cancel()
             await asyncio.gather(working, leaving, return_exceptions=True)
+        del working  # it has the error, whose traceback holds this frame
 
 
 async def _disconnected(request: Request) -> None:
@@ -105,8 +106,11 @@ class EventStreamResponse(Response):
                 await asyncio.wait({sending})
             failed = not sending.cancelled() and sending.exception() is not None
             await self._events.aclose()
-        if failed or not client_left:
-            sending.result()
+        try:
+            if failed or not client_left:
+                sending.result()
+        finally:
+            del sending  # it has the error, whose traceback holds this frame
 
     async def _send_events(self, send: Send) -> None:
         try:

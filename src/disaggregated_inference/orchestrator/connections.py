@@ -36,3 +36,14 @@ async def post(session: aiohttp.ClientSession, url: str, closed_s: float, **opti
             if _dialled.get() or loop.time() - sent_at > closed_s:
                 raise
     return await session.post(url, **options)
+
+
+def without_frames(error: Exception) -> Exception:
+    """aiohttp and asyncio keep the error of a failed connection in a frame, which its traceback holds. Only a garbage
+    collection would free them, and with them a TLS connection, which has more than 256 KiB."""
+    errors: list[BaseException | None] = [error]
+    while errors:
+        if (each := errors.pop()) and each.__traceback__:
+            each.__traceback__ = None
+            errors += each.__cause__, each.__context__
+    return error

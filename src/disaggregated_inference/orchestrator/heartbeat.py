@@ -45,7 +45,13 @@ class PendingRequest:
         self._heartbeats.open.discard(self)
         task, self._task = self._task, None  # from here on, no probe cancels it
         if self._error and task and task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            raise self._error from None
+            raise self._taken_error() from None
+        self._error = None  # its traceback holds this object
+
+    def _taken_error(self) -> Exception:
+        error, self._error = self._error, None
+        assert error
+        return error
 
     def check(self, now: float) -> None:
         due = now - self.last_probe_at > self._heartbeats.timeouts.watch_s

@@ -33,21 +33,21 @@ _DAY_S = 86400.0
 
 
 class _Kept:
-    """One record. That of a request becomes plain values when it is first read, and most never are."""
+    """One record. That of a request becomes plain values when it is first read: without a file, most never are."""
 
-    __slots__ = ("_caller", "_record", "_row")
+    __slots__ = ("_caller", "_record")
 
     def __init__(self, record: Record | RequestRecord, caller: str = "") -> None:
-        self._record, self._caller = record, {_CALLER: caller} if caller else {}
-        self._row = {"time": time.time()} | record | self._caller if isinstance(record, dict) else None
+        self._caller = {_CALLER: caller} if caller else {}
+        self._record = {"time": time.time()} | record | self._caller if isinstance(record, dict) else record
 
     @property
     def row(self) -> Record:
         """Other threads may ask at the same time: they get the same."""
-        if self._row is None:
-            assert isinstance(self._record, RequestRecord)
-            self._row = self._record.row() | self._caller
-        return self._row
+        record = self._record
+        if isinstance(record, RequestRecord):
+            self._record = record = record.row() | self._caller
+        return record
 
 
 class History:

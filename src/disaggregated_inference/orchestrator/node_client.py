@@ -28,7 +28,7 @@ from disaggregated_inference.api import (
     checksum_text,
 )
 from disaggregated_inference.cluster import Server
-from disaggregated_inference.orchestrator.connections import post
+from disaggregated_inference.orchestrator.connections import post, without_frames
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats, MonitoredStream, PendingRequest, StreamSilent
 from disaggregated_inference.orchestrator.leg_errors import LegBusy, LegFailed, NodeRefused, refusal
 from disaggregated_inference.orchestrator.strangers import why_unreachable
@@ -83,7 +83,7 @@ class NodeClient:
             ) as response:
                 body = await self._bounded(response, _MAX_BODY_BYTES)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._unreachable(error) from error
+            raise self._unreachable(error) from without_frames(error)
         self.latency_s = max(loop.time() - sent_at, self.latency_s * _DECAY)
         if response.status != 200 and path != "/health":
             raise self._error(response.status, body)
@@ -145,8 +145,8 @@ class NodeClient:
             url = f"{self.server.url}/prefill/{ticket}"
             async with self._session.delete(url, headers=self._headers, timeout=timeout):
                 pass
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return  # the ticket's lease ends it
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            without_frames(error)  # the ticket's lease ends it
 
     async def generate(
         self, path: str, request: DecodeRequest, request_id: str, check: StreamCheck
@@ -162,7 +162,7 @@ class NodeClient:
                     try:
                         data = await receive()  # the heartbeat ends the wait on a silent stream
                     except (aiohttp.ClientError, StreamSilent, OSError) as error:
-                        raise self._unreachable(error) from error
+                        raise self._unreachable(error) from without_frames(error)
                     stream.last_data_at = self.last_data_at = loop.time()
                     *lines, rest = (rest + self._feed(proven, data)).split(b"\n\n")
                     if len(rest) > _MAX_EVENT_BYTES:
@@ -248,7 +248,7 @@ class NodeClient:
                 options = {"data": body, "headers": headers, "timeout": self._dial_timeout, "allow_redirects": False}
                 response = await post(self._session, url, self._timeouts.closed_connection_s, **options)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._unreachable(error) from error
+            raise self._unreachable(error) from without_frames(error)
         try:
             if response.status != 200:
                 raise await self._refused(response)
@@ -261,7 +261,7 @@ class NodeClient:
             async with asyncio.timeout(self._timeouts.small_body_s):
                 return await self._bounded(response, _MAX_BODY_BYTES if response.status == 200 else _MAX_ERROR_BYTES)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._unreachable(error) from error
+            raise self._unreachable(error) from without_frames(error)
 
     async def _bounded(self, response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
         body = bytearray()

@@ -196,6 +196,7 @@ class DisaggregatedInference:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
+            del task  # it has the error, whose traceback holds this frame
         yield [Delta(metrics=answer_of(Completion(choices=recorder.choices(), record=record)))]
 
     async def generate_many(self, requests: Sequence[RequestOptions | Mapping[str, Any]]) -> dict[str, Any]:
@@ -292,6 +293,7 @@ class DisaggregatedInference:
             raise
         finally:
             record = self._finish(recorder, error)
+            del error  # its traceback holds this frame, and so all that the request had
         return record
 
     async def _serve(
@@ -355,7 +357,10 @@ async def _result(task: "asyncio.Task[RequestRecord]") -> RequestRecord:
         raise
     if task.cancelled():
         raise ClusterError("shutting down: the request was not done by then, and was ended; send it again")
-    return task.result()
+    try:
+        return task.result()
+    finally:
+        del task  # it has the error, whose traceback holds this frame
 
 
 def _places(nodes: list[NodeState]) -> int:
