@@ -1,5 +1,6 @@
 """Fixtures of all tests. Models are saved once and engines loaded once per run: tests ask for them by name."""
 
+import gc
 import logging
 import os
 import signal
@@ -91,28 +92,31 @@ def smollm2_engine(smollm2: ModelFiles) -> Callable[[str], Engine]:
 # Files of more than 15 seconds, the longest first, so that all processes end together (`--dist loadfile`).
 _LONGEST = (
     "cluster/test_four_machines.py",
-    "doctor/test_cluster.py",
-    "contract/test_contract.py",
     "chaos/test_chaos.py",
     "examples/test_readme.py",
+    "grader/test_web_browser.py",
+    "contract/test_contract.py",
     "gateway/test_openai.py",
+    "doctor/test_cluster.py",
+    "cluster/test_deploy.py",
     "orchestrator/test_orchestrator.py",
     "gateway/test_guarantees.py",
     "node/test_serving.py",
-    "node/test_batching.py",
     "orchestrator/test_clusters.py",
-    "kv_transfer/test_faults.py",
+    "node/test_batching.py",
     "cli/test_cluster_commands.py",
+    "bench/test_cluster.py",
+    "gateway/test_ollama.py",
     "cli/test_command.py",
+    "gateway/test_dashboard.py",
+    "node/test_engine_threads.py",
+    "kv_transfer/test_faults.py",
     "gateway/test_anthropic.py",
     "gateway/test_server.py",
-    "bench/test_cluster.py",
     "orchestrator/test_lying_nodes.py",
     "orchestrator/test_mixed_cluster.py",
-    "node/test_engine_threads.py",
     "orchestrator/test_outages.py",
     "node/test_secured_cluster.py",
-    "gateway/test_ollama.py",
     "node/test_serve_command.py",
     "gateway/test_responses.py",
     "contract/test_processes.py",
@@ -148,6 +152,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: a full collection of garbage need not walk through torch and all clients."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

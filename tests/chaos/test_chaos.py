@@ -57,8 +57,9 @@ def is_alive(pid: int) -> bool:
 
 
 def test_a_minute_of_chaos(tmp_path: Path, record_property: Any) -> None:
-    """No answer is wrong and no request fails, while nodes die and lines break."""
-    with chaos(tmp_path, "--minutes", "1", "--seed", "18", "--requests-at-once", "6", "--json") as process:
+    """No answer is wrong and no request fails, while nodes die and lines break. Faults come by the clock: with three
+    clients at once there are as many as with more, and two cores are not full."""
+    with chaos(tmp_path, "--minutes", "1", "--seed", "18", "--requests-at-once", "3", "--json") as process:
         code, report = ended(process)
     counts = {name: report[name] for name in ("requests", "right", "over_failure", "cancelled", "failed", "wrong")}
     struck = [fault for fault in report["faults"] if fault["struck"]]

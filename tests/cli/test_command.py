@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,16 @@ from tests.support.command import disagg, run_forked
 
 
 @pytest.mark.slow
-def test_demo_proves_the_hand_off(smollm2: ModelFiles) -> None:
-    run = run_forked("demo", "Name three colours.", "--max-tokens", "12", "--json", "--chunk", "16")
+def test_demo_proves_the_hand_off(tiny_folder: Callable[[str], Path]) -> None:
+    """With the embedded model: `make demo` in tests/examples/test_readme.py."""
+    model = ModelFiles("llama", tiny_folder("llama"))
+    chosen = ("--model", str(model.path), "--max-tokens", "12", "--chunk", "16")
+    run = run_forked("demo", "Name three colours.", "--json", *chosen)
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout)
     assert result["prompt_tokens_recomputed"] == 0
     assert result["equal_to_decode_engine_alone"] is True
-    assert result["kv_bytes"] == result["prompt_tokens"] * smollm2.spec.kv_token_bytes("float32")
+    assert result["kv_bytes"] == result["prompt_tokens"] * model.spec.kv_token_bytes("float32")
     assert result["answer"] in run.stderr
 
 

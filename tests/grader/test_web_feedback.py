@@ -1,5 +1,5 @@
-"""Feedback and verdicts of the embedded model in a real browser, with hostile text put into them on their way. The
-pages show it as text, and flag what contradicts the points."""
+"""Feedback and verdicts of a simulated model in a real browser, with hostile text put into them on their way. The
+pages show it as text, and flag what contradicts the points. The embedded model: tests/grader/test_web_browser.py."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 pytest.importorskip("streamlit", reason="Streamlit is not installed")
 pytestmark = pytest.mark.slow
 
+_FAST = "custom:prefill=50000,decode=2000"
 _LINE = "sales = [10, 20, 30]"
 
 
@@ -45,10 +46,10 @@ def _alter(said: dict[str, Any]) -> dict[str, Any]:
 def _graded(book: Database, assignment: Assignment) -> Grade:
     """Short texts: the small model ends its JSON within the tokens that it has."""
     add_submission(book, assignment.id, StudentIdentity(key="a"), "a.ipynb", work(mean=21))
-    with local_cluster() as cluster, hostile_models(cluster.url, _alter) as url:
+    with local_cluster(f"{_FAST},{_FAST}") as cluster, hostile_models(cluster.url, _alter) as url:
         models = ModelSettings(
-            code_model="smollm2",
-            feedback_model="smollm2",
+            code_model="simulated:qwen3-30b-a3b",
+            feedback_model="simulated:qwen3-30b-a3b",
             endpoint=url,
             code_tokens=400,
             feedback_tokens=800,

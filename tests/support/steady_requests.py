@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 
-TOKENS, THREADS, PAUSE_S = 24, 3, 0.1
+TOKENS, THREADS, PAUSE_S = 24, 3, 0.4
 
 
 def ask(url: str, model: str, number: int) -> None:

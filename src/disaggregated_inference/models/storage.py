@@ -4,8 +4,6 @@ import math
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import gguf
-
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.models.gguf import GGUFFile
 from disaggregated_inference.models.safetensors import StoredTensor
@@ -42,6 +40,8 @@ def storage_of(model: ModelFiles) -> WeightStorage:
 
 def _gguf_quantization(file: GGUFFile) -> str:
     """As its file type names it (Q4_K_M), or the type of most of its bytes."""
+    import gguf
+
     with suppress(KeyError, ValueError):
         name: str = gguf.LlamaFileType(file.metadata["general.file_type"]).name
         return name.removeprefix("MOSTLY_").removeprefix("ALL_")
