@@ -3,7 +3,7 @@
 import { ApiError, call, events, getJson, storedKey, storeKey } from "./api.js";
 
 const SHOWN = 50; // requests, as in /cluster
-const SILENCE_MS = 15000; // the gateway sends a status every 5 s
+const SILENCE_MS = 15000; // of the gateway, which sends a status every 5 s
 const RETRY_MS = [300, 600, 1200, 2500, 5000];
 const SOON_MS = 60; // events that come together are drawn together
 const DRAW_MS = 2000; // and the page is drawn this often at most: drawing is what costs
@@ -104,7 +104,7 @@ export class Store {
   }
 
   async load(signal) {
-    const { history, summary, sees_all: seesAll, targets: _, ...status } = await getJson("cluster", { key: this.key, signal });
+    const { history, summary, sees_all: seesAll, targets: _, ...status } = await getJson("cluster", { key: this.key, signal: AbortSignal.any([signal, AbortSignal.timeout(SILENCE_MS)]) });
     this.takeStatus(status);
     this.set({ history, summary, seesAll, phase: "live", message: "" });
   }

@@ -123,7 +123,7 @@ function Verdict({ runs }) {
   const whole = alone.total_time / together.total_time;
   const same = runs[0].text === runs[1].text;
   const line = (ratio, what) => (ratio >= 1 ? `${what} ${format.times(ratio)} sooner` : `${what} ${format.times(1 / ratio)} later`);
-  return html`<p class="banner ${first >= 1 ? "ok" : "warn"}" role="status" id="play-verdict">Handed over: ${line(first, "first token")}, ${line(whole, "whole answer")} than on one machine alone. The two answers are ${same ? "the same, character for character" : "different"}.</p>`;
+  return html`<p class="banner ${first >= 1 && whole >= 1 ? "ok" : "warn"}" role="status" id="play-verdict">Handed over: ${line(first, "first token")}, ${line(whole, "whole answer")} than on one machine alone. The two answers are ${same ? "the same, character for character" : "different"}.</p>`;
 }
 
 const STATES = { waiting: "waits for the other one", running: "running", done: "done", failed: "failed" };
