@@ -10,7 +10,7 @@ export class Energy extends Component {
   render({ store }, { range }) {
     const show = (found) => html`
       <section class="panel"><div class="fields"><${Choice} id="energy-range" label="Time" value=${range} options=${RANGES} choose=${(value) => this.setState({ range: value })} /></div>
-        <${NoEnergy} total=${found.total} />
+        <${Lacking} total=${found.total} />
       </section>
       <${EnergyTable} title="In all" name="Sum" rows=${found.total.requests ? { "all requests": found.total } : {}} />
       <${EnergyTable} title="By model" name="Model" rows=${found.models} />
@@ -21,8 +21,9 @@ export class Energy extends Component {
   }
 }
 
-function NoEnergy({ total: { requests, with_energy: known } }) {
+function Lacking({ total: { requests, with_energy: known, cost } }) {
   if (!requests) return html`<p class="empty">No request in this time.</p>`;
+  if (known && cost == null) return html`<p class="empty">No cost is known: set <code>electricity_price_per_kwh</code> of the policies and <code>price</code> of the servers in the cluster file.</p>`;
   if (known) return null;
   return html`<p class="empty">No request has a known energy. Nodes with a power meter report it; for others set <code>power_w</code> of the server in the cluster file.</p>`;
 }

@@ -58,7 +58,7 @@ function ModelCard({ model, verdict, figures }) {
         <${Figure} role="decode" name="Decode" time=${figures.decode_time} speed=${format.tokensPerSecond(figures.decode_speed)} />
         <${Figure} role="total" name="Total" time=${figures.total_time} speed=${`first token ${format.seconds(figures.first_token_time).replace(" ", "\u00a0")}`} />
       </dl>
-      <p class="foot">${figures.answered ? `medians of ${figures.answered} answered request${figures.answered === 1 ? "" : "s"}` : "no answered request yet"}${figures.exposed_transfer_time > 0 && html` · <span class="num whole" title="KV that arrived after the prompt was read: between the first token and the second">exposed transfer ${format.seconds(figures.exposed_transfer_time)}</span>`}</p>
+      <p class="foot">${figures.answered ? `medians of ${figures.answered} answered request${figures.answered === 1 ? "" : "s"}` : "no answered request yet"}${figures.exposed_transfer_time > 0 && html` · <span class="num whole" title="KV that arrived after the prompt was read: between the first token and the second. Median of the requests whose KV moved">exposed transfer ${format.seconds(figures.exposed_transfer_time)}</span>`}</p>
     </article>`;
 }
 
