@@ -95,7 +95,7 @@ export class Store {
     clearTimeout(this.retrying);
     const running = (this.running = new AbortController());
     try {
-      await this.load(running.signal);
+      await this.load(running);
       await this.listen(running);
       this.lost("the gateway ended the connection");
     } catch (error) {
@@ -103,10 +103,15 @@ export class Store {
     }
   }
 
-  async load(signal) {
-    const { history, summary, sees_all: seesAll, targets: _, ...status } = await getJson("cluster", { key: this.key, signal: AbortSignal.any([signal, AbortSignal.timeout(SILENCE_MS)]) });
-    this.takeStatus(status);
-    this.set({ history, summary, seesAll, phase: "live", message: "" });
+  async load(running) {
+    const watch = setTimeout(() => running.abort(), SILENCE_MS);
+    try {
+      const { history, summary, sees_all: seesAll, targets: _, ...status } = await getJson("cluster", { key: this.key, signal: running.signal });
+      this.takeStatus(status);
+      this.set({ history, summary, seesAll, phase: "live", message: "" });
+    } finally {
+      clearTimeout(watch);
+    }
   }
 
   async listen(running) {

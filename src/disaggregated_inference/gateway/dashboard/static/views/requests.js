@@ -30,6 +30,6 @@ export class Requests extends Component {
 }
 
 function kept({ kept: about }) {
-  const where = about.file ? "in a file" : "in memory only: name policies.history_file in the cluster file to keep them over a restart";
+  const where = about.file ? "in a file: disagg history --csv, or --json, exports them" : "in memory only: name policies.history_file in the cluster file to keep them over a restart";
   return `${about.requests.toLocaleString("en-US")} are kept, ${where}.`;
 }
