@@ -237,6 +237,14 @@ FORMATS = [
     ("dollars(0.00000001)", "< $0.000001"),
     ("dollars(0)", "$0"),
     ("dollars(null)", "not available"),
+    ("seconds(123456.7)", "123,457 s"),
+    ("seconds(1e15)", "1.0e+15 s"),
+    ("rate(1e18)", "1.0e+18"),
+    ("bytes(1.5e18)", "1.5 EB"),
+    ("bytes(1e300)", "1.0e+282 EB"),
+    ("times(1e12)", "1.0e+12x"),
+    ("dollars(1e18)", "$1.00e+18"),
+    ("clock(1e15)", "–"),
 ]
 
 

@@ -58,7 +58,7 @@ function ModelCard({ model, verdict, figures }) {
         <${Figure} role="decode" name="Decode" time=${figures.decode_time} speed=${format.tokensPerSecond(figures.decode_speed)} />
         <${Figure} role="total" name="Total" time=${figures.total_time} speed=${`first token ${format.seconds(figures.first_token_time).replace(" ", "\u00a0")}`} />
       </dl>
-      <p class="foot">${figures.answered ? `medians of ${figures.answered} answered request${figures.answered === 1 ? "" : "s"}` : "no answered request yet"}${figures.exposed_transfer_time > 0 && html` · <span class="num whole" title="KV that arrived after the prompt was read: between the first token and the second. Median of the requests whose KV moved">exposed transfer ${format.seconds(figures.exposed_transfer_time)}</span>`}</p>
+      <p class="foot">${figures.answered ? `medians of ${format.count(figures.answered)} answered request${figures.answered === 1 ? "" : "s"}` : "no answered request yet"}${figures.exposed_transfer_time > 0 && html` · <span class="num whole" title="KV that arrived after the prompt was read: between the first token and the second. Median of the requests whose KV moved">exposed transfer ${format.seconds(figures.exposed_transfer_time)}</span>`}</p>
     </article>`;
 }
 
@@ -67,7 +67,7 @@ function CombinedCard({ store }) {
   return html`
     <article class="card combined">
       <h2>Combined</h2>
-      <p class="under">all models, ${answered ? `${store.seesAll ? "last" : "your last"} ${answered} answered` : "no answered request yet"}</p>
+      <p class="under">all models, ${answered ? `${store.seesAll ? "last" : "your last"} ${format.count(answered)} answered` : "no answered request yet"}</p>
       <dl>
         <div class="figure total"><dt>Total</dt><dd><strong class="num" id="combined-total">${format.seconds(busy)}</strong><span>while requests ran</span></dd></div>
         <div class="figure total"><dt>Speedup</dt><dd><strong class="num" id="combined-speedup">${format.times(speedup)}</strong><span title="What the requests would have taken one after the other, each with the cluster to itself, over the time in which at least one ran">against one by one</span></dd></div>
