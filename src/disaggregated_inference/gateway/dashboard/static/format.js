@@ -39,7 +39,6 @@ export function bytes(value) {
 }
 
 export const bytesPerSecond = (value) => (known(value) ? `${bytes(value)}/s` : NONE);
-export const percent = (value) => (known(value) ? `${value >= 99.5 || value === 0 ? value.toFixed(0) : value.toPrecision(2)} %` : NONE);
 export const times = (value) => (known(value) ? `${value < 1e6 ? value.toFixed(2) : value.toExponential(1)}x` : NONE);
 export const significant = (value, digits = 3) => (!known(value) ? NONE : value >= LONGEST ? value.toExponential(digits - 1) : Number(value.toPrecision(digits)).toLocaleString("en-US", { maximumFractionDigits: 6 }));
 
