@@ -172,7 +172,7 @@ def test_kv_is_seen_to_flow(site: Site) -> None:
     with opened(site) as watched, ThreadPoolExecutor(1) as threads:
         asked = threads.submit(_hand_over, site.url, seen)
         try:
-            text = watched.page.wait_for_function("document.querySelector('.tag.flowing')?.textContent").json_value()
+            text = watched.page.locator(".tag.flowing").inner_text()
         finally:
             seen.set()
         asked.result()
