@@ -94,7 +94,7 @@ def state_of(
     state = TopState("http://127.0.0.1:8080")
     found = [node_of(f"mac-studio-{n}", readings=SPARK if n == 0 else None) for n in range(nodes)]
     cluster = {"verdict": "all up", "nodes": found, "models": dict.fromkeys(models, "all up")}
-    cluster |= {"links": [], "refusals": []}
+    cluster |= {"links": [], "refusals": [], "warnings": []}
     history = [request_of(n) for n in range(requests)][::-1]
     state.began(cluster | {"history": history, "summary": msgspec.to_builtins(summary(history, models))}, {})
     return state
@@ -261,6 +261,8 @@ def test_alarms_and_troubles_come_first() -> None:
     lines = picture(state, 100)
     assert lines[1].startswith("ALARM answers by fallback: 12.5 %, limit 5; look there")
     assert lines[2].startswith("mac-studio-0: it does not answer")
+    state.status["warnings"] = ["KV goes with 2 Gb/s, the cluster file expects 10"]
+    assert picture(state, 100)[3].startswith("KV goes with 2 Gb/s"), "the dashboard says so, too"
     state.trouble = "Connection refused"
     assert "reconnecting: Connection refused" in picture(state, 70)[0]
     assert "connecting" in picture(TopState("http://x"))[0]

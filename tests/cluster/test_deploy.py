@@ -269,6 +269,8 @@ def test_the_wheel_has_everything_and_is_always_the_same() -> None:
     names = set(zipfile.ZipFile(BytesIO(wheel.content)).namelist())
     assert {"disaggregated_client.py", "disaggregated_inference/cluster/reference.md"} <= names
     assert f"disaggregated_inference-{wheel.version}.dist-info/entry_points.txt" in names
+    files = {"index.html", "style.css", "vendor/uPlot.iife.min.js", "vendor/uplot-LICENSE.txt"}
+    assert {f"disaggregated_inference/gateway/dashboard/static/{name}" for name in files} <= names
     assert not [name for name in names if "__pycache__" in name]
 
 

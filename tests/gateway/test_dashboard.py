@@ -4,8 +4,10 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -157,6 +159,27 @@ def test_a_request_in_its_slot_does_not_wait(site: Site) -> None:
         box.filter(has_text="0 of 256, 0 waiting").wait_for()
 
 
+def _hand_over(url: str, seen: Event) -> None:
+    """One prompt after the other: the page draws every 2 s at most, and may miss one."""
+    number = 0
+    while not seen.is_set():
+        ask(url, f"{number} is a prompt to hand over " * 300, **{"X-Disagg-Route": "handover"})
+        number += 1
+
+
+def test_kv_is_seen_to_flow(site: Site) -> None:
+    seen = Event()
+    with opened(site) as watched, ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(_hand_over, site.url, seen)
+        try:
+            text = watched.page.locator(".tag.flowing").inner_text()
+        finally:
+            seen.set()
+        asked.result()
+        assert re.fullmatch(r"KV [\d.]+ [kM]?B/s", text), text
+        watched.page.locator(".wire.flowing").wait_for(state="detached")
+
+
 def test_an_operator_may_force_a_way(site: Site) -> None:
     ids = {way: ask(site.url, f"by {way} " * 30, **{"X-Disagg-Route": way}) for way in ("local", "handover", "auto")}
     records = {record["request_id"]: record for record in site.cluster()["history"]}
@@ -281,7 +304,7 @@ def test_a_gateway_with_keys_asks_for_one(site: Site, tmp_path: Path) -> None:
         page.get_by_role("button", name="Log out").click()
         page.get_by_label("API key").fill(plain)
         page.keyboard.press("Enter")
-        page.get_by_role("link", name="Playground").click()
+        page.get_by_role("link", name="Playground", exact=True).click()
         page.get_by_text("needs an operator's key").wait_for()
         assert "its own requests" in page.locator("#own").inner_text()
         assert page.get_by_label("Compare").count() == 0, "it would be refused"
@@ -323,6 +346,19 @@ def test_the_playground_shows_both_ways(site: Site) -> None:
             written = sum(each["seconds"] for each in record["waterfall"] if each["name"] == "decode")
             assert share == pytest.approx(written / longest, rel=0.02)
         assert page.locator("img").count() == 0
+
+
+def test_a_stopped_comparison_says_so(site: Site) -> None:
+    with opened(site, "/dashboard#playground") as watched:
+        page = watched.page
+        page.get_by_label("Longest answer").fill("4000")
+        page.get_by_role("button", name="Send").click()
+        page.get_by_role("button", name="Stop").click()
+        page.get_by_role("button", name="Send").wait_for()
+        assert [page.locator(f"[data-run={kind}][data-state=stopped]").count() for kind in ("handover", "local")] == [
+            1,
+            1,
+        ]
 
 
 def test_configurations_name_this_gateway(site: Site) -> None:

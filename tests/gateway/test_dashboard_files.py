@@ -1,6 +1,7 @@
 """The dashboard's files: headers, licences, colours."""
 
 import asyncio
+import gzip
 import hashlib
 import re
 from itertools import product
@@ -75,6 +76,7 @@ def test_libraries_are_the_published_ones_with_their_licences() -> None:
     for name, digest in VENDORED.items():
         assert hashlib.sha256((STATIC / "vendor" / name).read_bytes()).hexdigest() == digest, name
         assert f"`{name}`" in about
+    assert sum(len(gzip.compress((STATIC / "vendor" / name).read_bytes())) for name in VENDORED) < 30_000, "30 kB"
     for name in ("preact", "htm", "uplot"):
         assert (STATIC / "vendor" / f"{name}-LICENSE.txt").read_text().strip()
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
 from disaggregated_inference.orchestrator import FALLBACK_WARNING, History
@@ -65,6 +66,10 @@ def record_of(number: int) -> dict[str, Any]:
         "cost_without": [f"price of {PREFILL}"],
     }
     usual["energy"] = [{"node": DECODE, "phase": "decode", "joules": 100000.0, "source": "measured"}]
+    if kind == 2:
+        failover = {"node": DECODE, "at_s": 1.5, "code": "unreachable", "message": EVIL, "detected_s": 0.25}
+        usual |= {"failovers": [failover | {"stall_s": 0.75}], "attempts": 2, "predicted_first_token_time": 11.0}
+        usual["waterfall"] = [{"name": "failed", "start_s": 0.0, "seconds": 1.5, "node": DECODE}]
     if kind == 0:
         usual |= {"ok": False, "outcome": "failed", "error": {"code": "node_failed", "message": EVIL}, "energy_j": None}
     if kind == 1:
@@ -151,6 +156,7 @@ def test_energy_names_its_source_and_what_is_missing(found: "Browser", url: str)
         text = row.inner_text()
         assert "81 % measured, else configured watts" in text, "100,000 of 123,456.7 J"
         assert "at least: a price is missing" in text
+        assert "of 1,800 requests" in text, "the energy of one of ten is not known"
         assert "$0.00002" in text, "2,000 requests"
         keys = watched.page.locator("[aria-labelledby=energy-By-API-key] tbody th").all_inner_texts()
         assert sorted(name[:7] for name in keys) == ["key-of-", "no key"]
@@ -158,6 +164,62 @@ def test_energy_names_its_source_and_what_is_missing(found: "Browser", url: str)
         assert len(alone) == 2
         assert all("has not measured its" in each for each in alone)
         assert "set idle_power_w" in watched.page.locator("#no-idle").inner_text()
+
+
+GPU = {"name": "NVIDIA GB10", "utilisation": 0.95, "power_w": 61.4, "power_limit_w": 140.0, "temperature_c": 64.0}
+GPU |= {"clock_mhz": 2418.0, "throttled": ["SW thermal slowdown"], "memory_shared": True}
+GPU |= {"memory_used_bytes": None, "memory_total_bytes": None, "missing": {"memory_used_bytes": "not supported"}}
+SPARK = {"machine": "DGX Spark", "cpu_share": 0.07, "memory_used_bytes": 80e9, "memory_total_bytes": 128e9}
+SPARK |= {"memory_shared": True, "gpus": [GPU], "networks": [], "power_w": 61.4, "power_covers": "GPU", "missing": {}}
+
+
+def test_readings_of_a_machine_with_meters(found: "Browser", url: str) -> None:
+    cluster = httpx.get(f"{url}/cluster", timeout=30).json()
+    cluster["nodes"][0] |= {"readings": SPARK}
+    with opened_page(found, "about:blank", wait="") as watched:
+        page = watched.page
+        page.route("**/cluster", lambda route: route.fulfill(json=cluster))
+        page.route("**/cluster/events", lambda route: None)  # never answered: the figures stay
+        page.goto(f"{url}/dashboard#cluster")
+        box = page.locator(".box .readings").first
+        box.wait_for()
+        shown = box.inner_text().replace("\u00a0", " ")
+        parts = [
+            "CPU 7 %",
+            "GPU 95 %",
+            "memory 80 GB of 128 GB, shared with the GPU",
+            "power 61 W",
+            "temperature 64 °C",
+        ]
+        assert shown == " · ".join(parts) + " ! throttled: SW thermal slowdown"
+        page.locator("summary").click()
+        readings = page.locator("details[open]").inner_text()
+        assert "NVIDIA GB10 · 95 % in use · 61 W of 140 W · 64 °C · 2,418 MHz" in readings
+        assert "memory used bytes not available: not supported" in readings, "never invented"
+
+
+def test_a_gateway_that_says_nothing_is_given_up(found: "Browser", url: str) -> None:
+    with opened_page(found, "about:blank", wait="") as watched:
+        page = watched.page
+        page.clock.install()
+        page.route("**/cluster", lambda route: None)
+        page.goto(f"{url}/dashboard")
+        page.get_by_text("Asking the gateway").wait_for()
+        page.clock.fast_forward(20_000)
+        page.get_by_role("heading", name="The gateway cannot be reached").wait_for()
+        page.unroute("**/cluster")
+        page.locator("header .connection", has_text="Live").wait_for()
+
+
+def test_a_slow_answer_to_a_new_choice_is_announced(found: "Browser", url: str) -> None:
+    with opened_page(found, f"{url}/dashboard#energy") as watched:
+        page = watched.page
+        page.locator("section[aria-labelledby=energy-In-all]").wait_for()
+        page.route("**/cluster/energy?range=7d", lambda route: None)
+        page.get_by_label("Time").select_option("7d")
+        page.get_by_text("Reading: energy and cost.").wait_for()
+        page.get_by_label("Time").select_option("24h")
+        page.get_by_text("Reading: energy and cost.").wait_for(state="detached")
 
 
 # As the page computes it: what is given, what is shown.
@@ -175,6 +237,14 @@ FORMATS = [
     ("dollars(0.00000001)", "< $0.000001"),
     ("dollars(0)", "$0"),
     ("dollars(null)", "not available"),
+    ("seconds(123456.7)", "123,457 s"),
+    ("seconds(1e15)", "1.0e+15 s"),
+    ("rate(1e18)", "1.0e+18"),
+    ("bytes(1.5e18)", "1.5 EB"),
+    ("bytes(1e300)", "1.0e+282 EB"),
+    ("times(1e12)", "1.0e+12x"),
+    ("dollars(1e18)", "$1.00e+18"),
+    ("clock(1e15)", "\u2013"),
 ]
 
 
@@ -207,12 +277,16 @@ def test_a_request_of_the_history_shows_hostile_text_as_text(found: "Browser", u
         page.get_by_label("Outcome").select_option("ok")
         page.locator("tr[data-request=r1] button").click()
         _shows(watched, f"{EVIL[:20]}")
+        page.locator("tr[data-request=r2] button").click()
+        _shows(watched, "failover at 1.50 s: decode-node-of-", "the answer stood still for 0.75 s", "predicted 11.0 s")
+        page.get_by_label("Outcome").select_option("refused")
+        page.get_by_text("None of the kept requests is of this time and selection.").wait_for()
 
 
-def _shows(watched: WatchedPage, text: str) -> None:
+def _shows(watched: WatchedPage, *texts: str) -> None:
     dialog = watched.page.locator("dialog[open]")
     dialog.locator(".waterfall").wait_for()
-    assert text in dialog.inner_text()
+    assert all(text in dialog.inner_text() for text in texts)
     assert watched.page.locator("img").count() == 0
     watched.page.keyboard.press("Escape")
     dialog.wait_for(state="detached")

@@ -167,6 +167,17 @@ def test_a_prefill_that_ended_before_the_decode_node_had_memory(clock: Clock) ->
     ]
 
 
+def test_the_prompt_was_read_when_the_first_token_came(clock: Clock) -> None:
+    """The last event of an answer may come late: what the nodes report did not."""
+    record = a_record(200, clock)
+    attempt = begun(record, None, "d1")
+    wrote(record, attempt, clock.now + 1.0)
+    clock.now = attempt.ended_at = clock.now + 3.5
+    attempt.metrics = ReportedMetrics(prefill_time=1.0, decode_time=2.0, total_time=3.0)
+    bars = [(bar["name"], bar["start_s"], bar["seconds"]) for bar in told(record)["waterfall"]]
+    assert bars == [("prefill", 0.0, 1.0), ("decode", 1.0, 2.0), ("overhead", 3.0, 0.5)]
+
+
 def test_a_node_that_reports_more_than_there_was_changes_no_other_phase(clock: Clock) -> None:
     record = a_record(200, clock)
     clock.now += 1.0

@@ -191,7 +191,7 @@ def _locked(found: "Browser", scene: Scene, nodes: list[Process], folder: Path) 
     try:
         with gateway_process(home, _config(scene, nodes), "--keys", str(home / "keys.json")) as gateway:
             for width, scheme in ((1440, "light"), (390, "dark")):
-                page = _open(found, f"{gateway.url}/dashboard", width, scheme, state="Not connected")
+                page = _open(found, f"{gateway.url}/dashboard", width, scheme, state="Key needed")
                 states = (("unauthorised", "", ""), ("wrong-key", "sk-wrong", "know"), ("forbidden", key, "limited"))
                 for name, given, says in states:
                     if given:

@@ -73,7 +73,7 @@ def _title(state: TopState, width: int, now: float) -> Text:
 
 
 def _notes(state: TopState) -> list[RenderableType]:
-    """Alarms first, then why nodes are down or refuse each other, one line each."""
+    """Alarms first, then why nodes are down or refuse each other, then warnings, one line each."""
     found = [
         f"{alarm['what']}: {_figure(alarm)}; {alarm['why']}" for alarm in state.alarms if alarm["state"] == "alarm"
     ]
@@ -82,6 +82,7 @@ def _notes(state: TopState) -> list[RenderableType]:
     down = [f"{node['name']}: {node['why']}" for node in nodes if node["why"]]
     refusals = state.status["refusals"] if state.status else []
     down += [f"{each['decode']} refuses KV of {each['prefill']}: {each['why']}" for each in refusals]
+    down += state.status["warnings"] if state.status else []
     return [*notes, *(Text(one_line(text), "yellow", no_wrap=True, overflow="ellipsis") for text in down)]
 
 

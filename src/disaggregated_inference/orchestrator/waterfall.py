@@ -62,7 +62,8 @@ def _shown(bars: list[_Bar], start_s: float, end_s: float) -> Phase:
 def phases_of(attempt: Attempt, came_at: float, total_s: float) -> list[Phase]:
     """What is known of an attempt, on the clock of the request."""
     began_s, ended_s = attempt.began_at - came_at, attempt.ended_at - came_at if attempt.ended_at else total_s
-    found = _reported(attempt, began_s, ended_s) if attempt.metrics else _broken(attempt, came_at, ended_s)
+    first_s = attempt.first_token_at - came_at if attempt.first_token_at else ended_s
+    found = _reported(attempt, began_s, ended_s, first_s) if attempt.metrics else _broken(attempt, came_at, ended_s)
     cut = ((phase, *_cut(phase, began_s, ended_s)) for phase in found)  # a node may report more than there was
     return [Phase(phase.name, start_s, end_s - start_s, phase.node) for phase, start_s, end_s in cut]
 
@@ -87,11 +88,13 @@ def _broken(attempt: Attempt, came_at: float, ended_s: float) -> list[Phase]:
     return [*found, Phase("failed", at_s, ended_s - at_s, attempt.failed_node or attempt.route.decode)]
 
 
-def _reported(attempt: Attempt, began_s: float, ended_s: float) -> list[Phase]:
-    """Nodes report durations. The decode node's end at the attempt's end; the prefill node's at the end of computing,
-    or begin with the attempt if computing ended before the decode node was free to fetch."""
+def _reported(attempt: Attempt, began_s: float, ended_s: float, first_s: float) -> list[Phase]:
+    """Nodes report durations. The decode node's end at the attempt's end, or earlier if the prompt would be read only
+    after the first token came; the prefill node's at the end of computing, or begin with the attempt if computing ended
+    before the decode node was free to fetch."""
     metrics, decode, prefill = attempt.metrics, attempt.route.decode, attempt.prefill_name
     assert metrics
+    ended_s = min(ended_s, first_s + metrics.exposed_transfer_time + metrics.decode_time)
     ready_s = ended_s - metrics.decode_time
     computed_s, arrived_s = ready_s - metrics.exposed_transfer_time, ended_s - metrics.total_time
     if attempt.route.prefill and computed_s <= arrived_s + metrics.admission_time + metrics.canary_time + _SMALL_S:

@@ -23,7 +23,7 @@ const VIEWS = [
   { id: "playground", name: "Playground", view: Playground },
   { id: "clients", name: "Clients", view: Clients },
 ];
-const PHASES = { live: ["ok", "Live"], reconnecting: ["bad", "Reconnecting"], loading: ["idle", "Connecting"] };
+const PHASES = { live: ["ok", "Live"], reconnecting: ["bad", "Reconnecting"], loading: ["idle", "Connecting"], unauthorised: ["idle", "Key needed"], forbidden: ["bad", "Not allowed"] };
 const THEMES = { auto: "dark", dark: "light", light: "auto" };
 
 class App extends Component {

@@ -3,7 +3,12 @@ const NONE = "–";
 const known = (value) => typeof value === "number" && Number.isFinite(value);
 const grouped = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
-export const count = (value) => (known(value) ? grouped.format(value) : NONE);
+// A node may report any number: none is longer than its place on the page.
+const LONGEST = 1e9;
+const whole = (value) => (value < LONGEST ? grouped.format(value) : value.toExponential(1));
+const LAST_DAY_S = 8.64e12; // that a date can be
+
+export const count = (value) => (known(value) ? whole(value) : NONE);
 
 export function seconds(value) {
   if (!known(value)) return NONE;
@@ -11,18 +16,18 @@ export function seconds(value) {
   if (value < 0.0995) return `${(value * 1000).toFixed(value < 0.00995 ? 1 : 0)} ms`;
   if (value < 9.995) return `${value.toFixed(2)} s`;
   if (value < 99.95) return `${value.toFixed(1)} s`;
-  return `${grouped.format(value)} s`;
+  return `${whole(value)} s`;
 }
 
 export function rate(value) {
   if (!known(value) || value <= 0) return NONE;
   if (value < 9.995) return value.toFixed(2);
-  return value < 99.95 ? value.toFixed(1) : grouped.format(value);
+  return value < 99.95 ? value.toFixed(1) : whole(value);
 }
 
 export const tokensPerSecond = (value) => (known(value) && value > 0 ? `${rate(value)} tok/s` : NONE);
 
-const SIZES = ["B", "kB", "MB", "GB", "TB"];
+const SIZES = ["B", "kB", "MB", "GB", "TB", "PB", "EB"];
 export function bytes(value) {
   if (!known(value)) return NONE;
   let power = 0;
@@ -30,13 +35,12 @@ export function bytes(value) {
     value /= 1000;
     power += 1;
   }
-  return `${power && value < 9.95 ? value.toFixed(1) : value.toFixed(0)} ${SIZES[power]}`;
+  return `${power && value < 9.95 ? value.toFixed(1) : whole(value)} ${SIZES[power]}`;
 }
 
 export const bytesPerSecond = (value) => (known(value) ? `${bytes(value)}/s` : NONE);
-export const percent = (value) => (known(value) ? `${value >= 99.5 || value === 0 ? value.toFixed(0) : value.toPrecision(2)} %` : NONE);
-export const times = (value) => (known(value) ? `${value.toFixed(2)}x` : NONE);
-export const significant = (value, digits = 3) => (known(value) ? Number(value.toPrecision(digits)).toLocaleString("en-US", { maximumFractionDigits: 6 }) : NONE);
+export const times = (value) => (known(value) ? `${value < 1e6 ? value.toFixed(2) : value.toExponential(1)}x` : NONE);
+export const significant = (value, digits = 3) => (!known(value) ? NONE : value >= LONGEST ? value.toExponential(digits - 1) : Number(value.toPrecision(digits)).toLocaleString("en-US", { maximumFractionDigits: 6 }));
 
 // Not "$0" for what is little, but not nothing.
 export const dollars = (value) => (!known(value) ? "not available" : value > 0 && value < 1e-6 ? "< $0.000001" : `$${significant(value)}`);
@@ -49,8 +53,8 @@ export function withUnit(value, unit, goal) {
   return unit === "$" ? dollars(value) : (UNITS[unit] || ((text) => `${text} ${unit}`))(significant(value, digits));
 }
 
-export const clock = (time) => (known(time) && time > 0 ? new Date(time * 1000).toLocaleTimeString([], { hour12: false }) : NONE);
+export const clock = (time) => (known(time) && time > 0 && time < LAST_DAY_S ? new Date(time * 1000).toLocaleTimeString([], { hour12: false }) : NONE);
 
-export const date = (time) => (known(time) && time > 0 ? new Date(time * 1000).toLocaleString([], { hour12: false, month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit" }) : NONE);
+export const date = (time) => (known(time) && time > 0 && time < LAST_DAY_S ? new Date(time * 1000).toLocaleString([], { hour12: false, month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit" }) : NONE);
 
 export const sum = (values) => values.reduce((total, value) => total + (value || 0), 0);

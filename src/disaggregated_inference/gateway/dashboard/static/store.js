@@ -3,7 +3,7 @@
 import { ApiError, call, events, getJson, storedKey, storeKey } from "./api.js";
 
 const SHOWN = 50; // requests, as in /cluster
-const SILENCE_MS = 15000; // the gateway sends a status every 5 s
+const SILENCE_MS = 15000; // of the gateway, which sends a status every 5 s
 const RETRY_MS = [300, 600, 1200, 2500, 5000];
 const SOON_MS = 60; // events that come together are drawn together
 const DRAW_MS = 2000; // and the page is drawn this often at most: drawing is what costs
@@ -95,7 +95,7 @@ export class Store {
     clearTimeout(this.retrying);
     const running = (this.running = new AbortController());
     try {
-      await this.load(running.signal);
+      await this.load(running);
       await this.listen(running);
       this.lost("the gateway ended the connection");
     } catch (error) {
@@ -103,10 +103,15 @@ export class Store {
     }
   }
 
-  async load(signal) {
-    const { history, summary, sees_all: seesAll, targets: _, ...status } = await getJson("cluster", { key: this.key, signal });
-    this.takeStatus(status);
-    this.set({ history, summary, seesAll, phase: "live", message: "" });
+  async load(running) {
+    const watch = setTimeout(() => running.abort(), SILENCE_MS);
+    try {
+      const { history, summary, sees_all: seesAll, targets: _, ...status } = await getJson("cluster", { key: this.key, signal: running.signal });
+      this.takeStatus(status);
+      this.set({ history, summary, seesAll, phase: "live", message: "" });
+    } finally {
+      clearTimeout(watch);
+    }
   }
 
   async listen(running) {

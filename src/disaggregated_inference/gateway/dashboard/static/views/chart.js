@@ -102,8 +102,10 @@ export class Chart extends Component {
     return html`
       <figure class="panel chart" data-chart=${title}>
         <figcaption><h2>${title}</h2><span class="muted">${about}</span></figcaption>
-        <div class="plot" role="img" aria-label="${title}: ${empty ? "nothing measured in this time" : `last ${last}`}" ref=${(element) => (this.place = element)}></div>
-        ${empty && html`<p class="nothing">nothing measured in this time</p>`}
+        <div class="frame">
+          <div class="plot" role="img" aria-label="${title}: ${empty ? "nothing measured in this time" : `last ${last}`}" ref=${(element) => (this.place = element)}></div>
+          ${empty && html`<p class="nothing"><span>nothing measured in this time</span></p>`}
+        </div>
       </figure>`;
   }
 }

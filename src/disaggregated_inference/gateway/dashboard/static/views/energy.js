@@ -10,15 +10,22 @@ export class Energy extends Component {
   render({ store }, { range }) {
     const show = (found) => html`
       <section class="panel"><div class="fields"><${Choice} id="energy-range" label="Time" value=${range} options=${RANGES} choose=${(value) => this.setState({ range: value })} /></div>
-        ${found.total.with_energy === 0 && html`<p class="empty">No request has a known energy. Nodes with a power meter report it; for others set <code>power_w</code> of the server in the cluster file.</p>`}
+        <${Lacking} total=${found.total} />
       </section>
-      <${EnergyTable} title="In all" name="All requests" rows=${{ "all requests": found.total }} />
+      <${EnergyTable} title="In all" name="Sum" rows=${found.total.requests ? { "all requests": found.total } : {}} />
       <${EnergyTable} title="By model" name="Model" rows=${found.models} />
       <${EnergyTable} title="By API key" name="Key" rows=${found.callers} />
       <${EnergyTable} title="By day" name="Day" rows=${found.days} />
       <${Alone} rows=${found.alone} />`;
     return html`<${Loaded} store=${store} path="cluster/energy?range=${range}" what="Energy and cost" show=${show} />`;
   }
+}
+
+function Lacking({ total: { requests, with_energy: known, cost } }) {
+  if (!requests) return html`<p class="empty">No request in this time.</p>`;
+  if (known && cost == null) return html`<p class="empty">No cost is known: set <code>electricity_price_per_kwh</code> of the policies and <code>price</code> of the servers in the cluster file.</p>`;
+  if (known) return null;
+  return html`<p class="empty">No request has a known energy. Nodes with a power meter report it; for others set <code>power_w</code> of the server in the cluster file.</p>`;
 }
 
 const joules = (value) => (value == null ? "not available" : value >= 1e6 ? `${format.significant(value / 3.6e6)} kWh` : value >= 1e4 ? `${format.significant(value / 1000)} kJ` : `${format.significant(value)} J`);
@@ -42,7 +49,7 @@ function EnergyTable({ title, name, rows }) {
           <tr>
             <th scope="row"><span class="name" title=${key}>${key || "no key"}</span></th>
             <td data-word="requests" class="num">${format.count(each.requests)}</td>
-            <td data-word="energy" class="num">${each.with_energy ? joules(each.energy_j) : "not available"}</td>
+            <td data-word="energy" class="num">${each.with_energy ? joules(each.energy_j) : "not available"}${each.with_energy > 0 && each.with_energy < each.requests && html`<span class="sub">of ${format.count(each.with_energy)} requests</span>`}</td>
             <td data-word="source">${source(each)}</td>
             <td data-word="per token" class="num">${each.joules_per_token == null ? "–" : `${format.significant(each.joules_per_token)} J`}</td>
             <td data-word="requests per kWh" class="num">${format.count(each.requests_per_kwh)}</td>

@@ -6,7 +6,7 @@ const AGAIN_MS = 5000;
 const IDLE_MS = 30000;
 
 export class Loaded extends Component {
-  state = { found: null, error: "" };
+  state = { found: null, of: "", error: "" }; // `of`: the path that was answered
 
   componentDidMount() {
     this.props.store.requestListeners.add(this.soon);
@@ -39,17 +39,18 @@ export class Loaded extends Component {
     const { path, store } = this.props;
     try {
       const found = await getJson(path, { key: store.key });
-      if (!this.gone && path === this.props.path) this.setState({ found, error: "" });
+      if (!this.gone && path === this.props.path) this.setState({ found, of: path, error: "" });
     } catch (error) {
       if (!this.gone) this.setState({ error: error.message });
     }
     if (!this.gone) this.schedule(IDLE_MS);
   }
 
-  render({ show, what }, { found, error }) {
+  render({ show, what, path }, { found, of, error }) {
     return html`
       ${error && html`<p class="banner bad" role="alert"><span aria-hidden="true">✕</span> ${what} cannot be shown: ${error}</p>`}
       ${!found && !error && html`<p class="notice" role="status">Reading: ${what.toLowerCase()}.</p>`}
+      ${found && of !== path && !error && html`<p class="reading" role="status">Reading: ${what.toLowerCase()}.</p>`}
       ${found && show(found)}`;
   }
 }

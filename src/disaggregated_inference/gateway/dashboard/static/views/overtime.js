@@ -20,7 +20,7 @@ const CHARTS = [
   { title: "Ways", about: "share of answers", show: share, lines: [{ name: "handed over", key: "disaggregated", colour: "prefill", dash: 0 }, { name: "local", key: "local", colour: "decode", dash: 1 }, { name: "fallback", key: "fallback", colour: "bad", dash: 2 }] },
   { title: "Errors", about: "share of requests, without refused and cancelled ones", show: share, lines: [{ name: "errors", key: "errors", colour: "bad" }] },
   { title: "Exposed transfer", about: "p95 of what the prefill did not hide", show: format.seconds, lines: [{ name: "p95", key: "exposed_p95", colour: "transfer", dash: 0 }] },
-  { title: "Recomputed prompt tokens", about: "on decode nodes, of prompts that were handed over; zero is right", show: number, lines: [{ name: "tokens", key: "recomputed_tokens", colour: "bad", dash: 0 }] },
+  { title: "Recomputed prompt tokens", about: "of prompts that were handed over; zero is right", show: number, lines: [{ name: "tokens", key: "recomputed_tokens", colour: "bad", dash: 0 }] },
   { title: "Energy per request", about: "joules, where it is known", show: number, lines: [{ name: "J", key: "energy_j_per_request", colour: "transfer", dash: 0 }] },
 ];
 

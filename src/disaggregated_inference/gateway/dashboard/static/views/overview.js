@@ -58,7 +58,7 @@ function ModelCard({ model, verdict, figures }) {
         <${Figure} role="decode" name="Decode" time=${figures.decode_time} speed=${format.tokensPerSecond(figures.decode_speed)} />
         <${Figure} role="total" name="Total" time=${figures.total_time} speed=${`first token ${format.seconds(figures.first_token_time).replace(" ", "\u00a0")}`} />
       </dl>
-      <p class="foot">${figures.answered ? `medians of ${figures.answered} answered request${figures.answered === 1 ? "" : "s"}` : "no answered request yet"}${figures.exposed_transfer_time > 0 && html`<span class="num" title="KV that arrived after the prompt was read: between the first token and the second"> · exposed transfer ${format.seconds(figures.exposed_transfer_time)}</span>`}</p>
+      <p class="foot">${figures.answered ? `medians of ${format.count(figures.answered)} answered request${figures.answered === 1 ? "" : "s"}` : "no answered request yet"}${figures.exposed_transfer_time > 0 && html` · <span class="num whole" title="KV that arrived after the prompt was read: between the first token and the second. Median of the requests whose KV moved">exposed transfer ${format.seconds(figures.exposed_transfer_time)}</span>`}</p>
     </article>`;
 }
 
@@ -67,7 +67,7 @@ function CombinedCard({ store }) {
   return html`
     <article class="card combined">
       <h2>Combined</h2>
-      <p class="under">all models, ${answered ? `${store.seesAll ? "last" : "your last"} ${answered} answered` : "no answered request yet"}</p>
+      <p class="under">all models, ${answered ? `${store.seesAll ? "last" : "your last"} ${format.count(answered)} answered` : "no answered request yet"}</p>
       <dl>
         <div class="figure total"><dt>Total</dt><dd><strong class="num" id="combined-total">${format.seconds(busy)}</strong><span>while requests ran</span></dd></div>
         <div class="figure total"><dt>Speedup</dt><dd><strong class="num" id="combined-speedup">${format.times(speedup)}</strong><span title="What the requests would have taken one after the other, each with the cluster to itself, over the time in which at least one ran">against one by one</span></dd></div>
@@ -81,7 +81,7 @@ function CombinedCard({ store }) {
 function Served({ status: { served, latency, queue } }) {
   const waiting = `waiting ${format.count(format.sum(Object.values(queue).map((each) => each.waiting)))}`;
   if (!served) return html`<p class="foot num">requests of this key · ${waiting}</p>`;
-  return html`<p class="foot num">since its start: served ${format.count(served.ok)} · failed ${format.count(served.failed)} · refused ${format.count(served.refused)} · cancelled ${format.count(served.cancelled)}<br />
+  return html`<p class="foot num">since its start: served ${format.count(served.ok)} · failed ${format.count(served.failed)} · refused ${format.count(served.refused)} · <span class="whole">cancelled ${format.count(served.cancelled)}</span><br />
       p50 ${format.seconds(latency.total_time.p50)} · p95 ${format.seconds(latency.total_time.p95)} · p99 ${format.seconds(latency.total_time.p99)} · ${waiting}</p>`;
 }
 
@@ -107,14 +107,16 @@ function NodeRow({ node }) {
     </tr>`;
 }
 
-export function RequestTable({ title, records, open, dated = false }) {
+const noneYet = () => html`No request yet. Send one: <code>curl ${location.origin}/v1/models</code> names the models, the <a href="#playground">playground</a> sends a prompt.`;
+
+export function RequestTable({ title, records, open, dated = false, empty = noneYet() }) {
   return html`
     <section class="panel" aria-labelledby="requests">
       <h2 id="requests">${title}</h2>
       ${records.length ? html`<div class="scroll" tabindex="0" role="region" aria-labelledby="requests"><table class="requests">
         <thead><tr><th scope="col">#</th><th scope="col">Model</th><th scope="col" class="num">Total</th><th scope="col">Outcome</th><th scope="col" class="num">Prefill → decode</th><th scope="col">Way</th><th scope="col" class="num">At</th></tr></thead>
         <tbody>${records.map((record) => html`<${RequestRow} key=${record.request_id} record=${record} open=${open} dated=${dated} />`)}</tbody>
-      </table></div>` : html`<p class="empty">No request yet. Send one: <code>curl ${location.origin}/v1/models</code> names the models, the playground sends a prompt.</p>`}
+      </table></div>` : html`<p class="empty">${empty}</p>`}
     </section>`;
 }
 

@@ -115,7 +115,7 @@ function Readings({ node }) {
     `temperature ${shown(Number.isFinite(heat) ? heat : null, (value) => `${Math.round(value)} °C`)}`,
   ];
   return html`
-    <p class="readings" title=${Object.entries(missing).map(([name, why]) => `${name}: ${why}`).join("\n")}>${parts.filter(Boolean).join(" · ")}${gpu.throttled?.length > 0 && html` <span class="warn">! throttled: ${gpu.throttled.join(", ")}</span>`}</p>`;
+    <p class="readings" title=${Object.entries(missing).map(([name, why]) => `${name}: ${why}`).join("\n")}>${parts.filter(Boolean).join(" · ").replace(/(\d) (?=\D)/g, "$1\u00a0")}${gpu.throttled?.length > 0 && html` <span class="warn">! throttled: ${gpu.throttled.join(", ")}</span>`}</p>`;
 }
 
 function LinkTable({ links: all }) {

@@ -49,7 +49,10 @@ export class Playground extends Component {
     const kinds = this.compares() ? [this.hasPrefill() ? "handover" : "auto", "local"] : ["auto"];
     const runs = kinds.map((kind) => ({ kind, ...fresh() }));
     this.change({ runs, busy: true });
-    for (const run of runs) if (!stopped.signal.aborted) await this.send(run, stopped.signal);
+    for (const run of runs) {
+      if (stopped.signal.aborted) run.state = "stopped";
+      else await this.send(run, stopped.signal);
+    }
     this.change({ busy: false });
   };
 
@@ -69,7 +72,7 @@ export class Playground extends Component {
       for await (const { data } of events(response)) if (data !== "[DONE]") this.take(run, JSON.parse(data));
       run.state = run.error ? "failed" : "done";
     } catch (error) {
-      Object.assign(run, { state: "failed", error: signal.aborted ? "stopped" : error.message });
+      Object.assign(run, signal.aborted ? { state: "stopped" } : { state: "failed", error: error.message });
     }
     this.setState({});
   }
@@ -123,10 +126,10 @@ function Verdict({ runs }) {
   const whole = alone.total_time / together.total_time;
   const same = runs[0].text === runs[1].text;
   const line = (ratio, what) => (ratio >= 1 ? `${what} ${format.times(ratio)} sooner` : `${what} ${format.times(1 / ratio)} later`);
-  return html`<p class="banner ${first >= 1 ? "ok" : "warn"}" role="status" id="play-verdict">Handed over: ${line(first, "first token")}, ${line(whole, "whole answer")} than on one machine alone. The two answers are ${same ? "the same, character for character" : "different"}.</p>`;
+  return html`<p class="banner ${first >= 1 && whole >= 1 ? "ok" : "warn"}" role="status" id="play-verdict">Handed over: ${line(first, "first token")}, ${line(whole, "whole answer")} than on one machine alone. The two answers are ${same ? "the same, character for character" : "different"}.</p>`;
 }
 
-const STATES = { waiting: "waits for the other one", running: "running", done: "done", failed: "failed" };
+const STATES = { waiting: "waits for the other one", running: "running", done: "done", failed: "failed", stopped: "stopped" };
 
 function Run({ run, scale }) {
   const { title, about } = RUNS[run.kind];

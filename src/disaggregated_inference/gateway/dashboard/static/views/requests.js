@@ -16,7 +16,7 @@ export class Requests extends Component {
     const among = (all, names) => [["", all], ...names.map((each) => [each, each])];
     const choose = (changes) => this.setState({ limit: EACH, ...changes });
     const show = (found) => html`
-      <${RequestTable} title="Requests" records=${found.requests} open=${open} dated=${true} />
+      <${RequestTable} title="Requests" records=${found.requests} open=${open} dated=${true} empty=${found.kept.requests ? "None of the kept requests is of this time and selection." : undefined} />
       <p class="muted">${found.requests.length} shown. ${kept(found)} ${found.more && chosen.limit < 1000 && html`<button type="button" onClick=${() => this.setState({ limit: Math.min(1000, chosen.limit + 300) })}>Show more</button>`}</p>`;
     return html`
       <section class="panel"><div class="fields">
@@ -30,6 +30,6 @@ export class Requests extends Component {
 }
 
 function kept({ kept: about }) {
-  const where = about.file ? "in a file" : "in memory only: name policies.history_file in the cluster file to keep them over a restart";
+  const where = about.file ? "in a file: disagg history --csv, or --json, exports them" : "in memory only: name policies.history_file in the cluster file to keep them over a restart";
   return `${about.requests.toLocaleString("en-US")} are kept, ${where}.`;
 }

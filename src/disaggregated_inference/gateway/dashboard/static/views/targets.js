@@ -42,7 +42,7 @@ function Alarms({ alarms }) {
           <tr data-alarm=${alarm.name} data-state=${alarm.state}>
             <th scope="row">${words(alarm.name)}</th>
             <td class="num" data-word="limit">${format.withUnit(alarm.limit, alarm.unit)}</td>
-            <td class="num">${alarm.measured == null ? "not available" : format.withUnit(alarm.measured, alarm.unit, alarm.limit)}</td>
+            <td class="num" data-word="measured">${alarm.measured == null ? "not available" : format.withUnit(alarm.measured, alarm.unit, alarm.limit)}</td>
             <td><span class="state ${KINDS[alarm.state][0]}"><${Mark} kind=${KINDS[alarm.state][0]} /> ${KINDS[alarm.state][1]}</span></td>
             <td class="muted">${alarm.what}${alarm.why && html`<span class="bad">: ${alarm.why}</span>`}</td>
           </tr>`)}</tbody>
@@ -60,7 +60,7 @@ function TargetTable({ targets }) {
           <tr data-target=${target.name}>
             <th scope="row">${words(target.name)}</th>
             <td class="num" data-word="goal">${target.better === "lower" ? "<" : ">"} ${format.withUnit(target.goal, target.unit)}</td>
-            <td class="num">${target.measured == null ? "not available" : format.withUnit(target.measured, target.unit, target.goal)}</td>
+            <td class="num" data-word="measured">${target.measured == null ? "not available" : format.withUnit(target.measured, target.unit, target.goal)}</td>
             <td><${Met} met=${target.met} /></td>
             <td class="muted">${target.what}</td>
           </tr>`)}</tbody>

@@ -89,7 +89,7 @@ export function Facts({ record }) {
       <${Fact} name="Decode">${format.seconds(record.decode_time)}, ${format.tokensPerSecond(record.decode_speed)}<//>
       <${Fact} name="KV moved">${moved(record)}<//>
       <${Fact} name="On the wire">${record.kv_bytes && record.transfer_time ? `${format.seconds(record.transfer_time)}, ${format.bytesPerSecond(record.kv_bytes / record.transfer_time)}` : "–"}<//>
-      <${Fact} name="Transfer hidden / exposed">${record.kv_bytes ? `${format.seconds(record.hidden_transfer_time)} / ${format.seconds(record.exposed_transfer_time)}` : "–"}<//>
+      <${Fact} name="Transfer hidden / exposed">${record.kv_bytes || record.exposed_transfer_time ? `${format.seconds(record.hidden_transfer_time)} / ${format.seconds(record.exposed_transfer_time)}` : "–"}<//>
       <${Fact} name="Time per token after the first">${format.seconds(record.output_token_time)}<//>
       <${Fact} name="Answers in its batch">${record.batch_size ? format.significant(record.batch_size) : "–"}<//>
       <${Fact} name="Prompt tokens recomputed">${record.kv_bytes || record.method?.startsWith("disaggregated") ? format.count(record.prompt_tokens_recomputed) : "– (the decode node read the prompt)"}<//>
@@ -99,10 +99,10 @@ export function Facts({ record }) {
     </dl>`;
 }
 
-// A decode node that still has the prompt of an earlier request needs the logits alone.
-function moved({ kv_bytes: size, kv_codec: codec, method, prompt_tokens_recomputed: recomputed }) {
+// A decode node that still has the prompt of an earlier request needs the logits alone. "cached" is the prefill node's.
+function moved({ kv_bytes: size, kv_codec: codec, method, decode_node: node, prompt_tokens_recomputed: recomputed }) {
   if (size) return `${format.bytes(size)}${codec ? `, ${codec}` : ""}`;
-  return method?.startsWith("disaggregated") && !recomputed ? "none: the decode node had it" : "none";
+  return method?.startsWith("disaggregated") && !recomputed ? `none: ${node} had it` : "none";
 }
 
 function energy(record) {
