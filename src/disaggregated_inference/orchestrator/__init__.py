@@ -19,7 +19,7 @@ from disaggregated_inference.orchestrator.orchestrator import DisaggregatedInfer
 from disaggregated_inference.orchestrator.recorder import FALLBACK_WARNING, OnPlan
 from disaggregated_inference.orchestrator.summary import RECENT_REQUESTS, Summary, is_cached, speedup, summary
 from disaggregated_inference.orchestrator.threads import in_thread
-from disaggregated_inference.orchestrator.verdict import Verdict, verdict_of
+from disaggregated_inference.orchestrator.verdict import ModelVerdict, verdict_of
 from disaggregated_inference.orchestrator.waterfall import WAITING_PHASES
 
 __all__ = [
@@ -36,11 +36,11 @@ __all__ = [
     "HistoryFilter",
     "HistoryReader",
     "MachineComparison",
+    "ModelVerdict",
     "NodeState",
     "OnPlan",
     "Route",
     "Summary",
-    "Verdict",
     "comparisons",
     "duration_s",
     "energy_by_node",
