@@ -49,7 +49,6 @@ from disaggregated_inference.orchestrator.verdict import cluster_verdict, model_
 from disaggregated_inference.timeouts import OrchestratorTimeouts
 
 _TIMEOUT_REMEDY = "ask for less, or give more time: timeout, or the config's prefill_timeout_s and decode_timeout_s"
-_NODE_CLOCK_S = 0.1  # a node may notice the deadline this much earlier
 _PLACES = 64  # of a model whose nodes have not answered yet
 _PLACES_PER_SLOT = 2  # so that a node has the next request there when a slot is free
 _BRIEF = ("state", "why", "warning", "role", "model", "node_model", "engine", "url", "usable")  # of a node
@@ -71,7 +70,7 @@ class DisaggregatedInference:
         policies = self.config.policies
         self._outcomes = Outcomes(_history_of(policies, timeouts))
         self._was_replaced = False
-        self.queue = RequestQueue(policies.queue, _PLACES)
+        self.queue = RequestQueue(policies.queue, _PLACES, timeouts=timeouts)
         self._inputs = InputProcessor(self.config, timeouts)
         self._registry: NodeRegistry | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -286,7 +285,7 @@ class DisaggregatedInference:
                 await self._serve(request, recorder, put, deadline)
         except BaseException as caught:
             error = caught
-            if isinstance(caught, TimeoutError) or _is_late(caught, deadline):
+            if isinstance(caught, TimeoutError) or _is_late(caught, deadline - self._timeouts.node_clock_s):
                 error = DeadlineExceeded(f"not done within {timeout_s:g} s: {_TIMEOUT_REMEDY}")
                 raise error from None
             raise
@@ -338,10 +337,10 @@ def _history_of(policies: Policies, timeouts: OrchestratorTimeouts) -> History:
     return History(size, file, timeouts.history_lock_s, rows, days)
 
 
-def _is_late(error: BaseException, deadline: float) -> bool:
+def _is_late(error: BaseException, after: float) -> bool:
     """Whether a node noticed first that the request's time is over."""
     late = isinstance(error, NodeRefused) and error.status == DeadlineExceeded.status
-    return late and time.monotonic() > deadline - _NODE_CLOCK_S
+    return late and time.monotonic() > after
 
 
 async def _result(task: "asyncio.Task[RequestRecord]") -> RequestRecord:
