@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from disaggregated_inference.engines.base import Sequence
+from disaggregated_inference.engines.sequence import Sequence
 from disaggregated_inference.engines.torch.arena import TorchArena
 
 
