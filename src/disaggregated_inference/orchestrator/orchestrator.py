@@ -42,7 +42,7 @@ from disaggregated_inference.orchestrator.output_queue import OutputQueue
 from disaggregated_inference.orchestrator.recorder import OnPlan, RequestRecorder
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 from disaggregated_inference.orchestrator.request_queue import RequestQueue
-from disaggregated_inference.orchestrator.results import Outcomes, answer_of, merge_results, outcome_of
+from disaggregated_inference.orchestrator.results import Outcomes, merge_results, outcome_of
 from disaggregated_inference.orchestrator.runner import Put, RequestRunner
 from disaggregated_inference.orchestrator.threads import in_thread
 from disaggregated_inference.orchestrator.verdict import cluster_verdict, model_verdict, warnings_of
@@ -155,7 +155,7 @@ class DisaggregatedInference:
     async def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> dict[str, Any]:
         """The whole answer as a dict: `response`, the metrics beside it, and `choices` if there are several."""
         completion = await self.complete(prompt, **options)
-        return answer_of(completion)
+        return completion.answer()
 
     @named_options
     async def complete(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Completion:
@@ -195,7 +195,7 @@ class DisaggregatedInference:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
-        yield [Delta(metrics=answer_of(Completion(choices=recorder.choices(), record=record)))]
+        yield [Delta(completion=Completion(choices=recorder.choices(), record=record))]
 
     async def generate_many(self, requests: Sequence[RequestOptions | Mapping[str, Any]]) -> dict[str, Any]:
         """All requests at once, in one merged result. A request that fails has `error` in its place."""
