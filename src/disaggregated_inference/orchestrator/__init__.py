@@ -1,13 +1,11 @@
 """The orchestrator: routing, health, failover, queueing. `DisaggregatedInference` is the way in."""
 
 from disaggregated_inference.api import Delta
-from disaggregated_inference.orchestrator.alone import MachineComparison, comparisons
+from disaggregated_inference.orchestrator.alone import comparisons
 from disaggregated_inference.orchestrator.cluster_view import Route
 from disaggregated_inference.orchestrator.defaults import require_defaults
 from disaggregated_inference.orchestrator.history import History
 from disaggregated_inference.orchestrator.history_energy import (
-    EnergySum,
-    EnergySums,
     energy_by_node,
     energy_sums,
 )
@@ -30,12 +28,9 @@ __all__ = [
     "WAITING_PHASES",
     "Delta",
     "DisaggregatedInference",
-    "EnergySum",
-    "EnergySums",
     "History",
     "HistoryFilter",
     "HistoryReader",
-    "MachineComparison",
     "ModelVerdict",
     "NodeState",
     "OnPlan",
