@@ -1,4 +1,4 @@
-"""mypy fails when one side of the border between orchestrator and nodes changes a field and the other does not."""
+"""mypy fails when one side of a border (nodes, orchestrator, gateway) changes a field and the other does not."""
 
 import ast
 import shutil
@@ -11,15 +11,29 @@ import pytest
 ROOT = Path(__file__).parent.parent
 API = Path("src/disaggregated_inference/api")
 SIDES = ("node", "orchestrator")
+TEXT_SIDES = ("node", "ollama_node", "orchestrator")
+READERS = ("orchestrator", "gateway")
 # Fields that one side sets and the other reads, in both directions, and the sides that name them by this struct.
 FIELDS = [
     ("PrefillRequest", "ticket", SIDES),
     ("PrefillResponse", "context", SIDES),
     ("DecodeRequest", "context", SIDES),
+    ("TextGenerateRequest", "template", ("orchestrator",)),
+    ("OutputFormat", "schema", ("node", "ollama_node", "gateway")),
     ("ErrorDetail", "code", SIDES),
-    ("NodeStatus", "waiting", SIDES),
+    ("NodeStatus", "waiting", TEXT_SIDES),
+    ("NodeHealth", "stalled_s", SIDES),
+    ("PeerStatus", "refused", SIDES),
+    ("Rates", "decode", TEXT_SIDES),
+    ("Rate", "tokens_per_s", SIDES),
+    ("ModelInfo", "context_window", (*TEXT_SIDES, "gateway")),
+    ("StoredModel", "quantization", ("ollama_node", "gateway")),
+    ("PromptLogprobs", "tokens", (*SIDES, "gateway")),
+    ("Progress", "total", READERS),
     ("DoneEvent", "node_metrics", ("node", "ollama_node")),
     ("StreamEvent", "node_metrics", ("orchestrator",)),  # the same field, as it is read
+    ("Delta", "completion", READERS),
+    ("RequestRecord", "prompt_tokens", READERS),
 ]
 
 
@@ -48,7 +62,7 @@ def complaints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     shutil.copy(ROOT / "pyproject.toml", root)
     for struct, field, _ in FIELDS:
         _rename_in_definition(root, struct, field)
-    packages = [f"--package=disaggregated_inference.{side}" for side in (*SIDES, "ollama_node")]
+    packages = [f"--package=disaggregated_inference.{side}" for side in (*TEXT_SIDES, "gateway")]
     command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--cache-dir", str(root / "cache"), *packages]
     run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
     assert run.returncode == 1, run.stdout + run.stderr

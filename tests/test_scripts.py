@@ -20,7 +20,7 @@ import yaml
 
 from disaggregated_inference.cli.main import app
 from disaggregated_inference.cluster import load_config
-from disaggregated_inference.orchestrator import Verdict
+from disaggregated_inference.orchestrator import ModelVerdict
 from tests.support.node_process import Node
 from tests.support.waiting import until
 
@@ -86,9 +86,9 @@ def test_shellcheck_is_content() -> None:
 def test_check_status_knows_every_verdict() -> None:
     script = runpy.run_path(str(SCRIPTS / "check_status.py"))
     codes, code_of = script["EXIT_CODES"], script["exit_code"]
-    assert set(codes) == {str(verdict) for verdict in Verdict}
-    assert [verdict for verdict, code in codes.items() if code == 0] == [str(Verdict.ALL_UP)]
-    assert all((code < 2) == Verdict(verdict).serves for verdict, code in codes.items())
+    assert set(codes) == {str(verdict) for verdict in ModelVerdict}
+    assert [verdict for verdict, code in codes.items() if code == 0] == [str(ModelVerdict.ALL_UP)]
+    assert all((code < 2) == ModelVerdict(verdict).serves for verdict, code in codes.items())
     assert code_of({"a": "all up", "b": "prefill down: decode-only"}) == 1
     assert code_of({"a": "all up", "b": "nothing is up"}) == 2
     assert code_of({"a": "nothing is up", "b": "nothing is up"}) == 3

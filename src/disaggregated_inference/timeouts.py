@@ -1,7 +1,9 @@
 """Every time limit that decides when a component gives up, retries or looks again, in one structure.
 
 Components take their part as a constructor argument, with these defaults. Tests pass other values instead of patching
-modules. What a user configures per request or per cluster (`timeout_s`, `prefill_timeout_s`, ...) is not here.
+modules. What a user configures per request or per cluster (`timeout_s`, `prefill_timeout_s`, ...) is not here, nor are
+windows of measurements. Files that must run without this package (`supervise.py`, `guard.py`, `path_probe.py`,
+`vllm_connector/`) have times of their own.
 """
 
 import msgspec
@@ -58,6 +60,7 @@ class NodeTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill or decode node (package `node`)."""
 
     transfer: TransferTimeouts = TransferTimeouts()
+    kv: KVTimeouts = KVTimeouts()
     tick_s: float = 0.2  # the node's housekeeping thread: leases, deadlines, idle unload
     check_s: float = 1.0  # how often an idle node checks that its memory adds up
     readings_s: float = 1.0  # how often a node reads its machine: processor, memory, network, GPUs, power
@@ -73,6 +76,12 @@ class NodeTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     slow_transfer_s: float = 1.0  # an exposed transfer longer than this is logged
     peer_check_poll_s: float = 0.2  # a request that waits for a peer check looks this often whether it was cancelled
     dropped_s: float = 1.0  # for the threads of dropped KV connections to end
+    drain_poll_s: float = 0.02  # how often a draining node looks whether its requests have ended
+    accept_s: float = 0.5  # where a shutdown does not wake an accept, it ends after this time
+    accept_retry_s: float = 0.1  # after an accept that failed, probably for want of file descriptors
+    retry_hint_s: int = 5  # the `Retry-After` of a node that has released no memory yet
+    max_retry_hint_s: int = 60
+    loading_hint_s: int = 5  # the same of a node that loads: small models take seconds, large ones minutes
     peer_check_retry_s: float = 0.05  # a peer check that found no memory tries again after this time
 
 
@@ -153,6 +162,9 @@ class OrchestratorTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     explore_s: float = 60.0  # a node unused for this long gets a request again
     explore_doubtful_s: float = 5.0  # the same for a node that became slow, or was measured only at its start
     no_node_s: float = 10.0  # for nodes that are there and take no request at the moment
+    retry_hint_s: int = 5  # the `Retry-After` of a full queue before the first request was served
+    max_retry_hint_s: int = 60
+    node_clock_s: float = 0.1  # a node may notice a deadline this much earlier
     come_back_s: float = 0.5  # a node that was there a moment ago gets this long, once
     history_lock_s: float = 2.0  # for another process that holds the history file
     cancel_s: float = 2.0  # for a node to take a cancellation; then the ticket's lease ends it
@@ -175,11 +187,26 @@ class GatewayTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     event_batch_s: float = 0.2  # events of this time are sent together
     event_quiet_s: float = 5.0  # an unchanged status is sent again this often
     answer_s: float = 2.0  # how long an answer about the history is good for all that ask the same
+    answer_hint_s: int = 2  # the `Retry-After` where too many such questions wait
     reload_body_s: float = 60.0  # for requests whose body was still on its way
     trace_interval_s: float = 1.0  # how often finished traces are sent
     trace_send_s: float = 5.0  # for one batch of traces, retries included
     trace_flush_s: float = 3.0  # for the last traces when the gateway stops
     release_memory_s: float = 60.0  # how often free memory goes back to the system
+
+
+class ChaosTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """`disagg chaos` (package `chaos`)."""
+
+    request_s: float = 300.0  # for one request: chaos looks for faults of the cluster, not for a busy machine
+    ready_s: float = 120.0  # for all nodes to be used at the start
+    settle_s: float = 120.0  # until a node is used again after its fault
+    free_s: float = 120.0  # until all memory is free again: leases end before
+    idle_s: float = 60.0  # for running requests to end behind a closed gate
+    unload_s: float = 10.0  # for a node to unload its model
+    leave_s: float = 0.5  # a client of a whole answer leaves within this time
+    poll_s: float = 0.2  # how often the number of finished requests is looked at
+    show_s: float = 0.5  # how often the line on the terminal changes
 
 
 class CommandTimeouts(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,6 +215,7 @@ class CommandTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float = 120.0  # for a server to accept connections
     start_poll_s: float = 0.1
     stop_s: float = 10.0  # for a server to end after SIGTERM; then it is killed
+    watch_s: float = 0.2  # how often a command looks whether its servers still run
     parent_s: float = 1.0  # how often a server looks whether the command that started it is gone
     dial_s: float = 1.0
     status_s: float = 10.0  # for a node's answer to a request that needs no computing
@@ -204,9 +232,24 @@ class DeployTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     model_s: float = 24 * 3600.0  # to fetch a model
     healthy_s: float = 900.0  # for a node to load its model
     poll_s: float = 0.5  # how often a starting node is asked
+    report_s: float = 3.0  # how long a machine waits for starting services before it reports
+    close_s: float = 5.0  # for an ssh connection to close
+    log_order_s: float = 0.5  # log lines wait this long for earlier ones of slower machines
+    log_again_s: float = 5.0  # until the log of a machine that is away is tried again
     last_words_s: float = 10.0  # for the error of a service that ended to reach its log
-    stop_s: float = 90.0  # for a service to finish its requests and stop
+    drain_s: int = 60  # for the requests of a node or gateway that stops; a service manager gives it stop_s
+    stop_s: int = 90  # for a service to finish its requests and stop
     gateway_s: float = 200.0  # for an answer through the gateway; a large model may be cold
+
+
+class ServiceTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine that asks its own services (package `cluster/services`)."""
+
+    ask_s: float = 3.0  # for /health, /status and /ready
+    poll_s: float = 0.2  # how often starting services are asked
+    answer_s: float = 180.0  # for a prompt through the gateway
+    ready_s: float = 20.0  # a gateway that has just started does not know its nodes yet
+    ready_poll_s: float = 0.5
 
 
 class DoctorTimeouts(msgspec.Struct, frozen=True, kw_only=True):

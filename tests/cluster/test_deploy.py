@@ -366,7 +366,7 @@ def test_one_deploy_at_a_time(tmp_path: Path) -> None:
     async def work(shell: LocalShell) -> None:
         async with machine_lock(shell, str(lock), "deploy"):
             assert lock.is_symlink()
-            with pytest.raises(DeployRefused, match=r"spark: someone else is at work there: \S+@\S+, deploy, since 20"):
+            with pytest.raises(DeployRefused, match=r"spark: another command is at work there: \S+@\S+, deploy, since"):
                 async with machine_lock(LocalShell("spark"), str(lock), "down"):
                     pass
         assert not lock.is_symlink()

@@ -8,7 +8,7 @@ from disaggregated_inference.cli.cluster_init import _names
 from disaggregated_inference.cluster import load_config
 from disaggregated_inference.cluster.deploy import plan_machines
 from disaggregated_inference.cluster.inventory import Gpu, Inventory
-from disaggregated_inference.cluster.proposal import Assignment, cluster_toml, propose
+from disaggregated_inference.cluster.proposal import ProposedNode, cluster_toml, propose
 from disaggregated_inference.errors import ConfigError
 from tests.support.command import disagg
 
@@ -42,7 +42,7 @@ USERS_MACHINES = {
 MODELS = ("qwen3-coder:30b", "gpt-oss:120b")
 
 
-def roles(chosen: list[Assignment]) -> dict[str, str]:
+def roles(chosen: list[ProposedNode]) -> dict[str, str]:
     return {each.machine: f"{each.role} {each.model.name} {each.checkpoint.engine}" for each in chosen}
 
 

@@ -21,7 +21,7 @@ from disaggregated_inference.orchestrator import (
     DisaggregatedInference,
     HistoryFilter,
     HistoryReader,
-    Verdict,
+    ModelVerdict,
 )
 from tests.support.cluster import Process
 from tests.support.gateway import simulated_config, simulated_pair
@@ -229,7 +229,7 @@ def test_a_history_that_cannot_be_read(pair: Any, tmp_path: Path) -> None:
 
 
 def test_alarms_tell_when_disaggregation_does_not_happen() -> None:
-    def states(records: list[dict[str, Any]], verdict: str = Verdict.ALL_UP) -> dict[str, str]:
+    def states(records: list[dict[str, Any]], verdict: str = ModelVerdict.ALL_UP) -> dict[str, str]:
         with HistoryReader.of_records(records) as reader:
             return {each.name: each.state for each in alarms(reader, HistoryFilter(), {"qwen": verdict})}
 
@@ -242,6 +242,6 @@ def test_alarms_tell_when_disaggregation_does_not_happen() -> None:
     fallback = right | {"method": "local", "warning": FALLBACK_WARNING, "kv_bytes": None}
     assert states([right] * 18 + [fallback] * 2)["fallback_share"] == "alarm"
     assert states([right] * 18 + [right | {"exposed_transfer_time": 1.5}] * 2)["slow_transfers"] == "alarm"
-    assert states([right] * 20, Verdict.PREFILL_DOWN) == fine | {"prefill_down": "alarm"}
+    assert states([right] * 20, ModelVerdict.PREFILL_DOWN) == fine | {"prefill_down": "alarm"}
     local = right | {"method": "local", "prompt_tokens_recomputed": 100, "kv_bytes": None}
     assert states([local] * 20)["prompt_recomputed"] == "unknown", "a decode node reads prompts itself by choice"

@@ -12,6 +12,7 @@ import ollama
 import pytest
 from ollama import ResponseError
 
+from disaggregated_inference.api import Phase, RequestRecord
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.errors import BadRequest, NoDecodeNode
 from disaggregated_inference.gateway.chat import ChatDelta, ChatRequest, generate_options
@@ -330,8 +331,8 @@ def script(monkeypatch: pytest.MonkeyPatch, *parts: ChatDelta | float | Exceptio
     monkeypatch.setattr(adapter, "stream_chat", scripted)
 
 
-METRICS: Any = {"total_time": 1.5, "prefill_time": 0.25, "decode_time": 1.0, "prompt_tokens": 7, "completion_tokens": 5}
-END = ChatDelta(metrics=METRICS | {"waterfall": [{"name": "queue", "start_s": 0, "seconds": 0.125, "node": ""}]})
+RECORD = RequestRecord(total_time=1.5, prefill_time=0.25, decode_time=1.0, prompt_tokens=7, completion_tokens=5)
+END = ChatDelta(record=msgspec.structs.replace(RECORD, waterfall=(Phase("queue", 0.0, 0.125),)))
 
 
 def test_thinking_and_tool_calls(client: ollama.Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,7 +467,7 @@ def test_options_are_converted() -> None:
 
 def test_durations_are_never_zero(plain: ModelTokenizer) -> None:
     writer = OllamaWriter("m", True, plain)
-    writer.take(ChatDelta(metrics=METRICS | {"decode_time": 0.0}))
+    writer.take(ChatDelta(record=msgspec.structs.replace(RECORD, decode_time=0.0)))
     last = writer.end()
     assert last["eval_duration"] == last["load_duration"] == 1
     assert msgspec.json.encode(last)

@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disaggregated_inference.api import (
+    Completion,
     DecodeRequest,
     ErrorDetail,
     ModelInfo,
     Progress,
     PromptLogprobs,
     ReportedMetrics,
+    RequestRecord,
     StreamEvent,
     TopLogprob,
 )
@@ -56,7 +58,7 @@ CHANGES: list[dict[str, object]] = [
     {"node_metrics": ReportedMetrics()},
     {"progress": Progress(total=3, cache=0, processed=3, time_ms=1)},
     {"prompt_logprobs": PromptLogprobs(start=0, tokens=())},
-    {"metrics": {}},
+    {"completion": Completion(choices=(), record=RequestRecord())},
     {"error": ErrorDetail()},
 ]
 requests = st.builds(

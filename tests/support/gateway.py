@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
+from disaggregated_inference.api import RequestRecord
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.gateway.auth import Caller
 from disaggregated_inference.gateway.chat import ChatDelta, ChatRequest
@@ -31,7 +32,7 @@ from tests.support.waiting import until
 
 _FLOAT32 = ("--dtype", "float32", "--kv-memory", "256M")
 _START_S = 30.0
-_METRICS = {"prompt_tokens": 9, "completion_tokens": 5, "total_tokens": 14, "cached_tokens": 4}
+_RECORD = RequestRecord(prompt_tokens=9, completion_tokens=5, total_tokens=14, cached_tokens=4)
 
 
 @contextmanager
@@ -215,7 +216,7 @@ class Script:
     def replies(self, *content: ContentDelta, finish: Any = "stop") -> None:
         self.deltas = [ChatDelta(content=(piece,), token=7) for piece in content] + [
             ChatDelta(finish_reason=finish),
-            ChatDelta(metrics=_METRICS),
+            ChatDelta(record=_RECORD),
         ]
 
     async def stream_chat(self, core: Any, chat: ChatRequest, on_plan: Any = None) -> AsyncIterator[list[ChatDelta]]:

@@ -11,25 +11,12 @@ from disaggregated_inference.api.checksums import (
 from disaggregated_inference.api.context_seal import context_mac, join_context, seal_for, split_context
 from disaggregated_inference.api.events import (
     ChoiceTokenEvent,
-    DecodeMetrics,
     Delta,
     DoneEvent,
-    ErrorBody,
-    ErrorDetail,
-    GeneratedChoice,
-    GenerateResponse,
     Progress,
-    PromptLogprob,
-    PromptLogprobs,
-    ReportedMetrics,
     StreamEvent,
     TextEvent,
-    TextGenerateResponse,
-    TextMetrics,
     TokenEvent,
-    TokenLogprob,
-    TopLogprob,
-    Usage,
 )
 from disaggregated_inference.api.readings import GpuReading, NetworkReading, Readings
 from disaggregated_inference.api.record import (
@@ -55,6 +42,21 @@ from disaggregated_inference.api.requests import (
     RequestOptions,
     TextGenerateRequest,
     new_seed,
+)
+from disaggregated_inference.api.responses import (
+    DecodeMetrics,
+    ErrorBody,
+    ErrorDetail,
+    GeneratedChoice,
+    GenerateResponse,
+    PromptLogprob,
+    PromptLogprobs,
+    ReportedMetrics,
+    TextGenerateResponse,
+    TextMetrics,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
 )
 from disaggregated_inference.api.sampling import OutputFormat, SamplingParams
 from disaggregated_inference.api.signatures import named_options

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from disaggregated_inference.api.events import ErrorDetail, GeneratedChoice, PromptLogprob
+from disaggregated_inference.api.responses import ErrorDetail, GeneratedChoice, PromptLogprob
 
 Outcome = Literal["ok", "failed", "refused", "cancelled"]
 
@@ -159,3 +159,12 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         return self.choices[0].text
+
+    def answer(self) -> dict[str, Any]:
+        """As plain values: the first choice, all of them if there are several, and the metrics."""
+        choices = plain(self.choices)
+        if not choices:
+            return {"response": None} | self.record.metrics()
+        prompt = {"prompt_logprobs": plain(self.prompt_logprobs)} if self.prompt_logprobs else {}
+        first = {"response": choices[0]["text"]} | {k: v for k, v in choices[0].items() if k not in ("text", "index")}
+        return first | ({"choices": choices} if len(choices) > 1 else {}) | prompt | self.record.metrics()

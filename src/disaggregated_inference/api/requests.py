@@ -141,9 +141,8 @@ class DecodeRequest(GenerationParams, frozen=True, kw_only=True, omit_defaults=T
 class TextGenerateRequest(DecodeRequest, frozen=True, kw_only=True, omit_defaults=True):
     """`POST /generate` of a node that takes text: its engine applies the chat template."""
 
-    template: dict[str, Any] = msgspec.field(
-        default_factory=dict
-    )  # variables of the chat template; such engines know tools and thinking
+    # Variables of the chat template; such engines know tools and thinking.
+    template: dict[str, Any] = msgspec.field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None  # the same as in template
     images: Any = None  # refused: images belong to messages
     written_text: str = ""  # of a completion that another node began: this node continues it

@@ -15,13 +15,12 @@ from disaggregated_inference.cluster import load_config
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.local_nodes import Process, disagg, stopping
 
-REQUEST_S = 300.0  # a request may take this long: chaos looks for faults of the cluster, not for a busy machine
+_PREFILL_S = 60.0  # of the time of a request
 _POLICIES = {
     "local": "never",
     "queue": 4096,
     "poll_s": 0.5,
-    "prefill_timeout_s": 60.0,
-    "decode_timeout_s": REQUEST_S - 60.0,
+    "prefill_timeout_s": _PREFILL_S,
 }
 
 
@@ -56,7 +55,7 @@ def chaos_cluster(settings: ChaosSettings) -> Iterator[ChaosCluster]:
                 node.connect(settings.seed * 100 + 10 * number)
                 stack.callback(node.close)
         identity = str(keys.client.folder) if keys else given.identity if given else ""
-        config = _config(nodes, folder, identity)
+        config = _config(nodes, folder, identity, settings.timeouts.request_s)
         path = folder / "cluster.json"
         path.write_text(json.dumps(config))
         gateway = Process("the gateway", disagg("gateway", "--config", str(path), "--port", "0", "--drain", "2"))
@@ -79,10 +78,11 @@ def _stop(nodes: list[ChaosNode]) -> None:
         pass
 
 
-def _config(nodes: list[ChaosNode], folder: Path, identity: str) -> dict[str, Any]:
+def _config(nodes: list[ChaosNode], folder: Path, identity: str, request_s: float) -> dict[str, Any]:
     """Of the policies of a given cluster file none counts: its history and time limits are for its own users."""
+    policies = _POLICIES | {"decode_timeout_s": request_s - _PREFILL_S, "history_file": str(folder / "history.db")}
     return {
         "prefill_servers": [node.server for node in nodes if node.role == "prefill"],
         "decode_servers": [node.server for node in nodes if node.role != "prefill"],
-        "policies": _POLICIES | {"history_file": str(folder / "history.db")},
+        "policies": policies,
     } | ({"identity": identity} if identity else {})

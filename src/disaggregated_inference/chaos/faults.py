@@ -17,13 +17,12 @@ from disaggregated_inference.chaos.clients import ChaosClients, wait_for
 from disaggregated_inference.chaos.gate import Gate
 from disaggregated_inference.chaos.line import LINE_FAULTS, DisturbedLine, LineFault
 from disaggregated_inference.chaos.nodes import ChaosNode
+from disaggregated_inference.chaos.settings import ChaosSettings
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.local_nodes import Process
 
 _PAUSE_S = (0.2, 1.2)  # between two faults
 _LASTS_S = (0.3, 5.0)
-_SETTLE_S = 120.0  # until a node is used again after its fault
-_UNLOAD_S = 10.0
 _DISK_BYTES = 4096  # no file grows beyond this while the disk is "full"
 _KINDS = [*["kill"] * 3, *["freeze"] * 3, *["line"] * 10, "reload", "unload", *["disk full"] * 2]
 _SHARED = ("reload", "unload", "disk full")  # faults that take no node away
@@ -46,10 +45,11 @@ class FaultMaker:
     """`problems`: nodes that did not come back."""
 
     def __init__(
-        self, nodes: list[ChaosNode], gateway: Process, clients: ChaosClients, gate: Gate, seed: int, everything: bool
+        self, nodes: list[ChaosNode], gateway: Process, clients: ChaosClients, gate: Gate, settings: ChaosSettings
     ) -> None:
         self._nodes, self._gateway, self._clients, self._gate = nodes, gateway, clients, gate
-        self._draw, self._everything = random.Random(seed), everything
+        self._draw, self._everything = random.Random(settings.seed), settings.everything
+        self._timeouts = settings.timeouts
         self._began_at = time.monotonic()
         self._busy: set[str] = set()  # nodes, and names of shared faults
         self._tasks: set[asyncio.Task[None]] = set()
@@ -149,8 +149,8 @@ class FaultMaker:
         async def is_used() -> bool:
             return node.name in await self.usable()
 
-        if not await wait_for(is_used, _SETTLE_S):
-            self.problems.append(f"{node.name} was not used again within {_SETTLE_S:g} s of {fault.kind}")
+        if not await wait_for(is_used, self._timeouts.settle_s):
+            self.problems.append(f"{node.name} was not used again within {self._timeouts.settle_s:g} s of {fault.kind}")
         fault.settled_s = round(time.monotonic() - since, 2)
 
     async def _kill(self, node: ChaosNode, seconds: float) -> int:
@@ -180,7 +180,7 @@ class FaultMaker:
         async with self._gate.closed() as is_idle:
             if not is_idle:
                 return 0
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_UNLOAD_S)) as session:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(self._timeouts.unload_s)) as session:
                 return sum([await _unloaded(session, node) for node in self._nodes if node.name not in self._busy])
 
 

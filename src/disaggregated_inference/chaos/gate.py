@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-_IDLE_S = 60.0  # for running requests to end
+from disaggregated_inference.timeouts import ChaosTimeouts
 
 
 class Gate:
-    def __init__(self) -> None:
-        self.inside = 0
+    """`idle_s`: for running requests to end."""
+
+    def __init__(self, idle_s: float = ChaosTimeouts().idle_s) -> None:
+        self.inside, self._idle_s = 0, idle_s
         self._open, self._empty = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._empty.set()
@@ -31,7 +33,7 @@ class Gate:
         """Yields whether all requests have ended."""
         self._open.clear()
         try:
-            async with asyncio.timeout(_IDLE_S):
+            async with asyncio.timeout(self._idle_s):
                 await self._empty.wait()
             is_idle = True
         except TimeoutError:

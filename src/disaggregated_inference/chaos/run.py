@@ -14,7 +14,7 @@ from typing import Any
 from disaggregated_inference.chaos.answers import ChaosAnswer, difference, partial_difference
 from disaggregated_inference.chaos.catalogue import ChaosRequest, catalogue
 from disaggregated_inference.chaos.clients import ChaosClients, Leaves, wait_for
-from disaggregated_inference.chaos.cluster import REQUEST_S, ChaosCluster, chaos_cluster
+from disaggregated_inference.chaos.cluster import ChaosCluster, chaos_cluster
 from disaggregated_inference.chaos.faults import FaultMaker
 from disaggregated_inference.chaos.footprint import Footprint, footprint_of
 from disaggregated_inference.chaos.gate import Gate
@@ -25,12 +25,7 @@ from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.orchestrator import DisaggregatedInference
 
 _LEAVING = 0.12  # of the clients go in the middle of an answer
-_LEAVE_S = 0.5  # a client of a whole answer goes within this time
-_FREE_S = 120.0  # until all memory is free again: leases end before
-_READY_S = 120.0
 _SAMPLES = 10
-_SAMPLE_POLL_S = 0.2
-_SHOW_S = 0.5
 _LOG_BYTES = 8000  # an error of eight requests at once, with its trace
 
 
@@ -42,7 +37,8 @@ def run_chaos(settings: ChaosSettings, show: Show) -> ChaosReport:
 class ChaosRun:
     def __init__(self, settings: ChaosSettings, cluster: ChaosCluster, show: Show) -> None:
         self._settings, self._cluster, self._show = settings, cluster, show
-        self._outcomes, self._gate, self._over = RequestOutcomes(), Gate(), asyncio.Event()
+        self._timeouts = settings.timeouts
+        self._outcomes, self._gate, self._over = RequestOutcomes(), Gate(settings.timeouts.idle_s), asyncio.Event()
         self._requests = catalogue(settings.seed, cluster.model, short=not settings.faults)
         self._expected: list[ChaosAnswer] = []
         self._begun = 0
@@ -52,7 +48,7 @@ class ChaosRun:
 
     async def run(self) -> ChaosReport:
         core = DisaggregatedInference(self._without_history())
-        self._clients = ChaosClients(core, self._cluster.gateway.url, REQUEST_S)
+        self._clients = ChaosClients(core, self._cluster.gateway.url, self._timeouts.request_s)
         with suppress(NotImplementedError):
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupt)
         try:
@@ -72,14 +68,7 @@ class ChaosRun:
         self._over.set()
 
     async def _run(self) -> ChaosReport:
-        self._faults = FaultMaker(
-            self._cluster.nodes,
-            self._cluster.gateway,
-            self._clients,
-            self._gate,
-            self._settings.seed,
-            self._settings.everything,
-        )
+        self._faults = FaultMaker(self._cluster.nodes, self._cluster.gateway, self._clients, self._gate, self._settings)
         await self._wait_for_nodes()
         await self._ask_undisturbed()
         begin, self._began_at = await self._footprints(), time.monotonic()
@@ -91,7 +80,7 @@ class ChaosRun:
         async def all_are_used() -> bool:
             return len(await self._faults.usable()) == len(self._cluster.nodes)
 
-        if not await wait_for(all_are_used, _READY_S):
+        if not await wait_for(all_are_used, self._timeouts.ready_s):
             raise DisaggError("not all nodes are usable: see `disagg status`")
 
     async def _ask_undisturbed(self) -> None:
@@ -119,12 +108,12 @@ class ChaosRun:
 
     async def _watch_clock(self) -> None:
         while not self._over.is_set():
-            await asyncio.sleep(_SHOW_S)
+            await asyncio.sleep(self._timeouts.show_s)
             self._show(self._progress())
             if not self._settings.requests and self._passed_s() > self._settings.minutes * 60:
                 self._over.set()
         while True:
-            await asyncio.sleep(_SHOW_S)
+            await asyncio.sleep(self._timeouts.show_s)
             self._show(f"{self._progress()}; ending")
 
     def _progress(self) -> str:
@@ -153,7 +142,9 @@ class ChaosRun:
         leaves = _leaves_at(draw.random() * sum(len(choice.text) for choice in expected.choices) if leaving else None)
         asked = self._clients.ask(request, request_id, answer, leaves)
         try:
-            await asyncio.wait_for(asked, draw.random() * _LEAVE_S if leaving and not request.stream else None)
+            await asyncio.wait_for(
+                asked, draw.random() * self._timeouts.leave_s if leaving and not request.stream else None
+            )
         except TimeoutError:
             pass
         except Exception as error:  # whatever a client gets is an outcome
@@ -198,9 +189,9 @@ class ChaosRun:
         every = self._settings.requests // _SAMPLES
         while every and len(self._samples) < _SAMPLES:
             due = every * (len(self._samples) + 1)
-            await wait_for(partial(self._has_ended, due), math.inf, _SAMPLE_POLL_S)
+            await wait_for(partial(self._has_ended, due), math.inf, self._timeouts.poll_s)
             async with self._gate.closed():
-                await asyncio.sleep(_SAMPLE_POLL_S)
+                await asyncio.sleep(self._timeouts.poll_s)
                 processes = await self._footprints()
                 self._samples.append(GrowthSample(requests=self._outcomes.total, processes=processes))
 
@@ -223,7 +214,7 @@ class ChaosRun:
             left.extend(_queued((await self._clients.core.status())["queue"]))
             return not left
 
-        await wait_for(is_free, _FREE_S)
+        await wait_for(is_free, self._timeouts.free_s)
         return left
 
     def _report(self, begin: dict[str, Footprint], end: dict[str, Footprint], left: list[str]) -> ChaosReport:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import msgspec
 
+from disaggregated_inference.timeouts import ChaosTimeouts
+
 
 class ChaosSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The options of the command. `requests` 0: as many as fit into the minutes."""
@@ -20,3 +22,4 @@ class ChaosSettings(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[str, str] = ("simulated", "simulated")  # prefill, decode
     model: str = ""
     log: Path | None = None
+    timeouts: ChaosTimeouts = ChaosTimeouts()

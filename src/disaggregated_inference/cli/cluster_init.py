@@ -14,7 +14,7 @@ from disaggregated_inference.cluster import ClusterConfig, load_config
 from disaggregated_inference.cluster.deploy import MachinePlan, MachineSession, on_machines
 from disaggregated_inference.cluster.inventory import Inventory
 from disaggregated_inference.cluster.machines import ClusterMachine
-from disaggregated_inference.cluster.proposal import Assignment, cluster_toml, propose, require_known
+from disaggregated_inference.cluster.proposal import ProposedNode, cluster_toml, propose, require_known
 from disaggregated_inference.errors import ConfigError
 from disaggregated_inference.identity import Authority
 from disaggregated_inference.models import default_home
@@ -106,7 +106,7 @@ def _line(name: str, found: Inventory) -> str:
     return f"{name}: {'; '.join(part for part in parts if part)}"
 
 
-def _issue_keys(machines: dict[str, Inventory], chosen: Sequence[Assignment]) -> str:
+def _issue_keys(machines: dict[str, Inventory], chosen: Sequence[ProposedNode]) -> str:
     """A key for each machine and for this one; those that are there stay. Returns this machine's folder."""
     folder = default_home() / "keys"
     authority = Authority(folder) if (folder / "ca.key").exists() else Authority.create(folder)

@@ -15,7 +15,7 @@ from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.cluster import ClusterConfig, Server, load_config
 from disaggregated_inference.cluster.deploy import ask_gateway, figure_of
 from disaggregated_inference.errors import DisaggError
-from disaggregated_inference.orchestrator import FALLBACK_WARNING, Verdict
+from disaggregated_inference.orchestrator import FALLBACK_WARNING, ModelVerdict
 
 _PROMPT = "List the planets of the solar system, and say one thing about each of them. "
 _REPEATS, _REPEAT_TOKENS = 12, 160  # twice what one has, if each character is a token
@@ -104,7 +104,7 @@ def _health(config: ClusterConfig) -> str:
         client.health()
         status = client.status()
     down = [f"{node['name']}: {node['state']}" for node in status["nodes"] if not node["usable"]]
-    if down or any(verdict != Verdict.ALL_UP for verdict in status["models"].values()):
+    if down or any(verdict != ModelVerdict.ALL_UP for verdict in status["models"].values()):
         raise DisaggError(f"{status['verdict']} ({'; '.join(down)})")
     return f"{len(status['nodes'])} nodes, {status['verdict']}"
 

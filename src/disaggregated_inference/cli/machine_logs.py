@@ -20,8 +20,8 @@ from disaggregated_inference.cluster.deploy import (
     on_machines,
     read_logs,
 )
+from disaggregated_inference.timeouts import DeployTimeouts
 
-_AGAIN_S = 5.0
 _FIRST = ("time", "level", "logger", "message")
 
 
@@ -63,7 +63,7 @@ async def _follow_machine(
     config: ClusterConfig, plan: MachinePlan, count: int, queue: "asyncio.Queue[LogLine]"
 ) -> None:
     """Again and again: a machine that is away is told once, and again when it is back."""
-    missing = ""
+    missing, again_s = "", DeployTimeouts().log_again_s
 
     async def follow(session: MachineSession) -> None:
         nonlocal missing, count
@@ -76,9 +76,9 @@ async def _follow_machine(
         (outcome,) = await on_machines([plan], config, follow, _silent)
         if not missing:
             reason = str(outcome.error or f"{plan.name}: its log ended: is anything deployed there?")
-            typer.echo(f"{one_line(reason)}; trying again every {_AGAIN_S:.0f} s", err=True)
+            typer.echo(f"{one_line(reason)}; trying again every {again_s:.0f} s", err=True)
         missing = "told"
-        await asyncio.sleep(_AGAIN_S)
+        await asyncio.sleep(again_s)
 
 
 class _Printer:

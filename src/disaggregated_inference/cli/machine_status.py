@@ -22,7 +22,7 @@ from disaggregated_inference.cluster.deploy import (
     on_machines,
     path_in_use,
 )
-from disaggregated_inference.orchestrator import Verdict, verdict_of
+from disaggregated_inference.orchestrator import ModelVerdict, verdict_of
 
 _COLOURS = {"healthy": "green", "loading": "yellow", "draining": "yellow", "degraded": "yellow"}
 
@@ -46,7 +46,7 @@ async def _look(config: ClusterConfig, plans: Sequence[MachinePlan]) -> list[Mac
     ]
 
 
-def model_verdicts(config: ClusterConfig, machines: Sequence[MachineOverview]) -> dict[str, Verdict]:
+def model_verdicts(config: ClusterConfig, machines: Sequence[MachineOverview]) -> dict[str, ModelVerdict]:
     """A node on a machine that does not answer is down."""
     healthy = {service.title for machine in machines for service in machine.services if service.health == "healthy"}
     return {
@@ -55,7 +55,7 @@ def model_verdicts(config: ClusterConfig, machines: Sequence[MachineOverview]) -
     }
 
 
-def _as_data(machines: Sequence[MachineOverview], verdicts: dict[str, Verdict]) -> dict[str, Any]:
+def _as_data(machines: Sequence[MachineOverview], verdicts: dict[str, ModelVerdict]) -> dict[str, Any]:
     data = msgspec.to_builtins(list(machines))
     for machine, overview in zip(data, machines, strict=True):
         for service, known in zip(machine["services"], overview.services, strict=True):
@@ -63,7 +63,7 @@ def _as_data(machines: Sequence[MachineOverview], verdicts: dict[str, Verdict]) 
     return {"machines": data, "models": {name: str(verdict) for name, verdict in verdicts.items()}}
 
 
-def render(machines: Sequence[MachineOverview], verdicts: dict[str, Verdict]) -> RenderableType:
+def render(machines: Sequence[MachineOverview], verdicts: dict[str, ModelVerdict]) -> RenderableType:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("machine", "service", "role", "engine", "state", "restarts", "KV from"):
         table.add_column(name, no_wrap=name != "KV from")
@@ -83,7 +83,7 @@ def render(machines: Sequence[MachineOverview], verdicts: dict[str, Verdict]) ->
         if each.release
     ]
     models = [
-        Text(f"{name}: {verdict}", "green" if verdict == Verdict.ALL_UP else "red")
+        Text(f"{name}: {verdict}", "green" if verdict == ModelVerdict.ALL_UP else "red")
         for name, verdict in verdicts.items()
     ]
     return Group(table, *errors, *reasons, *releases, *models)

@@ -15,7 +15,7 @@ from rich.text import Text
 from disaggregated_inference.cli.screen import mute_logs, speed, stdout_console
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.cluster import load_config
-from disaggregated_inference.orchestrator import Verdict
+from disaggregated_inference.orchestrator import ModelVerdict
 
 Status = dict[str, Any]  # the client's status()
 Node = dict[str, Any]  # one entry of its `nodes`
@@ -90,7 +90,7 @@ def render(status: Status) -> RenderableType:
 
 def _is_up(status: Status) -> bool:
     """A warning does not count: with `strict_models` the node would be down."""
-    return all(verdict == Verdict.ALL_UP for verdict in status["models"].values())
+    return all(verdict == ModelVerdict.ALL_UP for verdict in status["models"].values())
 
 
 class _NodeTable:

@@ -36,11 +36,11 @@ from disaggregated_inference.local_nodes import (
     stopping,
 )
 from disaggregated_inference.models import ModelFiles, ModelStore
+from disaggregated_inference.timeouts import CommandTimeouts
 
 _EMBEDDED, _SIMULATED = "smollm2", "simulated:qwen3-30b-a3b"
 _ENGINES = {"prefill": ("torch", "mlx", "llamacpp", "vllm"), "decode": ("mlx", "torch", "llamacpp")}  # best first
 _DRAIN = ("--drain", "2")  # seconds for running requests: a person waits
-_WATCH_S = 0.2
 _PROFILE = re.compile(r"\s*custom:[^,]*,[^,]*|[^,]+")  # a custom one has a comma of its own
 _PROMPT = "Why is the sky blue?"
 
@@ -212,11 +212,11 @@ def _working(console: Console, text: str) -> Iterator[None]:
         yield
 
 
-def _watch(processes: list[Process]) -> None:
+def _watch(processes: list[Process], timeouts: CommandTimeouts = CommandTimeouts()) -> None:
     while True:
         for process in processes:
             process.require_alive()
-        time.sleep(_WATCH_S)
+        time.sleep(timeouts.watch_s)
 
 
 def _how_to(plan: _Plan, url: str, path: Path) -> str:

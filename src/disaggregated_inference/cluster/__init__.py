@@ -10,13 +10,12 @@ from disaggregated_inference.cluster.config import (
     find_config,
     load_config,
 )
-from disaggregated_inference.cluster.model_match import ModelMatch, bare_name
+from disaggregated_inference.cluster.model_match import bare_name
 from disaggregated_inference.cluster.reader import join_address, read_file, split_address
 from disaggregated_inference.cluster.reference import reference
 
 __all__ = [
     "ClusterConfig",
-    "ModelMatch",
     "ModelOptions",
     "Policies",
     "PrefixSharing",

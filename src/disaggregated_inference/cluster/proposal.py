@@ -64,7 +64,7 @@ KNOWN_MODELS = {
 }
 
 
-class Assignment(NamedTuple):
+class ProposedNode(NamedTuple):
     machine: str
     role: str
     model: KnownModel
@@ -76,12 +76,12 @@ class Assignment(NamedTuple):
         return self.checkpoint.weights_gb + self.model.kv_token_bytes * self.model.context_window / _GB
 
 
-def propose(machines: Mapping[str, Inventory], models: Sequence[str]) -> list[Assignment]:
+def propose(machines: Mapping[str, Inventory], models: Sequence[str]) -> list[ProposedNode]:
     """A prefill and a decode node for each model; on a machine that is alone, one node for both."""
     require_known(models)
     wanted = [KNOWN_MODELS[name] for name in models]
     left_gb = {name: found.model_memory_bytes * _SHARE / _GB for name, found in machines.items()}
-    chosen: list[Assignment] = []
+    chosen: list[ProposedNode] = []
     for model in sorted(wanted, key=_size, reverse=True):
         for role in _roles(machines):
             taken = {each.machine for each in chosen if each.model is model}
@@ -111,9 +111,9 @@ def _best(
     model: KnownModel,
     machines: Mapping[str, Inventory],
     left_gb: Mapping[str, float],
-    chosen: Sequence[Assignment],
+    chosen: Sequence[ProposedNode],
     taken: set[str],
-) -> Assignment:
+) -> ProposedNode:
     """The right kind of machine first, then one without a node, then the one with the most memory left."""
     right = {"prefill": "cuda", "decode": "metal"}.get(role, "")
     used = [each.machine for each in chosen]
@@ -127,7 +127,7 @@ def _best(
     for name in sorted((each for each in machines if each not in taken), key=rank):
         port = _PORTS[role] + 10 * used.count(name)
         for checkpoint in model.checkpoints.get(machines[name].accelerator, ()):
-            found = Assignment(name, role, model, checkpoint, port)
+            found = ProposedNode(name, role, model, checkpoint, port)
             if found.needed_gb <= left_gb[name]:
                 return found
     memories = ", ".join(f"{name}: {left_gb[name]:.0f} GB left" for name in machines)
@@ -138,7 +138,7 @@ def _best(
 def cluster_toml(
     machines: Mapping[str, Inventory],
     targets: Mapping[str, str],
-    chosen: Sequence[Assignment],
+    chosen: Sequence[ProposedNode],
     identity: str,
     trusted_link: str,
 ) -> str:
@@ -183,7 +183,7 @@ def _machine(name: str, found: Inventory, target: str) -> str:
     return f"# {about}: {sizes}{python}\n[machines.{_quoted(name)}]\nssh = {_quoted(target)}\n"
 
 
-def _server(each: Assignment, found: Inventory, target: str) -> str:
+def _server(each: ProposedNode, found: Inventory, target: str) -> str:
     kind = "prefill" if each.role == "prefill" else "decode"
     host = _host(found, target)
     there = " (already there)" if each.checkpoint.repository in found.models else ""

@@ -183,7 +183,7 @@ CHECKS: dict[str, CheckKind] = {
     ),
     "local-network": CheckKind(
         "macOS may not let the node reach other machines",
-        "Since macOS 15 a background service of a user may not connect to the local network until somebody allows it"
+        "Since macOS 15 a background service of a user may not connect to the local network until a person allows it"
         " on the screen. It sees `No route to host`. Commands by ssh, services of the system and root are allowed.",
         "Allow it in System Settings, Privacy & Security, Local Network; or deploy the node as a system service",
         True,

@@ -4,10 +4,11 @@ import importlib
 import importlib.util
 from typing import Any
 
-from disaggregated_inference.engines.base import Engine, Logits, Sequence, Tokens, chunks
+from disaggregated_inference.engines.base import Engine, Logits, Tokens, chunks
 from disaggregated_inference.engines.memory import available_bytes
 from disaggregated_inference.engines.rows import RowAllocator
 from disaggregated_inference.engines.scoring import Scoring, chunk_scoring
+from disaggregated_inference.engines.sequence import Sequence
 from disaggregated_inference.engines.versions import EnginePackage, engine_packages
 from disaggregated_inference.errors import DisaggError, EngineUnavailable, ModelDamaged, ModelUnsupported
 from disaggregated_inference.models import ENGINE_FILES, SIMULATED_MODELS, FileKind, ModelFiles

@@ -15,7 +15,6 @@ what they take now. The caller keeps to the limit: it knows which requests can w
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,12 +22,12 @@ from numpy import float32
 from numpy.typing import NDArray
 
 from disaggregated_inference.engines.scoring import Scoring
+from disaggregated_inference.engines.sequence import Sequence, broken_on_error, require_batch
 from disaggregated_inference.errors import (
     ContextTooLong,
     EngineUnavailable,
     KVMemoryFull,
     PromptLogprobsUnsupported,
-    SequenceBroken,
     SliceRefused,
     TokensRefused,
 )
@@ -54,19 +53,6 @@ class Logits(Protocol):
 
     def numpy(self, rows: Items[int] | None = None) -> NDArray[float32]:
         """On the host: all rows, or only `rows`, in that order."""
-
-
-@dataclass(eq=False, slots=True)
-class Sequence:
-    """One request's KV. `length` counts tokens that are complete in every layer; `placed` runs ahead, per layer."""
-
-    capacity: int
-    placed: list[int]
-    state: Any
-    length: int = 0
-    computed: int = 0  # prompt tokens that went through the model here
-    closed: bool = False
-    broken: bool = False
 
 
 @dataclass(slots=True)
@@ -149,23 +135,23 @@ class Engine(ABC):
         """
         if not len(tokens):
             raise TokensRefused("a chunk needs at least one token")
-        self._require_room(sequence, len(tokens))
+        sequence.require_room(len(tokens))
         self.require_vocabulary(tokens)
         if scoring:
-            self._require_scoring(scoring, len(tokens))
+            self.require_prompt_logprobs()
+            scoring.require_chunk(len(tokens))
+            self.require_vocabulary(scoring.targets)
         with broken_on_error(sequence):
             sequence.computed += len(tokens)
             logits = self._prefill(sequence, tokens, emit, scoring if scoring and scoring.targets else None)
-        self._advance(sequence, len(tokens))
+        sequence.advance(len(tokens))
         return logits
 
     def place(self, sequence: Sequence, piece: KVSlice) -> None:
         """Write one layer's slice. Layers may arrive in any order, the slices of one layer by position."""
-        self._require_usable(sequence)
+        sequence.require_usable()
         piece.require_fits(self.spec.layout)
-        self._require_next(sequence, piece)
-        if piece.stop > sequence.capacity:
-            raise KVMemoryFull(f"slice up to token {piece.stop} in a sequence with a capacity of {sequence.capacity}")
+        sequence.require_next(piece, self.spec.layout.layers[piece.layer])
         piece.wait()
         with broken_on_error(sequence):
             self._place(sequence, piece)
@@ -173,7 +159,7 @@ class Engine(ABC):
 
     def commit(self, sequence: Sequence, length: int) -> None:
         """Declare the first `length` tokens complete; refused while any layer lacks rows."""
-        self._require_usable(sequence)
+        sequence.require_usable()
         short = [layer for layer, stop in enumerate(sequence.placed) if stop != length]
         if short:
             raise SliceRefused(f"commit of {length} tokens: layer {short[0]} has {sequence.placed[short[0]]}")
@@ -183,25 +169,27 @@ class Engine(ABC):
 
     def rollback(self, sequence: Sequence) -> None:
         """Discard what was placed since the last commit."""
-        self._require_usable(sequence)
+        sequence.require_usable()
         with broken_on_error(sequence):
             self._rollback(sequence)
-        self._advance(sequence, 0)
+        sequence.advance(0)
 
     def export(self, sequence: Sequence, start: int = 0) -> Iterator[KVSlice]:
         """The sequence's rows from position `start` on, one slice per layer."""
-        self._require_room(sequence, 0)
+        sequence.require_room(0)
         if not 0 <= start < sequence.length:
             raise SliceRefused(f"export from token {start} of a sequence of {sequence.length}")
         return self._export(sequence, start)
 
     def step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits:
         """Feed one token to each sequence and return the logits of the next. Every call may have other sequences."""
-        self._require_batch(sequences, tokens)
+        require_batch(sequences, len(tokens), self.max_batch)
+        if isinstance(tokens, Items):
+            self.require_vocabulary(tokens)
         with broken_on_error(*sequences):
             logits = self._step(sequences, tokens)
         for sequence in sequences:
-            self._advance(sequence, 1)
+            sequence.advance(1)
         return logits
 
     def unload(self) -> None:
@@ -258,73 +246,18 @@ class Engine(ABC):
     @abstractmethod
     def _step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits: ...
 
-    def _advance(self, sequence: Sequence, count: int) -> None:
-        sequence.length += count
-        sequence.placed = [sequence.length] * len(sequence.placed)
-
-    def _require_usable(self, sequence: Sequence) -> None:
-        if sequence.closed:
-            raise SliceRefused("the sequence is closed")
-        if sequence.broken:
-            raise SequenceBroken("an earlier call on this sequence failed; close it and start again")
-
-    def _require_room(self, sequence: Sequence, count: int) -> None:
-        self._require_usable(sequence)
-        if sequence.placed.count(sequence.length) != len(sequence.placed):  # fast: every step checks every sequence
-            raise SliceRefused("slices were placed and not committed; commit or roll back first")
-        if sequence.length + count > sequence.capacity:
-            raise KVMemoryFull(f"{sequence.length + count} tokens in a sequence with a capacity of {sequence.capacity}")
-
     def require_prompt_logprobs(self) -> None:
         if not self.prompt_logprobs:
             raise PromptLogprobsUnsupported(
                 f"the engine {self.name} computes no prompt logprobs: leave out prompt_logprobs, or use another engine"
             )
 
-    def _require_scoring(self, scoring: Scoring, count: int) -> None:
-        self.require_prompt_logprobs()
-        if len(scoring.targets) not in (count, count - 1):
-            raise TokensRefused(f"{len(scoring.targets)} tokens to score after a chunk of {count}")
-        if scoring.targets:
-            self.require_vocabulary(scoring.targets)
-
     def require_vocabulary(self, tokens: Items[int]) -> None:
         """An id beyond the vocabulary crashes MLX and makes CUDA unusable: refuse it here."""
-        low, high = min(tokens), max(tokens)
+        low, high = min(tokens, default=0), max(tokens, default=0)
         if low < 0 or high >= self.spec.vocabulary:
             invalid = low if low < 0 else high
             raise TokensRefused(f"token {invalid} is not in the vocabulary of {self.spec.vocabulary}")
-
-    def _require_batch(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> None:
-        count = len(sequences)
-        if not 0 < count <= self.max_batch:
-            raise TokensRefused(f"a step of {count} sequences; this engine takes 1 to {self.max_batch}")
-        if len({id(sequence) for sequence in sequences}) < count:
-            raise TokensRefused("a sequence may be in a step only once")
-        if len(tokens) != count:
-            raise TokensRefused(f"{len(tokens)} tokens for {count} sequences")
-        for sequence in sequences:
-            self._require_room(sequence, 1)
-        if isinstance(tokens, Items):
-            self.require_vocabulary(tokens)
-
-    def _require_next(self, sequence: Sequence, piece: KVSlice) -> None:
-        """The slice must continue the layer: at its last row, or where a sliding layer's window begins."""
-        held = sequence.placed[piece.layer]
-        plan = self.spec.layout.layers[piece.layer]
-        if piece.start != held and piece.start != plan.first_row(held, piece.stop):
-            raise SliceRefused(f"layer {piece.layer}: slice starts at {piece.start}, {held} tokens are held")
-
-
-@contextmanager
-def broken_on_error(*sequences: Sequence) -> Iterator[None]:
-    """A failure inside leaves the sequences in an unknown state: mark them broken."""
-    try:
-        yield
-    except BaseException:
-        for sequence in sequences:
-            sequence.broken = True
-        raise
 
 
 def token_list(tokens: Items[int] | Tokens) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from disaggregated_inference.errors import SequenceBroken
+from disaggregated_inference.errors import SequenceBroken, TokensRefused
 from disaggregated_inference.kv import LOWEST_LOGPROB, LogprobRows
 
 _LOGITS_BYTES = 64 << 20  # of one piece, in float32
@@ -26,6 +26,10 @@ class Scoring:
     alternatives: int
     put: Callable[[LogprobRows], None]  # called once per piece, in order
     logits_bytes: int = _LOGITS_BYTES
+
+    def require_chunk(self, count: int) -> None:
+        if len(self.targets) not in (count, count - 1):
+            raise TokensRefused(f"{len(self.targets)} tokens to score after a chunk of {count}")
 
     def pieces(self, vocabulary: int) -> Iterator[slice]:
         """Places in the chunk whose logits are in memory together."""

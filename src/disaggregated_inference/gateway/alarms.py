@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from disaggregated_inference.orchestrator import FALLBACK_WARNING, HistoryFilter, HistoryReader, Verdict
+from disaggregated_inference.orchestrator import FALLBACK_WARNING, HistoryFilter, HistoryReader, ModelVerdict
 
 Record = dict[str, Any]
 _FEW = 10  # requests; with fewer a share says little
@@ -72,7 +72,7 @@ def _share(alarm: Alarm, found: Record, part: str, whole: str, enough: str) -> A
 
 
 def _prefill_down(models: dict[str, str]) -> Alarm:
-    down = [name for name, verdict in models.items() if verdict == Verdict.PREFILL_DOWN]
+    down = [name for name, verdict in models.items() if verdict == ModelVerdict.PREFILL_DOWN]
     return _judged(_PREFILL, len(down), f"decode nodes read all prompts of {', '.join(down)}: start a prefill node")
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from disaggregated_inference.api import OutputFormat, Progress, RequestOptions, TopLogprob
+from disaggregated_inference.api import OutputFormat, Progress, RequestOptions, RequestRecord, TopLogprob
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.tool_parsers import parser_of
 from disaggregated_inference.gateway.tool_parsers.base import ContentDelta, PlainParser, ToolParser
@@ -42,7 +42,7 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     logprob: float | None = None
     top_logprobs: Sequence[TopLogprob] = ()
     finish_reason: str | None = None  # stop, length or tool_calls
-    metrics: dict[str, Any] | None = None  # only on the last delta of a request, which has no choice
+    record: RequestRecord | None = None  # only on the last delta of a request, which has no choice
     progress: Progress | None = None  # only before the first token; then nothing else is set
     waiting: str = ""  # no decode node is there, and the request waits for one; then nothing else is set
 
@@ -57,8 +57,10 @@ async def stream_chat(core: DisaggregatedInference, chat: ChatRequest, on_plan: 
     parsers: dict[int, ToolParser] = {}
 
     def parse(delta: Delta) -> ChatDelta:
-        if delta.metrics is not None or delta.progress is not None or delta.waiting:
-            return ChatDelta(metrics=delta.metrics, progress=delta.progress, waiting=delta.waiting)
+        if delta.completion:
+            return ChatDelta(record=delta.completion.record)
+        if delta.progress is not None or delta.waiting:
+            return ChatDelta(progress=delta.progress, waiting=delta.waiting)
         if (parser := parsers.get(delta.choice)) is None:
             parser = parsers[delta.choice] = _new_parser(tokenizer, chat)
         content, finish = parser.take(delta), delta.finish_reason

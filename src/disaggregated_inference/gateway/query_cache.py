@@ -15,7 +15,6 @@ Result = TypeVar("Result")
 _MAX_ANSWERS = 64
 _AT_ONCE = 2  # threads that read the history
 _MAX_WAITING = 256  # questions of one caller; clients that leave do not end theirs
-_RETRY_S = 2
 _REST = 10  # an answer is good for so many times the time that it took: reading never takes much of a core
 
 
@@ -29,7 +28,7 @@ class QueryCache:
     causes the work."""
 
     def __init__(self, timeouts: GatewayTimeouts = GatewayTimeouts()) -> None:
-        self._answer_s = timeouts.answer_s
+        self._timeouts = timeouts
         self._tasks: dict[Hashable, asyncio.Task[_Answer]] = {}
         self._turn, self._single_turn = asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(_AT_ONCE)
         self._waiting: Counter[str | None] = Counter()  # questions of each caller
@@ -58,7 +57,9 @@ class QueryCache:
 
     def _begin(self, caller: str | None) -> None:
         if self._waiting[caller] >= _MAX_WAITING:
-            raise QueueFull(f"{_MAX_WAITING} questions about the history are waiting already", _RETRY_S)
+            raise QueueFull(
+                f"{_MAX_WAITING} questions about the history are waiting already", self._timeouts.answer_hint_s
+            )
         self._waiting[caller] += 1
 
     def _end(self, caller: str | None) -> None:
@@ -71,7 +72,7 @@ class QueryCache:
             began_at = time.monotonic()
             content = await in_thread(work)
             now = time.monotonic()
-            return _Answer(content, now + max(self._answer_s, _REST * (now - began_at)))
+            return _Answer(content, now + max(self._timeouts.answer_s, _REST * (now - began_at)))
 
 
 def _is_good(task: "asyncio.Task[_Answer]") -> bool:

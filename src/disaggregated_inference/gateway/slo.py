@@ -41,23 +41,11 @@ _TARGETS = (
         better="higher",
         what="one after the other, over wall time, last minute",
     ),
-    Target(
-        name="uptime",
-        unit="%",
-        goal=99.9,
-        better="higher",
-        what="time in which all models could be served",
-    ),
+    Target(name="uptime", unit="%", goal=99.9, better="higher", what="time in which all models could be served"),
     Target(name="errors", unit="%", goal=0.1, better="lower", what="failures that were not the request's own fault"),
     Target(name="failover", unit="s", goal=5, better="lower", what="longest gap in an answer over a failed node"),
     Target(name="cost_per_request", unit="$", goal=0.01, better="lower", what="mean of requests whose cost is known"),
-    Target(
-        name="requests_per_kwh",
-        unit="1/kWh",
-        goal=50,
-        better="higher",
-        what="answered, energy known",
-    ),
+    Target(name="requests_per_kwh", unit="1/kWh", goal=50, better="higher", what="answered, energy known"),
     Target(name="utilisation", unit="%", goal=60, better="higher", what="slots of decode nodes in use, now"),
 )
 

@@ -11,7 +11,6 @@ from disaggregated_inference.http.server import Announce, HttpServer, announce_a
 from disaggregated_inference.http.sse import (
     KEEPALIVE_COMMENT,
     UNBUFFERED_HEADERS,
-    DescribeError,
     EventStreamResponse,
     sse_comment,
     sse_event,
@@ -26,7 +25,6 @@ __all__ = [
     "Announce",
     "Bearer",
     "Certificate",
-    "DescribeError",
     "EventStreamResponse",
     "HttpLimits",
     "HttpServer",

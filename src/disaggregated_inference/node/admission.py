@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from disaggregated_inference.errors import DisaggError, KVMemoryFull, NodeBusy, RequestTooLarge
+from disaggregated_inference.timeouts import NodeTimeouts
 
 log = logging.getLogger(__name__)
 
 _MEASURED_RELEASES = 32
-_DEFAULT_RETRY_S = 5  # where nothing was released yet
-_MAX_RETRY_S = 60
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +53,9 @@ class Admission:
         max_slots: int,
         max_waiting: int = 256,
         clock: Callable[[], float] = time.monotonic,
+        timeouts: NodeTimeouts = NodeTimeouts(),
     ) -> None:
+        self._timeouts = timeouts
         self.limit_bytes, self.max_slots, self.max_waiting = limit_bytes, max_slots, max_waiting
         self.held_bytes = self.held_slots = self.peak_bytes = 0
         self._clock, self._lock, self._thread = clock, threading.Lock(), threading.local()
@@ -155,13 +156,13 @@ class Admission:
         if self._is_free(cost_bytes, slots):
             return 1
         if not self._held_s:
-            return _DEFAULT_RETRY_S
+            return self._timeouts.retry_hint_s
         self._measure()
         claim_s = sum(self._held_s) / len(self._held_s)
         if self._held_since_release_s > claim_s:  # the next release is late
             claim_s = (sum(self._held_s) + self._held_since_release_s) / (len(self._held_s) + 1)
         rounds = (len(self._waiting) + 1) / max(1, len(self._held))
-        return max(1, min(_MAX_RETRY_S, round(rounds * claim_s)))
+        return max(1, min(self._timeouts.max_retry_hint_s, round(rounds * claim_s)))
 
     def _measure(self) -> None:
         """Add the time that claims held memory since the last call. Before any change of the held claims."""

@@ -68,7 +68,7 @@ class DecodeNode:
         """Let requests finish for `drain_s` seconds, then cancel them."""
         deadline = time.monotonic() + drain_s
         while self.open_requests and time.monotonic() < deadline:
-            time.sleep(0.02)
+            time.sleep(self.timeouts.drain_poll_s)
         self.requests.cancel_all()
 
     def generate_from_kv(

@@ -59,7 +59,7 @@ class KVListener:
         self._sockets: list[socket.socket] = []
         try:
             for address in addresses:
-                self._sockets.append(listen(address))
+                self._sockets.append(listen(address, accept_s=timeouts.accept_s))
         except BadRequest:
             self.close()
             raise
@@ -80,7 +80,7 @@ class KVListener:
         """Wait until no connection is open, at most `seconds`."""
         deadline = time.monotonic() + seconds
         while self._serving and time.monotonic() < deadline:
-            time.sleep(0.02)
+            time.sleep(self._timeouts.drain_poll_s)
 
     def addresses_for(self, host: str) -> tuple[Address, ...]:
         """The addresses to give to a client; `host`, where it reached this node, replaces wildcard addresses."""
@@ -95,7 +95,7 @@ class KVListener:
             except OSError as error:
                 if not self._closing.is_set():  # probably out of file descriptors: others will be closed
                     log.warning("cannot accept KV connections: %s", error)
-                    time.sleep(0.1)
+                    time.sleep(self._timeouts.accept_retry_s)
                 continue
             self._start(sock, peer[0] if peer else "")
 
@@ -159,14 +159,18 @@ def _spare_descriptors() -> int:
     return max(8, soft // 2) if soft != resource.RLIM_INFINITY else 1 << 16
 
 
-def listen(address: Address, options: tuple[str, str] = ("--kv-port", "--kv-address")) -> socket.socket:
+def listen(
+    address: Address,
+    options: tuple[str, str] = ("--kv-port", "--kv-address"),
+    accept_s: float = NodeTimeouts().accept_s,
+) -> socket.socket:
     """`options`: of the command line, for port and host."""
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
         sock = socket.create_server(address, family=family, backlog=1024)  # many decode nodes may connect at once
     except OSError as error:
         raise listen_error(error, *address, *options) from None
-    sock.settimeout(0.5)  # where a shutdown does not wake an accept, it ends after this time
+    sock.settimeout(accept_s)
     return sock
 
 

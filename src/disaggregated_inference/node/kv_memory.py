@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from disaggregated_inference.engines import Engine, Sequence, available_bytes
 from disaggregated_inference.errors import BadRequest, NodeBusy, NodeDraining
@@ -40,9 +41,10 @@ class KVMemory:
         self.prefixes = PrefixCache(self.engine.fingerprint, self.engine.dtype, cache_bytes, disk=disk)
         slots = self.engine.max_batch
         prefill_slots = max(1, slots // 4) if both_roles else 0
-        self.admission = Admission(limit // parts, max(1, slots - prefill_slots), max_waiting)
+        admission = partial(Admission, max_waiting=max_waiting, timeouts=timeouts)
+        self.admission = admission(limit // parts, max(1, slots - prefill_slots))
         # Where one engine has both roles, KV that waits to be fetched must leave memory for the requests that fetch it.
-        self.prefill_admission = Admission(limit // 2, prefill_slots, max_waiting) if both_roles else self.admission
+        self.prefill_admission = admission(limit // 2, prefill_slots) if both_roles else self.admission
         self.draining = False
         self.faults = 0  # how often `check` found a difference
         self.held_bytes = self.peak_held_bytes = 0  # as the engine last reported

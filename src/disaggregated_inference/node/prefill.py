@@ -35,8 +35,9 @@ class PrefillNode:
         chunked_prefill: Callable[[KVMemory, TicketBook, int, OnEnd], ChunkedPrefill] = ChunkedPrefill,
     ) -> None:
         self.kv_memory, self.scheduler, self.trust = kv_memory, kv_memory.scheduler, trust
+        self._timeouts = timeouts
         self.on_end: Callable[[PrefillMetrics | None, BaseException | None], None] = lambda metrics, error: None
-        self.tickets = TicketBook(lease_s=lease_s)
+        self.tickets = TicketBook(lease_s=lease_s, timeouts=timeouts.kv)
         self.jobs: dict[str, PrefillJob] = {}
         chunk = chunk_tokens or self.engine.chunk_tokens
         self.chunked_prefill = chunked_prefill(kv_memory, self.tickets, chunk, lambda *ended: self.on_end(*ended))
@@ -162,7 +163,7 @@ class PrefillNode:
         """Let prefills finish and KV be fetched for `drain_s` seconds, then cancel what is left."""
         deadline = time.monotonic() + drain_s
         while len(self.tickets) and time.monotonic() < deadline:
-            time.sleep(0.02)
+            time.sleep(self._timeouts.drain_poll_s)
         self.kv_server.listener.drain(deadline - time.monotonic())
         self._closing.set()
         self.chunked_prefill.prefix_writer.stop()

@@ -22,8 +22,7 @@ from disaggregated_inference.identity import Identity
 from disaggregated_inference.node.node import Node
 from disaggregated_inference.node.routes import node_app
 from disaggregated_inference.node.trust import Trust
-
-_RETRY_AFTER_S = 5  # small models load in seconds, large ones in minutes
+from disaggregated_inference.timeouts import NodeTimeouts
 
 Begin = Callable[[str], None]  # is called with the step of loading that begins
 Load = Callable[[Begin], Node]
@@ -45,7 +44,9 @@ class NodeStart:
         trust: Trust = Trust(),
         make_app: MakeApp = node_app,
         on_end: Callable[[], None] = lambda: None,
+        timeouts: NodeTimeouts = NodeTimeouts(),
     ) -> None:
+        self._timeouts = timeouts
         self._load_node, self._health, self._host = load, health, address[0]
         self._make_app, self._on_end = make_app, on_end
         self._token, self._drain_s, self._announce = token or None, drain_s, announce
@@ -120,8 +121,8 @@ class NodeStart:
             return response
 
         async def refuse(request: Request, error: Exception) -> Response:
-            message = f"this node is {self._reason()}; try again in {_RETRY_AFTER_S} s"
-            return error_response(NodeLoading(message), _RETRY_AFTER_S)
+            retry_s = self._timeouts.loading_hint_s
+            return error_response(NodeLoading(f"this node is {self._reason()}; try again in {retry_s} s"), retry_s)
 
         routes = [Route("/health", health), Route("/drain", drain, methods=["POST"])]
         middleware = [Middleware(RequestId), *([Middleware(Bearer, token=self._token)] if self._token else [])]

@@ -1,13 +1,11 @@
 """The orchestrator: routing, health, failover, queueing. `DisaggregatedInference` is the way in."""
 
 from disaggregated_inference.api import Delta
-from disaggregated_inference.orchestrator.alone import MachineComparison, comparisons
+from disaggregated_inference.orchestrator.alone import comparisons
 from disaggregated_inference.orchestrator.cluster_view import Route
 from disaggregated_inference.orchestrator.defaults import require_defaults
 from disaggregated_inference.orchestrator.history import History
 from disaggregated_inference.orchestrator.history_energy import (
-    EnergySum,
-    EnergySums,
     energy_by_node,
     energy_sums,
 )
@@ -19,7 +17,7 @@ from disaggregated_inference.orchestrator.orchestrator import DisaggregatedInfer
 from disaggregated_inference.orchestrator.recorder import FALLBACK_WARNING, OnPlan
 from disaggregated_inference.orchestrator.summary import RECENT_REQUESTS, Summary, is_cached, speedup, summary
 from disaggregated_inference.orchestrator.threads import in_thread
-from disaggregated_inference.orchestrator.verdict import Verdict, verdict_of
+from disaggregated_inference.orchestrator.verdict import ModelVerdict, verdict_of
 from disaggregated_inference.orchestrator.waterfall import WAITING_PHASES
 
 __all__ = [
@@ -30,17 +28,14 @@ __all__ = [
     "WAITING_PHASES",
     "Delta",
     "DisaggregatedInference",
-    "EnergySum",
-    "EnergySums",
     "History",
     "HistoryFilter",
     "HistoryReader",
-    "MachineComparison",
+    "ModelVerdict",
     "NodeState",
     "OnPlan",
     "Route",
     "Summary",
-    "Verdict",
     "comparisons",
     "duration_s",
     "energy_by_node",

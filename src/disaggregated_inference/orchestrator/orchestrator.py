@@ -42,14 +42,13 @@ from disaggregated_inference.orchestrator.output_queue import OutputQueue
 from disaggregated_inference.orchestrator.recorder import OnPlan, RequestRecorder
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 from disaggregated_inference.orchestrator.request_queue import RequestQueue
-from disaggregated_inference.orchestrator.results import Outcomes, answer_of, merge_results, outcome_of
+from disaggregated_inference.orchestrator.results import Outcomes, merge_results, outcome_of
 from disaggregated_inference.orchestrator.runner import Put, RequestRunner
 from disaggregated_inference.orchestrator.threads import in_thread
 from disaggregated_inference.orchestrator.verdict import cluster_verdict, model_verdict, warnings_of
 from disaggregated_inference.timeouts import OrchestratorTimeouts
 
 _TIMEOUT_REMEDY = "ask for less, or give more time: timeout, or the config's prefill_timeout_s and decode_timeout_s"
-_NODE_CLOCK_S = 0.1  # a node may notice the deadline this much earlier
 _PLACES = 64  # of a model whose nodes have not answered yet
 _PLACES_PER_SLOT = 2  # so that a node has the next request there when a slot is free
 _BRIEF = ("state", "why", "warning", "role", "model", "node_model", "engine", "url", "usable")  # of a node
@@ -71,7 +70,7 @@ class DisaggregatedInference:
         policies = self.config.policies
         self._outcomes = Outcomes(_history_of(policies, timeouts))
         self._was_replaced = False
-        self.queue = RequestQueue(policies.queue, _PLACES)
+        self.queue = RequestQueue(policies.queue, _PLACES, timeouts=timeouts)
         self._inputs = InputProcessor(self.config, timeouts)
         self._registry: NodeRegistry | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -156,7 +155,7 @@ class DisaggregatedInference:
     async def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> dict[str, Any]:
         """The whole answer as a dict: `response`, the metrics beside it, and `choices` if there are several."""
         completion = await self.complete(prompt, **options)
-        return answer_of(completion)
+        return completion.answer()
 
     @named_options
     async def complete(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Completion:
@@ -197,7 +196,7 @@ class DisaggregatedInference:
                 task.cancel()
                 await asyncio.wait({task})
             del task  # it has the error, whose traceback holds this frame
-        yield [Delta(metrics=answer_of(Completion(choices=recorder.choices(), record=record)))]
+        yield [Delta(completion=Completion(choices=recorder.choices(), record=record))]
 
     async def generate_many(self, requests: Sequence[RequestOptions | Mapping[str, Any]]) -> dict[str, Any]:
         """All requests at once, in one merged result. A request that fails has `error` in its place."""
@@ -287,7 +286,7 @@ class DisaggregatedInference:
                 await self._serve(request, recorder, put, deadline)
         except BaseException as caught:
             error = caught
-            if isinstance(caught, TimeoutError) or _is_late(caught, deadline):
+            if isinstance(caught, TimeoutError) or _is_late(caught, deadline - self._timeouts.node_clock_s):
                 error = DeadlineExceeded(f"not done within {timeout_s:g} s: {_TIMEOUT_REMEDY}")
                 raise error from None
             raise
@@ -340,10 +339,10 @@ def _history_of(policies: Policies, timeouts: OrchestratorTimeouts) -> History:
     return History(size, file, timeouts.history_lock_s, rows, days)
 
 
-def _is_late(error: BaseException, deadline: float) -> bool:
+def _is_late(error: BaseException, after: float) -> bool:
     """Whether a node noticed first that the request's time is over."""
     late = isinstance(error, NodeRefused) and error.status == DeadlineExceeded.status
-    return late and time.monotonic() > deadline - _NODE_CLOCK_S
+    return late and time.monotonic() > after
 
 
 async def _result(task: "asyncio.Task[RequestRecord]") -> RequestRecord:

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from disaggregated_inference.errors import DeadlineExceeded, QueueFull
+from disaggregated_inference.timeouts import OrchestratorTimeouts
 
 _LAST_SERVED = 32
-_DEFAULT_RETRY_S = 5  # before the first request was served
-_LONGEST_RETRY_S = 60
 
 
 class QueueStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,13 +86,13 @@ class _ModelQueue:
             if not self.waiting_of(caller):
                 self.last_turn_of.pop(caller, None)
 
-    def retry_after_s(self) -> int:
+    def retry_after_s(self, timeouts: OrchestratorTimeouts) -> int:
         """When a new request might run: after all before it, at the recent pace."""
         if not self.served_s:
-            return _DEFAULT_RETRY_S
+            return timeouts.retry_hint_s
         each_s = sum(self.served_s) / len(self.served_s)
         ahead_s = (len(self.waiters) + 1) * each_s / max(self.places, 1)
-        return max(1, min(_LONGEST_RETRY_S, math.ceil(ahead_s)))
+        return max(1, min(timeouts.max_retry_hint_s, math.ceil(ahead_s)))
 
 
 class RequestQueue:
@@ -110,10 +109,11 @@ class RequestQueue:
         max_running_per_model: int,
         max_running: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        timeouts: OrchestratorTimeouts = OrchestratorTimeouts(),
     ) -> None:
         self.max_waiting, self.max_running_per_model = max_waiting, max_running_per_model
         self.max_running = math.inf if max_running is None else max_running
-        self._clock, self._turns = clock, 0
+        self._clock, self._turns, self._timeouts = clock, 0, timeouts
         self._queues: dict[str, _ModelQueue] = {}
 
     @property
@@ -173,7 +173,8 @@ class RequestQueue:
         is_free = queue.running < queue.places and self.running < self.max_running
         if not is_free and self.waiting >= self.max_waiting and not self._has_share(queue, waiter.caller):
             raise QueueFull(
-                f"{self.waiting} requests for {model} and others are waiting already", queue.retry_after_s()
+                f"{self.waiting} requests for {model} and others are waiting already",
+                queue.retry_after_s(self._timeouts),
             )
         insort(queue.waiters, waiter, key=lambda each: -each.priority)
         self._grant_places()

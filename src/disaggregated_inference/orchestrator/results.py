@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from disaggregated_inference.api import Completion, Outcome, RequestRecord, plain
+from disaggregated_inference.api import Outcome, RequestRecord
 from disaggregated_inference.orchestrator.history import History
 
 
@@ -47,16 +47,6 @@ def outcome_of(error: BaseException | None) -> Outcome:
     if not isinstance(error, Exception):
         return "cancelled"
     return "refused" if 400 <= getattr(error, "status", 500) < 500 else "failed"
-
-
-def answer_of(completion: Completion) -> dict[str, Any]:
-    """As plain values: the first choice, all of them if there are several, and the metrics."""
-    choices = plain(completion.choices)
-    if not choices:
-        return {"response": None} | completion.record.metrics()
-    prompt = {"prompt_logprobs": plain(completion.prompt_logprobs)} if completion.prompt_logprobs else {}
-    first = {"response": choices[0]["text"]} | {k: v for k, v in choices[0].items() if k not in ("text", "index")}
-    return first | ({"choices": choices} if len(choices) > 1 else {}) | prompt | completion.record.metrics()
 
 
 def merge_results(results: Sequence[dict[str, Any]], wall_s: float) -> dict[str, Any]:

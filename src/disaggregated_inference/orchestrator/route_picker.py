@@ -11,7 +11,7 @@ from disaggregated_inference.orchestrator.failover import FailoverState
 from disaggregated_inference.orchestrator.node_state import NodeState
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 from disaggregated_inference.orchestrator.router import plan
-from disaggregated_inference.orchestrator.verdict import Verdict, model_verdict
+from disaggregated_inference.orchestrator.verdict import ModelVerdict, model_verdict
 
 _MAX_EXPLORATION = 4.0  # times the best route's time, at most
 _QUICK_EXPLORATIONS = 6
@@ -109,10 +109,10 @@ class RoutePicker:
         """The decode node prefills, and the verdict on its model is that no prefill node is there: with any policy, the
         cluster is in its fallback mode."""
         nodes = self._registry.of(self._model)
-        return route.prefill is None and model_verdict(nodes) is Verdict.PREFILL_DOWN
+        return route.prefill is None and model_verdict(nodes) is ModelVerdict.PREFILL_DOWN
 
     def decode_is_down(self) -> bool:
-        return model_verdict(self._registry.of(self._model)) is Verdict.WHOLE_ANSWERS
+        return model_verdict(self._registry.of(self._model)) is ModelVerdict.WHOLE_ANSWERS
 
     def _may_fall_back(self, route: Route) -> bool:
         return self._policies.fallback or not self.is_fallback(route)

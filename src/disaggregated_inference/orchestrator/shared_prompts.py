@@ -1,7 +1,7 @@
 """Shared prompts: texts of the cluster file whose cached prefixes callers share, such as a system prompt.
 
 A request shares the tokens that it has in common with a named prompt, and none after them. So a hit tells at most that
-someone sent a text that the cluster file has anyway.
+another caller sent a text that the cluster file has anyway.
 """
 
 from collections.abc import Sequence

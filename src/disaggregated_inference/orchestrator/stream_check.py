@@ -49,7 +49,7 @@ class StreamCheck(ABC):
     def _check(self, event: StreamEvent) -> None:
         if self._ended:
             raise BadEvents("an event follows the end")
-        if event.metrics is not None or event.waiting or (event.node_metrics is not None and not event.done):
+        if event.completion is not None or event.waiting or (event.node_metrics is not None and not event.done):
             raise BadEvents("an event has what only the end or the orchestrator sends")
         if _is_side_event(event):
             self._side_event(event)
@@ -294,7 +294,7 @@ def _is_plain_token(event: StreamEvent) -> bool:
         or event.done
         or event.progress is not None
         or event.prompt_logprobs is not None
-        or event.metrics is not None
+        or event.completion is not None
         or event.node_metrics is not None
         or event.error is not None
     )

@@ -6,7 +6,7 @@ from enum import StrEnum
 from disaggregated_inference.orchestrator.node_state import NodeState
 
 
-class Verdict(StrEnum):
+class ModelVerdict(StrEnum):
     ALL_UP = "all up"
     SOME_DOWN = "a node is down, others serve"
     PREFILL_DOWN = "prefill down: decode-only"
@@ -16,26 +16,26 @@ class Verdict(StrEnum):
 
     @property
     def serves(self) -> bool:
-        return self not in (Verdict.DECODE_DOWN, Verdict.NOTHING_UP)
+        return self not in (ModelVerdict.DECODE_DOWN, ModelVerdict.NOTHING_UP)
 
 
-def model_verdict(nodes: list[NodeState]) -> Verdict:
+def model_verdict(nodes: list[NodeState]) -> ModelVerdict:
     found = verdict_of([(node.role, node.serves) for node in nodes])
-    alone = found is Verdict.DECODE_DOWN and any(node.serves and node.whole_answers for node in nodes)
-    return Verdict.WHOLE_ANSWERS if alone else found
+    alone = found is ModelVerdict.DECODE_DOWN and any(node.serves and node.whole_answers for node in nodes)
+    return ModelVerdict.WHOLE_ANSWERS if alone else found
 
 
-def verdict_of(nodes: Sequence[tuple[str, bool]]) -> Verdict:
+def verdict_of(nodes: Sequence[tuple[str, bool]]) -> ModelVerdict:
     """Of a model's nodes: the role of each, and whether it serves."""
     prefill = [serves for role, serves in nodes if role != "decode"]
     decode = [serves for role, serves in nodes if role != "prefill"]
     if all(prefill + decode):
-        return Verdict.ALL_UP
+        return ModelVerdict.ALL_UP
     if not any(prefill + decode):
-        return Verdict.NOTHING_UP
+        return ModelVerdict.NOTHING_UP
     if not any(decode):
-        return Verdict.DECODE_DOWN
-    return Verdict.SOME_DOWN if any(prefill) or not prefill else Verdict.PREFILL_DOWN
+        return ModelVerdict.DECODE_DOWN
+    return ModelVerdict.SOME_DOWN if any(prefill) or not prefill else ModelVerdict.PREFILL_DOWN
 
 
 def cluster_verdict(nodes: list[NodeState]) -> str:

@@ -18,7 +18,7 @@ from grader.grading import GradeSettings, grades, parse_rubric
 from grader.intake import read_files, read_roster, take_in
 from grader.models import ModelSettings, require_models
 from grader.sandbox import require_sandbox
-from grader.store import Assignment, Database, Progress, finished_since
+from grader.store import Assignment, BatchProgress, Database, finished_since
 from grader.texts import read_text
 from grader.worker import Watched, WorkerOptions, queue_all, run_batch
 
@@ -77,7 +77,7 @@ def run_and_report(
     _say_what_is_left(plain_out, database, state, len([one for one in found if one.score.needs_review]))
 
 
-def _say_what_is_left(out: Console, database: Database, state: Progress, open_count: int) -> None:
+def _say_what_is_left(out: Console, database: Database, state: BatchProgress, open_count: int) -> None:
     for pseudonym, error in state.failures:
         out.print(f"{pseudonym} failed: {error}")
     if state.models.left:

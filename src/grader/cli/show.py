@@ -10,7 +10,7 @@ from rich.table import Table
 from grader.cli.options import open_book
 from grader.grading import Grade, figures_line, grades, model_figures, resemblances
 from grader.points import plain
-from grader.store import Progress, progress, submissions
+from grader.store import BatchProgress, progress, submissions
 
 
 def console() -> Console:
@@ -59,7 +59,7 @@ def show_status(book: Path, name: str, flagged: bool, alike: bool, as_json: bool
         out.print(f"{pseudonym} failed: {error}")
 
 
-def batch_line(state: Progress) -> str:
+def batch_line(state: BatchProgress) -> str:
     """Both stages in one line."""
     parts = [f"checked {state.checks.done} of {state.checks.total}"]
     if state.models.total:

@@ -5,7 +5,7 @@ from fractions import Fraction
 from grader.layers.credit import credit_by_rule
 from grader.layers.outputs import check_output, check_tests
 from grader.layers.structure import check_structure
-from grader.layers.submission import Finding, Submission
+from grader.layers.submission import CheckResult, Submission
 from grader.points import share_of
 from grader.rubric import CodeTests, Item, Manual, ModelJudged, OutputMatch, Rubric, item_hash, layer_of
 from grader.verdicts import Status, Verdict
@@ -19,27 +19,27 @@ def check_items(rubric: Rubric, submission: Submission) -> tuple[Verdict, ...]:
 def check_item(rubric: Rubric, item: Item, submission: Submission) -> Verdict:
     if not submission.notebook.readable:
         why = submission.notebook.flags[0].message if submission.notebook.flags else "The file is no notebook."
-        return verdict_of(rubric, item, Finding(share=Fraction(0), reason=why))
+        return verdict_of(rubric, item, CheckResult(share=Fraction(0), reason=why))
     finding = _found(item, submission)
     if finding.share < 1 and not finding.review and not item.deduction:
         finding = credit_by_rule(item, submission, finding)
     return verdict_of(rubric, item, finding)
 
 
-def _found(item: Item, submission: Submission) -> Finding:
+def _found(item: Item, submission: Submission) -> CheckResult:
     check = item.check
     if isinstance(check, OutputMatch):
         return check_output(check, submission)
     if isinstance(check, CodeTests):
         return check_tests(item, check, submission)
     if isinstance(check, ModelJudged):
-        return Finding(share=Fraction(0), reason="The code model has not judged this item.", review=True)
+        return CheckResult(share=Fraction(0), reason="The code model has not judged this item.", review=True)
     if isinstance(check, Manual):
-        return Finding(share=Fraction(0), reason="A human grades this item.", review=True)
+        return CheckResult(share=Fraction(0), reason="A human grades this item.", review=True)
     return check_structure(check, submission)
 
 
-def verdict_of(rubric: Rubric, item: Item, finding: Finding) -> Verdict:
+def verdict_of(rubric: Rubric, item: Item, finding: CheckResult) -> Verdict:
     """A deduction takes its points away by the share to which the check holds."""
     share = min(max(finding.share, Fraction(0)), Fraction(1))
     points = share_of(item.points, share, rubric.point_step)

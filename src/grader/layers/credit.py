@@ -5,12 +5,12 @@ from fractions import Fraction
 
 from grader.code import plain_code
 from grader.layers.cells import at_line, code_at
-from grader.layers.submission import Finding, Submission
+from grader.layers.submission import CheckResult, Submission
 from grader.rubric import CreditRule, Item
 from grader.verdicts import Evidence
 
 
-def credit_by_rule(item: Item, submission: Submission, finding: Finding) -> Finding:
+def credit_by_rule(item: Item, submission: Submission, finding: CheckResult) -> CheckResult:
     """The finding, or the share of the highest rule that holds, where that is more."""
     for rule in sorted(item.credit_rules, key=lambda rule: -rule.priority):
         evidence = _holds(rule, item, submission)
@@ -19,7 +19,7 @@ def credit_by_rule(item: Item, submission: Submission, finding: Finding) -> Find
             if share <= finding.share:
                 return finding
             reason = f"{finding.reason} Partial credit: {rule.explanation or ', '.join(rule.patterns)}"
-            return Finding(share=share, reason=reason, evidence=(*finding.evidence, *evidence), flags=finding.flags)
+            return CheckResult(share=share, reason=reason, evidence=(*finding.evidence, *evidence), flags=finding.flags)
     return finding
 
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 from grader.layers.cells import code_at, described, facts_of
 from grader.layers.compare import Shown, is_flood, kind_of, lacks, share_matching, shown_by, shown_by_cell
-from grader.layers.submission import Finding, Submission
+from grader.layers.submission import CheckResult, Submission
 from grader.notebook import Cell, Notebook, Output
 from grader.rubric import CodeTests, Item, OutputMatch, Where
 from grader.sandbox import Rerun
@@ -15,14 +15,14 @@ _QUOTE_CHARS = 300
 _NONE = Fraction(0)
 
 
-def check_output(check: OutputMatch, submission: Submission) -> Finding:
+def check_output(check: OutputMatch, submission: Submission) -> CheckResult:
     expected = _expected(check, submission)
     if not expected:
         reason = f"The solution has no output{described(check.where)}: the grader has nothing to compare with."
-        return Finding(share=_NONE, reason=reason, review=True)
+        return CheckResult(share=_NONE, reason=reason, review=True)
     if any(lacks(want, check) for want in expected):
         reason = f"The solution's output{described(check.where)} has no {check.compare} to compare with."
-        return Finding(share=_NONE, reason=reason, review=True)
+        return CheckResult(share=_NONE, reason=reason, review=True)
     candidates = _candidates(check, submission)
     best = [_best(candidates, want, check) for want in expected]
     flooded = [
@@ -39,27 +39,27 @@ def _lost_place(check: OutputMatch, notebook: Notebook) -> Iterator[Flag]:
         yield Flag(code="place_missing", message=f"The notebook has code, but no code cell{described(check.where)}.")
 
 
-def _finding(check: OutputMatch, best: list[tuple[Shown, Shown, Fraction]], flags: tuple[Flag, ...]) -> Finding:
+def _finding(check: OutputMatch, best: list[tuple[Shown, Shown, Fraction]], flags: tuple[Flag, ...]) -> CheckResult:
     shares = [share if check.partial or share == 1 else _NONE for _, _, share in best]
     share = sum(shares, _NONE) / len(shares)
     share = share if check.partial or share == 1 or len(shares) > 1 else _NONE
     evidence = tuple(_quote(have) for have, _, _ in best if have.cell is not None and not have.empty)
     where = described(check.where)
     if share == 1:
-        return Finding(share=share, reason=f"The output{where} equals the solution's.", evidence=evidence)
+        return CheckResult(share=share, reason=f"The output{where} equals the solution's.", evidence=evidence)
     if all(have.empty for have, _, _ in best):
-        return Finding(share=_NONE, reason=f"There is no output{where}.", evidence=evidence, flags=flags)
+        return CheckResult(share=_NONE, reason=f"There is no output{where}.", evidence=evidence, flags=flags)
     kinds = ", ".join(sorted({kind_of(want, check) for _, want, _ in best}))
     matched = sum(share == 1 for share in shares)
     reason = f"The output{where} differs from the solution's ({kinds}; {matched} of {len(shares)} outputs match)."
-    return Finding(share=share, reason=reason, evidence=evidence)
+    return CheckResult(share=share, reason=reason, evidence=evidence)
 
 
-def _flood(flooded: list[Shown]) -> Finding:
+def _flood(flooded: list[Shown]) -> CheckResult:
     evidence = tuple(_quote(have) for have in flooded)
     flag = Flag(code="many_numbers", message="The output has far more numbers than the solution's.", evidence=evidence)
     reason = "The expected numbers are among many others in the output: a human decides."
-    return Finding(share=_NONE, reason=reason, evidence=evidence, flags=(flag,), review=True)
+    return CheckResult(share=_NONE, reason=reason, evidence=evidence, flags=(flag,), review=True)
 
 
 def _best(candidates: list[Shown], want: Shown, check: OutputMatch) -> tuple[Shown, Shown, Fraction]:
@@ -116,16 +116,16 @@ def _quote(have: Shown) -> Evidence:
     return Evidence(cell=have.cell, quote=text[:_QUOTE_CHARS], part="output")
 
 
-def check_tests(item: Item, check: CodeTests, submission: Submission) -> Finding:
+def check_tests(item: Item, check: CodeTests, submission: Submission) -> CheckResult:
     """The result of the item's tests in the sandbox."""
     if submission.rerun is None:
-        return Finding(share=_NONE, reason="The tests need a re-run in the sandbox.", review=True)
+        return CheckResult(share=_NONE, reason="The tests need a re-run in the sandbox.", review=True)
     result = submission.rerun.tests.get(item.id)
     if result is None:
         reason = f"The tests did not run: the notebook {submission.rerun.status.replace('_', ' ')}."
-        return Finding(share=_NONE, reason=reason, review=submission.rerun.status == "finished")
+        return CheckResult(share=_NONE, reason=reason, review=submission.rerun.status == "finished")
     message = "The tests pass." if result.passed else f"The tests fail: {result.message or 'no message'}"
     if check.hidden and not result.passed:
         message = "Hidden tests fail."
     evidence = (Evidence(quote=result.message[:_QUOTE_CHARS], part="output"),) if result.message else ()
-    return Finding(share=Fraction(int(result.passed)), reason=message, evidence=evidence)
+    return CheckResult(share=Fraction(int(result.passed)), reason=message, evidence=evidence)

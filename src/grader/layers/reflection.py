@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from grader.injection import attempt_in
 from grader.layers.cells import cells_at, described
-from grader.layers.submission import Finding, Submission
+from grader.layers.submission import CheckResult, Submission
 from grader.notebook import Notebook, Passage, names_section, passages, words_of
 from grader.rubric import Where, Words
 from grader.verdicts import Evidence, Flag
@@ -15,13 +15,13 @@ from grader.verdicts import Evidence, Flag
 _QUOTE_CHARS = 160
 
 
-def reflection(check: Words, submission: Submission) -> Finding:
+def reflection(check: Words, submission: Submission) -> CheckResult:
     answers = _answers(check, submission.notebook, _template_lines(submission.template))
     wanted = check.questions or ("",)
     counts = {question: len(words_of("\n".join(answers[question][0]))) for question in wanted}
     have = sum(count >= check.min_words for count in counts.values())
     told = ", ".join(f"{question or 'text'}: {count}" for question, count in counts.items())
-    return Finding(
+    return CheckResult(
         share=Fraction(have, len(wanted)),
         reason=f"{have} of {len(wanted)} answers{described(check.where)} have {check.min_words} words (words: {told}).",
         evidence=tuple(answers[question][1] for question in wanted if answers[question][1].cell is not None),

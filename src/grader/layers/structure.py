@@ -7,7 +7,7 @@ from functools import singledispatch
 from grader.code import Fact
 from grader.layers.cells import at_line, at_use, cells_at, code_at, described, facts_of
 from grader.layers.reflection import reflection
-from grader.layers.submission import Finding, Submission
+from grader.layers.submission import CheckResult, Submission
 from grader.layers.tables import tables_in
 from grader.notebook import Cell, Notebook, markdown_lines, names_section
 from grader.rubric import Check, Columns, Functions, Ran, Sections, Variables, Where, Words
@@ -17,18 +17,18 @@ _Found = Callable[[str], Evidence | None]
 
 
 @singledispatch
-def check_structure(check: Check, submission: Submission) -> Finding:
+def check_structure(check: Check, submission: Submission) -> CheckResult:
     raise TypeError(f"layer 1 has no check {type(check).__name__}")
 
 
 @check_structure.register
-def _variables(check: Variables, submission: Submission) -> Finding:
+def _variables(check: Variables, submission: Submission) -> CheckResult:
     cells = code_at(submission.notebook, check.where)
     return _each("variable", check.names, lambda name: _use(submission.notebook, cells, "assign", [name]), check)
 
 
 @check_structure.register
-def _functions(check: Functions, submission: Submission) -> Finding:
+def _functions(check: Functions, submission: Submission) -> CheckResult:
     cells = code_at(submission.notebook, check.where)
     fact: Fact = "call" if check.use == "call" else "define"
     word = "call of function" if check.use == "call" else "function"
@@ -40,13 +40,13 @@ def _functions(check: Functions, submission: Submission) -> Finding:
 
 
 @check_structure.register
-def _columns(check: Columns, submission: Submission) -> Finding:
+def _columns(check: Columns, submission: Submission) -> CheckResult:
     cells = code_at(submission.executed, check.where)
     return _each("column", check.names, lambda name: _column(submission.executed, cells, name), check)
 
 
 @check_structure.register
-def _sections(check: Sections, submission: Submission) -> Finding:
+def _sections(check: Sections, submission: Submission) -> CheckResult:
     def found(name: str) -> Evidence | None:
         return _section(submission.executed, name, check.need_code)
 
@@ -54,25 +54,25 @@ def _sections(check: Sections, submission: Submission) -> Finding:
 
 
 @check_structure.register
-def _words(check: Words, submission: Submission) -> Finding:
+def _words(check: Words, submission: Submission) -> CheckResult:
     return reflection(check, submission)
 
 
 @check_structure.register
-def _ran(check: Ran, submission: Submission) -> Finding:
+def _ran(check: Ran, submission: Submission) -> CheckResult:
     """Cells that ran without an error output, in order. A notebook without code earns nothing."""
     cells = _with_code(submission.executed, check)
     if not cells:
-        return Finding(share=Fraction(0), reason=f"There is no code cell{described(check.where)}.")
+        return CheckResult(share=Fraction(0), reason=f"There is no code cell{described(check.where)}.")
     problems = _run_problems(cells, check.in_order)
     if not problems:
-        return Finding(share=Fraction(1), reason=f"All {len(cells)} code cells ran without an error.")
+        return CheckResult(share=Fraction(1), reason=f"All {len(cells)} code cells ran without an error.")
     counted = _counted(check, submission, len(cells))
     share = Fraction(0) if check.all_or_nothing else max(Fraction(0), 1 - Fraction(len(problems), counted))
     told = "; ".join(f"cell {cell.index + 1} {problem}" for cell, problem in problems[:5])
     more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
     reason = f"{len(problems)} of {len(cells)} code cells did not run well: {told}{more}."
-    return Finding(share=share, reason=reason, evidence=tuple(_problem_evidence(cell) for cell, _ in problems))
+    return CheckResult(share=share, reason=reason, evidence=tuple(_problem_evidence(cell) for cell, _ in problems))
 
 
 def _with_code(notebook: Notebook, check: Ran) -> list[Cell]:
@@ -150,7 +150,7 @@ def _found_all(word: str, plural: str, count: int) -> str:
     return f"The {word} was found" if count == 1 else f"All {count} {plural} found"
 
 
-def _each(word: str, names: Sequence[str], found: _Found, check: Check) -> Finding:
+def _each(word: str, names: Sequence[str], found: _Found, check: Check) -> CheckResult:
     """Credit in equal parts for each name."""
     evidence = {name: found(name) for name in names}
     missing = [name for name in names if evidence[name] is None]
@@ -163,4 +163,4 @@ def _each(word: str, names: Sequence[str], found: _Found, check: Check) -> Findi
         else f"{have} of {len(names)} {plural} found{where}. Missing: {', '.join(missing)}."
     )
     share = Fraction(have, len(names)) if names else Fraction(1)
-    return Finding(share=share, reason=reason, evidence=tuple(each for each in evidence.values() if each))
+    return CheckResult(share=share, reason=reason, evidence=tuple(each for each in evidence.values() if each))

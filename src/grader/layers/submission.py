@@ -28,7 +28,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
         return self.solution_rerun.notebook if self.solution_rerun else self.solution
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a check found: the share of the points, or that a human must look."""
 
     share: Fraction

@@ -28,7 +28,7 @@ from grader.store.gradings import (
     put_rerun,
     recent_answers,
 )
-from grader.store.progress import Progress, StageProgress, finished_since, progress
+from grader.store.progress import BatchProgress, StageProgress, finished_since, progress
 from grader.store.queue import (
     GradingJob,
     Stage,
@@ -77,13 +77,13 @@ __all__ = [
     "FILE_NAME",
     "Approval",
     "Assignment",
+    "BatchProgress",
     "Change",
     "Database",
     "GradeBookError",
     "Grading",
     "GradingJob",
     "HumanPoints",
-    "Progress",
     "Reveal",
     "Review",
     "RubricVersion",

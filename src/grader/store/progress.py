@@ -20,7 +20,7 @@ class StageProgress(msgspec.Struct, frozen=True, kw_only=True):
         return self.waiting + self.running
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Of one assignment's current gradings."""
 
     checks: StageProgress
@@ -39,7 +39,7 @@ _CURRENT = (
 )
 
 
-def progress(database: Database, assignment_id: int) -> Progress:
+def progress(database: Database, assignment_id: int) -> BatchProgress:
     rows = database.rows(
         "SELECT stage, state, count(*) AS count" + _CURRENT + " GROUP BY stage, state", (assignment_id,)
     )
@@ -50,7 +50,7 @@ def progress(database: Database, assignment_id: int) -> Progress:
         "SELECT error" + _CURRENT + " AND state = 'waiting' AND error != '' ORDER BY not_before DESC", (assignment_id,)
     )
     failed = database.rows("SELECT pseudonym, error" + _CURRENT + " AND state = 'failed'", (assignment_id,))
-    return Progress(
+    return BatchProgress(
         checks=StageProgress(**stages["checks"]),
         models=StageProgress(**stages["models"]),
         waiting_reason=reason["error"] if reason else "",

@@ -14,7 +14,16 @@ import msgspec
 
 from grader.errors import GraderError
 from grader.grading import GradeSettings, grading_key
-from grader.store import Assignment, Database, Progress, enqueue, finished_since, live_workers, progress, submissions
+from grader.store import (
+    Assignment,
+    BatchProgress,
+    Database,
+    enqueue,
+    finished_since,
+    live_workers,
+    progress,
+    submissions,
+)
 from grader.worker.timeouts import WorkerTimeouts
 from grader.worker.worker import MODELS_AWAY, UNWRITABLE, WorkerOptions
 
@@ -28,7 +37,7 @@ class WorkerFailed(GraderError):
 class Watched(msgspec.Struct, frozen=True, kw_only=True):
     """One look at a batch. `eta_s`: None while nothing is known."""
 
-    progress: Progress
+    progress: BatchProgress
     eta_s: float | None
     elapsed_s: float
 
@@ -68,7 +77,7 @@ def run_batch(
     options: WorkerOptions,
     look: Callable[[Watched], None],
     timeouts: WorkerTimeouts = WorkerTimeouts(),
-) -> Progress:
+) -> BatchProgress:
     """Until the batch is over, or the models stay away. Ctrl-C ends the worker too; unfinished jobs wait again."""
     began_at, started = time.time(), time.monotonic()
     worker, restarts = start_worker(database, options), _Restarts(database)
@@ -106,7 +115,7 @@ class _Restarts:
             raise WorkerFailed(f"{why}the worker process ended {self._fruitless} times without a result; see {log}")
 
 
-def watched(database: Database, state: Progress, began_at: float, elapsed_s: float) -> Watched:
+def watched(database: Database, state: BatchProgress, began_at: float, elapsed_s: float) -> Watched:
     left = {"checks": state.checks.left, "models": state.models.left + (state.checks.left if state.models.total else 0)}
     etas = [_eta(left[stage], finished_since(database, began_at, stage), elapsed_s) for stage in ("checks", "models")]
     known = [eta for eta in etas if eta is not None]

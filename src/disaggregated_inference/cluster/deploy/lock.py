@@ -45,7 +45,7 @@ async def machine_lock(shell: Shell, path: str, command: str) -> AsyncIterator[N
         if first.startswith("taken"):
             holder = first.removeprefix("taken").strip()
             raise DeployRefused(
-                f"{shell.name}: someone else is at work there: {holder}; wait for the end, or remove {path} there if"
+                f"{shell.name}: another command is at work there: {holder}; wait for the end, or remove {path} there if"
                 " you know that it is over"
             )
         if first != "held":

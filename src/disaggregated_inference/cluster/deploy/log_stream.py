@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from disaggregated_inference.cluster.deploy.log_lines import LogLine, parse_line
 from disaggregated_inference.cluster.deploy.session import MachineSession
 from disaggregated_inference.errors import DeployRefused
-
-_HOLD_S = 0.5  # lines of other machines that are a little late find their place
+from disaggregated_inference.timeouts import DeployTimeouts
 
 
 async def read_logs(session: MachineSession, count: int, request: str = "") -> list[LogLine]:
@@ -55,18 +54,20 @@ async def follow_logs(session: MachineSession, count: int, queue: "asyncio.Queue
     await asyncio.gather(*(follow(name, script) for name, script in scripts.items()))
 
 
-async def in_order(queue: "asyncio.Queue[LogLine]") -> AsyncIterator[LogLine]:
+async def in_order(
+    queue: "asyncio.Queue[LogLine]", hold_s: float = DeployTimeouts().log_order_s
+) -> AsyncIterator[LogLine]:
     """Lines wait a moment, so that those of a slower machine come before them."""
     waiting: list[tuple[str, int, float, LogLine]] = []
     number = 0
     clock = asyncio.get_running_loop().time
     while True:
         try:
-            async with asyncio.timeout(_HOLD_S / 2 if waiting else None):
+            async with asyncio.timeout(hold_s / 2 if waiting else None):
                 line = await queue.get()
             number += 1
             heapq.heappush(waiting, (line.time, number, clock(), line))
         except TimeoutError:
             pass
-        while waiting and clock() - waiting[0][2] >= _HOLD_S:
+        while waiting and clock() - waiting[0][2] >= hold_s:
             yield heapq.heappop(waiting)[3]

@@ -13,9 +13,9 @@ from disaggregated_inference.cluster.reader import did_you_mean, join_address, q
 from disaggregated_inference.cluster.services import Place, Service
 from disaggregated_inference.cluster.ssh import LOCAL, SshTarget
 from disaggregated_inference.errors import ConfigError
+from disaggregated_inference.timeouts import DeployTimeouts
 
 GATEWAY = "disagg-gateway"
-DRAIN_S = 60
 KV_PORT = 8100  # the default of `disagg serve --kv-port`
 _EXTRAS = {"torch": "torch", "mlx": "mlx", "llamacpp": "llamacpp"}
 _WITHOUT_EXTRA = ("simulated", "ollama", "vllm")
@@ -109,7 +109,7 @@ def node_service(server: Server, plan: MachinePlan, config: ClusterConfig, place
     for address in server.kv_addresses if server.role != "decode" else ():
         arguments += ["--kv-address", address]
     arguments += ["--trusted-link", config.trusted_link] if config.trusted_link else []
-    arguments += ["--drain", str(DRAIN_S), "--log-level", "info", *server.arguments]
+    arguments += ["--drain", str(DeployTimeouts().drain_s), "--log-level", "info", *server.arguments]
     name = service_name(server)
     environment = dict(plan.machine.environment)
     environment |= {"DISAGG_TOKEN_FILE": token_path(name, place)} if server.token else {}
@@ -134,7 +134,7 @@ def gateway_service(plan: MachinePlan, config: ClusterConfig, place: Place) -> S
     file = f"{place.current}/cluster.json"
     arguments = ["gateway", "--config", file, "--host", settings.host, "--port", str(settings.port)]
     arguments += ["--keys", f"{place.secrets}/gateway-keys.json"] if settings.keys else []
-    arguments += ["--drain", str(DRAIN_S), "--log-level", "info", *settings.arguments]
+    arguments += ["--drain", str(DeployTimeouts().drain_s), "--log-level", "info", *settings.arguments]
     environment = dict(plan.machine.environment)
     environment |= {"DISAGG_IDENTITY": f"{place.secrets}/identity"} if uses_identity(config) else {}
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host

@@ -27,7 +27,6 @@ from disaggregated_inference.timeouts import DeployTimeouts
 Tell = Callable[[str, str], None]  # (machine, text)
 Result = TypeVar("Result")
 
-_CLOSE_S = 5.0
 _UNEXPECTED = "unexpected error, please report it"
 _REPORT = "disaggregated_inference.cluster.services.report"
 
@@ -119,7 +118,7 @@ async def open_machine(
         yield MachineSession(MachineTarget(plan, config, inventory, place, manager_of(kind, place)), shell, tell)
     finally:
         with suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSE_S):  # a machine that is gone answers nothing
+            async with asyncio.timeout(timeouts.close_s):  # a machine that is gone answers nothing
                 await shell.close()
 
 

@@ -20,7 +20,6 @@ from disaggregated_inference.errors import CommandFailed, DeployRefused
 Starts = Mapping[str, ServiceStart]
 
 _MOST_RESTARTS = 2  # of a service that starts: then its own error is the cause
-_SLICE_S = 3.0
 
 
 async def start_services(session: MachineSession, release: Release, services: Sequence[Service]) -> Starts:
@@ -80,7 +79,7 @@ async def wait_healthy(session: MachineSession, release: Release, services: Sequ
     restarts = {name: start.restarts for name, start in starts.items()}
     shown = ""
     while True:
-        reports = await session.reports(services, wait_s=_SLICE_S)
+        reports = await session.reports(services, wait_s=session.shell.timeouts.report_s)
         waiting = [report for report in reports if not report.is_healthy]
         if not waiting:
             return

@@ -7,7 +7,6 @@ from disaggregated_inference.cluster.services.service import (
     SUPERVISOR,
     Place,
     Service,
-    ServiceFile,
     ServiceManager,
     ServiceState,
 )
@@ -28,16 +27,10 @@ def manager_of(kind: str, place: Place) -> ServiceManager:
 __all__ = [
     "MANAGERS",
     "SUPERVISOR",
-    "Background",
-    "Launchd",
-    "LaunchdUser",
     "Place",
     "Service",
-    "ServiceFile",
     "ServiceManager",
     "ServiceState",
-    "Systemd",
-    "SystemdUser",
     "manager_of",
     "supervise",
 ]

@@ -13,12 +13,10 @@ from disaggregated_inference.cluster.services.machine_http import Access, ask, o
 from disaggregated_inference.cluster.services.service import Service
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.identity import open_identity
+from disaggregated_inference.timeouts import ServiceTimeouts
 
 _PROMPT = "Say one word about the sea."
 _MAX_TOKENS = 8
-_ANSWER_S = 180.0
-_READY_S = 20.0  # a gateway that has just started does not know its nodes yet
-_POLL_S = 0.5
 _ALL_UP = "all up"
 
 
@@ -33,24 +31,26 @@ class GatewayAnswer(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""
 
 
-def prompt_through(service: Service, model: str, api_key: str) -> GatewayAnswer:
+def prompt_through(
+    service: Service, model: str, api_key: str, timeouts: ServiceTimeouts = ServiceTimeouts()
+) -> GatewayAnswer:
     began_at = time.monotonic()
     while True:
-        answer = _prompt(service, model, api_key)
+        answer = _prompt(service, model, api_key, timeouts)
         elapsed_s = time.monotonic() - began_at
-        if not answer.error or elapsed_s > _READY_S:
+        if not answer.error or elapsed_s > timeouts.ready_s:
             return msgspec.structs.replace(answer, seconds=elapsed_s)
-        time.sleep(_POLL_S)
+        time.sleep(timeouts.ready_poll_s)
 
 
-def _prompt(service: Service, model: str, api_key: str) -> GatewayAnswer:
+def _prompt(service: Service, model: str, api_key: str, timeouts: ServiceTimeouts) -> GatewayAnswer:
     messages = [{"role": "user", "content": _PROMPT}]
     body = {"model": model, "max_tokens": _MAX_TOKENS, "temperature": 0, "messages": messages}
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     url = f"{service.url}/v1/chat/completions"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
-        with open_url(request, None, _ANSWER_S) as response:
+        with open_url(request, None, timeouts.answer_s) as response:
             usage = json.load(response)["usage"]
             id = response.headers.get("x-request-id", "")
             return GatewayAnswer(model=model, tokens=int(usage["completion_tokens"]), request_id=id)

@@ -4,7 +4,6 @@ import plistlib
 import shlex
 
 from disaggregated_inference.cluster.services.service import (
-    STOP_S,
     FileLogged,
     Place,
     Service,
@@ -42,7 +41,7 @@ class Launchd(FileLogged):
             "RunAtLoad": True,
             "KeepAlive": True,
             "ThrottleInterval": 5,
-            "ExitTimeOut": STOP_S,
+            "ExitTimeOut": self.timeouts.stop_s,
             "ProcessType": "Interactive",  # else macOS slows a background job down
             "Umask": 0o077,
             "SoftResourceLimits": {"NumberOfFiles": 65536},

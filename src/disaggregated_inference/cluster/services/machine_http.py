@@ -7,7 +7,7 @@ import urllib.request
 from http.client import HTTPResponse
 from typing import Any, NamedTuple, cast
 
-_ASK_S = 3.0
+from disaggregated_inference.timeouts import ServiceTimeouts
 
 
 class Access(NamedTuple):
@@ -17,10 +17,10 @@ class Access(NamedTuple):
     tls: ssl.SSLContext | None = None
 
 
-def ask(url: str, access: Access) -> dict[str, Any]:
+def ask(url: str, access: Access, timeouts: ServiceTimeouts = ServiceTimeouts()) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {access.token}"} if access.token else {}
     try:
-        with open_url(urllib.request.Request(url, headers=headers), access.tls, _ASK_S) as response:
+        with open_url(urllib.request.Request(url, headers=headers), access.tls, timeouts.ask_s) as response:
             return dict(json.load(response))
     except urllib.error.HTTPError as error:
         with error:  # a node that loads or drains answers 503, and says which

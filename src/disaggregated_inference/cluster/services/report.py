@@ -18,8 +18,7 @@ from disaggregated_inference.cluster.services.machine_http import Access, ask
 from disaggregated_inference.cluster.services.service import Service
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.identity import open_identity
-
-_POLL_S = 0.2
+from disaggregated_inference.timeouts import ServiceTimeouts
 
 
 class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,13 +51,13 @@ class ReportRequest(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str = ""  # of the gateway
 
 
-def report_all(request: ReportRequest) -> list[ServiceReport]:
+def report_all(request: ReportRequest, timeouts: ServiceTimeouts = ServiceTimeouts()) -> list[ServiceReport]:
     deadline = time.monotonic() + request.wait_s
     while True:
         reports = [_report(service, request.with_views) for service in request.services]
         if all(report.is_healthy for report in reports) or time.monotonic() >= deadline:
             return reports
-        time.sleep(_POLL_S)
+        time.sleep(timeouts.poll_s)
 
 
 def _report(service: Service, with_view: bool = False) -> ServiceReport:

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from disaggregated_inference.timeouts import DeployTimeouts
+
 SUPERVISOR = "supervise.py"
-STOP_S = 90  # for running requests, before a service is killed: more than the drain of nodes and gateway
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +117,7 @@ class ServiceManager(ABC):
     """Each method gives a POSIX shell script."""
 
     kind: str
+    timeouts = DeployTimeouts()
     note = ""  # what users of this kind must know
 
     def __init__(self, place: Place) -> None:

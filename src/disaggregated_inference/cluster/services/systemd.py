@@ -3,7 +3,6 @@
 import shlex
 
 from disaggregated_inference.cluster.services.service import (
-    STOP_S,
     FileLogged,
     Place,
     Service,
@@ -59,7 +58,7 @@ class Systemd(ServiceManager):
             ),
             environment_file=f"EnvironmentFile={_escape(path)}\n" if (path := service.environment_file) else "",
             command=" ".join(_quote(word) for word in self._command(service)),
-            stop_s=STOP_S,
+            stop_s=self.timeouts.stop_s,
             target=self._target,
         )
         name = f"{service.name}.service"

@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disaggregated_inference.cores import available_cores, configured_threads
-from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, Tokens, chunks, token_list
+from disaggregated_inference.engines.base import Emit, Engine, Logits, Tokens, chunks, token_list
 from disaggregated_inference.engines.llamacpp.context import ContextSettings, ContextSize, LlamaContext
 from disaggregated_inference.engines.llamacpp.library import load_library
 from disaggregated_inference.engines.llamacpp.probe import probe
 from disaggregated_inference.engines.llamacpp.state import Pair, StateCodec
 from disaggregated_inference.engines.memory import available_bytes
 from disaggregated_inference.engines.scoring import Scoring
+from disaggregated_inference.engines.sequence import Sequence
 from disaggregated_inference.errors import EngineUnavailable, KVMemoryFull, SliceRefused
 from disaggregated_inference.kv import Array, Fingerprint, KVDType, KVSlice, as_dtype
 from disaggregated_inference.models import ModelFiles, ModelSpec, llamacpp_rope, rope_parameters

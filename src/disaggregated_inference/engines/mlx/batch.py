@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache
 
-from disaggregated_inference.engines.base import Sequence, broken_on_error
 from disaggregated_inference.engines.mlx.grouped import GroupedCache
+from disaggregated_inference.engines.sequence import Sequence, broken_on_error
 
 SMALLEST_CLASS = 256
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, token_list
+from disaggregated_inference.engines.base import Emit, Engine, Logits, token_list
 from disaggregated_inference.engines.memory import available_bytes
 from disaggregated_inference.engines.mlx import grouped
 from disaggregated_inference.engines.mlx.batch import Batches, capacity_class
@@ -20,6 +20,7 @@ from disaggregated_inference.engines.mlx.caches import MLX_DTYPES, make_layers, 
 from disaggregated_inference.engines.mlx.loading import activation_dtype, load_weights
 from disaggregated_inference.engines.mlx.rope import ensure_exact
 from disaggregated_inference.engines.scoring import Scoring
+from disaggregated_inference.engines.sequence import Sequence
 from disaggregated_inference.kv import Fingerprint, KVDType, KVSlice
 from disaggregated_inference.models import ModelFiles, ModelSpec
 

@@ -10,9 +10,10 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
-from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, Tokens, token_list
+from disaggregated_inference.engines.base import Emit, Engine, Logits, Tokens, token_list
 from disaggregated_inference.engines.memory import available_bytes
 from disaggregated_inference.engines.scoring import Scoring
+from disaggregated_inference.engines.sequence import Sequence
 from disaggregated_inference.engines.simulated.arena import SimulatedArena, SimulatedRows
 from disaggregated_inference.engines.simulated.device import Device, wait_until
 from disaggregated_inference.engines.simulated.head import SimulatedHead, SimulatedLogits, SimulatedTokens

@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from disaggregated_inference.engines.base import Emit, Engine, Logits, Sequence, Tokens, token_list
+from disaggregated_inference.engines.base import Emit, Engine, Logits, Tokens, token_list
 from disaggregated_inference.engines.memory import available_bytes
 from disaggregated_inference.engines.scoring import Scoring
+from disaggregated_inference.engines.sequence import Sequence
 from disaggregated_inference.engines.torch import fused
 from disaggregated_inference.engines.torch.arena import TORCH_DTYPES, Starts, TorchArena, host_array, host_tensor
 from disaggregated_inference.engines.torch.attention import has_flash

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from disaggregated_inference.engines.base import Emit, Sequence
+from disaggregated_inference.engines.base import Emit
+from disaggregated_inference.engines.sequence import Sequence
 from disaggregated_inference.engines.torch.arena import TorchArena
 from disaggregated_inference.engines.torch.passes import ChunkPass, HostCopies
 from disaggregated_inference.engines.torch.tables import ChunkTable, Places

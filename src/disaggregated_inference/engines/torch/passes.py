@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from disaggregated_inference.engines.base import Emit, Sequence
+from disaggregated_inference.engines.base import Emit
+from disaggregated_inference.engines.sequence import Sequence
 from disaggregated_inference.engines.torch.arena import TORCH_DTYPES, TorchArena, host_array
 from disaggregated_inference.engines.torch.attention import Rows, attend, attend_rows, flash_ranges, has_flash
 from disaggregated_inference.engines.torch.tables import ChunkTable, Places

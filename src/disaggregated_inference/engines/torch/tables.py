@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from disaggregated_inference.engines.base import Sequence
+from disaggregated_inference.engines.sequence import Sequence
 from disaggregated_inference.engines.torch.arena import TorchArena
 
 
-class Table:
+class DeviceTable:
     """A table on the device and two on the host, used alternately: a pass can be prepared while the previous one is
     still being copied to the device."""
 
@@ -39,7 +39,7 @@ class Table:
             self._copied[self._current].record()
 
 
-class Places(Table):
+class Places(DeviceTable):
     """For each window size of the model: each sequence's next row, first row and number of rows."""
 
     def __init__(self, arena: TorchArena, capacity: int) -> None:
@@ -77,7 +77,7 @@ class Places(Table):
         return self.table[at], self.table[at + 1], self.table[at + 2]
 
 
-class ChunkTable(Table):
+class ChunkTable(DeviceTable):
     """One chunk: its tokens, positions and rows, and the inputs for attention. Entries after its end are another
     sequence in the padding that repeats the chunk's tokens: its values are finite, and it needs no other experts."""
 

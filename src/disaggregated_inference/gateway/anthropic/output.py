@@ -39,7 +39,7 @@ class AnthropicMessageBuilder:
         self._started = False
         self.start_sent = False  # the client has message_start
         self._stop: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
-        self._usage = _usage({})
+        self._usage = _usage()
 
     def message(self) -> dict[str, Any]:
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
@@ -52,7 +52,7 @@ class AnthropicMessageBuilder:
     def take(self, delta: ChatDelta) -> list[Event]:
         if delta.progress:
             total = delta.progress.total  # the prefill computes the last token at least
-            self._usage = _usage({"prompt_tokens": total, "cached_tokens": min(delta.progress.cache, total - 1)})
+            self._usage = _usage(total, min(delta.progress.cache, total - 1))
             return []
         if delta.waiting:
             return []
@@ -74,8 +74,8 @@ class AnthropicMessageBuilder:
         if delta.finish_reason:
             yield from self._content.close()
             self._stop = self._stop_fields(delta.finish_reason)
-        if delta.metrics is not None:
-            self._usage = _usage(delta.metrics)
+        if delta.record:
+            self._usage = _usage(delta.record.prompt_tokens, delta.record.cached_tokens, delta.record.completion_tokens)
             yield {"type": "message_delta", "delta": self._stop, "usage": self._usage}
             yield {"type": "message_stop"}
 
@@ -96,14 +96,13 @@ class AnthropicMessageBuilder:
         return min(places)[2] if places else None
 
 
-def _usage(metrics: dict[str, Any]) -> dict[str, int]:
+def _usage(prompt: int = 0, cached: int = 0, completion: int = 0) -> dict[str, int]:
     """Input tokens are those that were not cached."""
-    cached = metrics.get("cached_tokens", 0)
     return {
-        "input_tokens": metrics.get("prompt_tokens", 0) - cached,
+        "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
-        "output_tokens": metrics.get("completion_tokens", 0),
+        "output_tokens": completion,
     }
 
 

@@ -25,7 +25,7 @@ from disaggregated_inference.gateway.slo import targets
 from disaggregated_inference.gateway.validation import read_request
 from disaggregated_inference.http import UNBUFFERED_HEADERS, json_response, read_json, unless_disconnected
 from disaggregated_inference.models import ModelTokenizer
-from disaggregated_inference.orchestrator import DisaggregatedInference, Verdict, in_thread
+from disaggregated_inference.orchestrator import DisaggregatedInference, ModelVerdict, in_thread
 from disaggregated_inference.timeouts import GatewayTimeouts
 
 __all__ = ["ID_HEADER", "NAME", "error_body", "owns", "routes"]
@@ -119,7 +119,7 @@ async def _ready(request: Request) -> Response:
     draining = getattr(request.app.state, "draining", False)
     ready = not draining and any(verdict.serves for verdict in status["models"].values())
     state = "ready" if ready else "draining" if draining else "not ready"
-    worst = max(status["models"].values(), key=list(Verdict).index)  # the cluster's own verdict would name models
+    worst = max(status["models"].values(), key=list(ModelVerdict).index)  # the cluster's own verdict would name models
     content = {"status": state, "verdict": worst} | _models_for(request.state.caller, status)
     return json_response(content, 200 if ready else 503, {} if ready else {"Retry-After": "1"})
 

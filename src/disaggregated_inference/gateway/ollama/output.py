@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from disaggregated_inference.api import RequestRecord
 from disaggregated_inference.gateway.chat import ChatDelta
 from disaggregated_inference.gateway.tool_parsers.base import (
     ReasoningDelta,
@@ -44,17 +45,17 @@ class OllamaWriter:
         self._call: ToolCallStart | None = None
         self._arguments = ""
         self._done_reason = "stop"
-        self._taken, self._metrics = OllamaChunk(), dict[str, Any]()
+        self._taken, self._record = OllamaChunk(), RequestRecord()
 
     def take(self, delta: ChatDelta) -> None:
         """Without a stream: `end` has all of the content."""
         self._taken.add(self.chunk(delta))
-        self._metrics = delta.metrics or {}
+        self._record = delta.record or self._record
 
     def line(self, delta: ChatDelta) -> bytes:
         """Empty if there is nothing to send."""
-        if delta.metrics is not None:
-            self._metrics = delta.metrics
+        if delta.record:
+            self._record = delta.record
             return encode_line(self.end())
         chunk = self.chunk(delta)
         return encode_line(self.body(chunk)) if chunk else b""
@@ -111,7 +112,7 @@ class OllamaWriter:
 
     def end(self) -> dict[str, Any]:
         """The last line; without a stream the only one."""
-        return self.body(self._taken, done=True, done_reason=self._done_reason, **_durations(self._metrics))
+        return self.body(self._taken, done=True, done_reason=self._done_reason, **_durations(self._record))
 
     def loaded(self) -> dict[str, Any]:
         return self.body(OllamaChunk(), done=True, done_reason="load")
@@ -121,17 +122,16 @@ def encode_line(content: dict[str, Any]) -> bytes:
     return msgspec.json.encode(content) + b"\n"
 
 
-def _durations(metrics: dict[str, Any]) -> dict[str, int]:
+def _durations(record: RequestRecord) -> dict[str, int]:
     """No duration is 0, because programs divide by them. The load duration is all waiting before the prefill."""
-    phases = metrics.get("waterfall") or ()
-    waited_s = sum(phase["seconds"] for phase in phases if phase["name"] in _BEFORE_PREFILL)
+    waited_s = sum(phase.seconds for phase in record.waterfall if phase.name in _BEFORE_PREFILL)
     return {
-        "total_duration": _nanoseconds(metrics["total_time"]),
-        "load_duration": _nanoseconds(waited_s + (metrics.get("load_time") or 0.0)),
-        "prompt_eval_count": metrics["prompt_tokens"],
-        "prompt_eval_duration": _nanoseconds(metrics["prefill_time"]),
-        "eval_count": metrics["completion_tokens"],
-        "eval_duration": _nanoseconds(metrics["decode_time"]),
+        "total_duration": _nanoseconds(record.total_time),
+        "load_duration": _nanoseconds(waited_s + (record.load_time or 0.0)),
+        "prompt_eval_count": record.prompt_tokens,
+        "prompt_eval_duration": _nanoseconds(record.prefill_time),
+        "eval_count": record.completion_tokens,
+        "eval_duration": _nanoseconds(record.decode_time),
     }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from disaggregated_inference.api import RequestRecord
 from disaggregated_inference.gateway.chat import ChatDelta, ChatRequest, consume, encode_all, stream_chat
 from disaggregated_inference.gateway.openai.messages import plain_messages
 from disaggregated_inference.gateway.openai.output import (
@@ -157,19 +158,19 @@ class _ChatChoices:
         self._choices = [
             ChatChoice(index, request, tokenizer, writer.text_frame(index)) for index in range(request.n or 1)
         ]
-        self._records: list[dict[str, Any]] = []
+        self._records: list[RequestRecord] = []
 
     def take(self, delta: ChatDelta) -> None:
-        if delta.metrics is not None:
-            self._records.append(delta.metrics)
+        if delta.record:
+            self._records.append(delta.record)
         elif delta.progress is None and not delta.waiting:
             self._choices[delta.choice].take(delta)
 
     def event(self, delta: ChatDelta) -> bytes:
         if delta.progress is not None:
             return self._writer.progress(self._choices[0].empty_chunk(), delta.progress)
-        if delta.metrics is not None:
-            self._records.append(delta.metrics)
+        if delta.record:
+            self._records.append(delta.record)
             return b""
         if delta.waiting:
             return sse_comment(delta.waiting)

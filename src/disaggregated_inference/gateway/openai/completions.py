@@ -5,10 +5,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from disaggregated_inference.api import RequestOptions
+from disaggregated_inference.api import RequestOptions, RequestRecord
 from disaggregated_inference.gateway.chat import consume, encode_all
 from disaggregated_inference.gateway.openai.output import (
     ChoiceLogprobs,
@@ -121,14 +122,14 @@ class _CompletionChoices:
         shown = tokenizer if completion.logprobs is not None else None
         each = [echo for echo in echoes for _ in range(self._per_prompt)]
         self._choices = [CompletionChoice(index, shown, echo, self._prompt_only) for index, echo in enumerate(each)]
-        self._records: dict[int, dict[str, Any]] = {}
+        self._records: dict[int, RequestRecord] = {}
 
     def take(self, item: PromptDelta) -> list[CompletionChoice]:
         """The choices that it belongs to: prompt logprobs belong to all of their prompt."""
         prompt, delta = item
-        if delta.metrics is not None:
-            self._records[prompt] = self._reported(delta.metrics)
-        if delta.metrics is not None or delta.progress or delta.waiting:
+        if delta.completion:
+            self._records[prompt] = self._reported(delta.completion.record)
+        if delta.completion or delta.progress or delta.waiting:
             return []
         first = prompt * self._per_prompt
         numbers = range(self._per_prompt) if delta.prompt_logprobs else (delta.choice,)
@@ -137,10 +138,11 @@ class _CompletionChoices:
             choice.take(delta)
         return found
 
-    def _reported(self, metrics: dict[str, Any]) -> dict[str, Any]:
+    def _reported(self, record: RequestRecord) -> RequestRecord:
         """The token that came with the prompt's logits is no part of a prompt alone."""
-        own = {"completion_tokens": 0, "total_tokens": metrics["prompt_tokens"]}
-        return metrics | own if self._prompt_only else metrics
+        if not self._prompt_only:
+            return record
+        return msgspec.structs.replace(record, completion_tokens=0, total_tokens=record.prompt_tokens)
 
     def event(self, item: PromptDelta) -> bytes:
         """Empty if there is nothing to send."""
@@ -158,7 +160,7 @@ class _CompletionChoices:
     def end(self) -> bytes:
         return self._writer.end(self._sorted_records())
 
-    def _sorted_records(self) -> list[dict[str, Any]]:
+    def _sorted_records(self) -> list[RequestRecord]:
         return [self._records[prompt] for prompt in sorted(self._records)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from disaggregated_inference.api import Progress, PromptLogprobs, TopLogprob
+from disaggregated_inference.api import Progress, PromptLogprobs, RequestRecord, TopLogprob
 from disaggregated_inference.gateway.chat import ChatDelta
 from disaggregated_inference.gateway.openai.errors import error_body
 from disaggregated_inference.gateway.openai.requests import OpenAIRequest
@@ -19,8 +19,6 @@ from disaggregated_inference.orchestrator import Delta
 
 DONE = b"data: [DONE]\n\n"
 METRICS_HEADER = "x-disagg-metrics"
-
-_COMPLETION_FIELDS = ("response", "tokens", "logprobs", "choices", "finish_reason")  # of a record
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 
@@ -44,7 +42,7 @@ class CompletionWriter:
         self._before = b"data: " + encode(self._head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
 
-    def body(self, choices: list[dict[str, Any]], records: list[dict[str, Any]], reasoning: int = 0) -> dict[str, Any]:
+    def body(self, choices: list[dict[str, Any]], records: list[RequestRecord], reasoning: int = 0) -> dict[str, Any]:
         usage = {"usage": usage_of(records, reasoning)}
         return self._head | {"choices": choices} | usage | self._metrics(records)
 
@@ -61,17 +59,17 @@ class CompletionWriter:
         usage = {"usage": None} if self._request.include_usage else {}
         return sse_event(self._head | {"choices": [choice]} | usage | {"prompt_progress": progress})
 
-    def end(self, records: list[dict[str, Any]], reasoning: int = 0) -> bytes:
+    def end(self, records: list[RequestRecord], reasoning: int = 0) -> bytes:
         """What follows the last choice."""
         if not self._request.include_usage and not self._with_metrics:
             return DONE
         usage = {"usage": usage_of(records, reasoning)} if self._request.include_usage else {}
         return sse_event(self._head | {"choices": []} | usage | self._metrics(records)) + DONE
 
-    def _metrics(self, records: list[dict[str, Any]]) -> dict[str, Any]:
+    def _metrics(self, records: list[RequestRecord]) -> dict[str, Any]:
         if not self._with_metrics:
             return {}
-        metrics = [{k: v for k, v in record.items() if k not in _COMPLETION_FIELDS} for record in records]
+        metrics = [record.metrics() for record in records]
         return {"disagg": metrics[0] if len(metrics) == 1 else metrics}
 
 
@@ -80,16 +78,14 @@ async def stream_events(context: RequestContext, events: AsyncGenerator[bytes, N
     return EventStreamResponse(context.request, events, lambda error: sse_event(error_body(error)), context.headers)
 
 
-def usage_of(records: list[dict[str, Any]], reasoning_tokens: int) -> dict[str, Any]:
+def usage_of(records: list[RequestRecord], reasoning_tokens: int) -> dict[str, Any]:
     """The sum over all prompts of a request."""
-    prompt, completion, cached = (
-        sum(record[name] for record in records) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
-    )
+    prompt, completion = sum(each.prompt_tokens for each in records), sum(each.completion_tokens for each in records)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in records)},
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
 

@@ -140,7 +140,7 @@ class Responses:
             async for deltas in batches:
                 events: list[Event | str] = [delta.waiting for delta in deltas if delta.waiting]
                 events += [event for delta in deltas if not delta.waiting for event in builder.take(delta)]
-                if deltas[-1].metrics is not None:
+                if deltas[-1].record:
                     self._put(context, prompt, builder)
                 yield events
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from disaggregated_inference.api import SamplingParams
+from disaggregated_inference.api import RequestRecord, SamplingParams
 from disaggregated_inference.gateway.chat import ChatDelta
 from disaggregated_inference.gateway.open_content import ContentList, Event, OpenContent
 from disaggregated_inference.gateway.openai.errors import responses_error_body, status_of
@@ -129,9 +129,9 @@ class ResponseBuilder:
             if delta.finish_reason == "length":
                 details = {"reason": "max_output_tokens"}
                 self.response = msgspec.structs.replace(self.response, incomplete_details=details)
-        if delta.metrics is not None:
+        if delta.record:
             status = "incomplete" if self.response.incomplete_details else "completed"
-            yield self._end(status, usage=self._usage(delta.metrics))
+            yield self._end(status, usage=self._usage(delta.record))
 
     def _end(self, status: str, **fields: Any) -> Event:
         if status == "completed":
@@ -141,14 +141,14 @@ class ResponseBuilder:
         )
         return {"type": f"response.{status}", "response": self.response}
 
-    def _usage(self, metrics: dict[str, Any]) -> dict[str, Any]:
+    def _usage(self, record: RequestRecord) -> dict[str, Any]:
         """A delta with reasoning counts as one reasoning token."""
         return {
-            "input_tokens": metrics["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": metrics["cached_tokens"], "cache_write_tokens": 0},
-            "output_tokens": metrics["completion_tokens"],
+            "input_tokens": record.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": record.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": record.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
-            "total_tokens": metrics["total_tokens"],
+            "total_tokens": record.total_tokens,
         }
 
 
