@@ -14,7 +14,7 @@ from disaggregated_inference.errors import DisaggError
 from grader.cli.options import open_book
 from grader.cli.show import as_data, batch_line, grade_table
 from grader.errors import GraderError
-from grader.grading import GradeSettings, grades, parse_rubric
+from grader.grading import Grade, GradeSettings, grades, parse_rubric
 from grader.intake import read_files, read_roster, take_in
 from grader.models import ModelSettings, require_models
 from grader.sandbox import require_sandbox
@@ -74,10 +74,10 @@ def run_and_report(
     plain_out.print(
         f"done now: {checked[0]} checked, {checked[1]} read by the models, in {time.time() - began_at:.1f} s"
     )
-    _say_what_is_left(plain_out, database, state, len([one for one in found if one.score.needs_review]))
+    _say_what_is_left(plain_out, database, state, found)
 
 
-def _say_what_is_left(out: Console, database: Database, state: Progress, open_count: int) -> None:
+def _say_what_is_left(out: Console, database: Database, state: Progress, found: list[Grade]) -> None:
     for pseudonym, error in state.failures:
         out.print(f"{pseudonym} failed: {error}")
     if state.models.left:
@@ -85,8 +85,10 @@ def _say_what_is_left(out: Console, database: Database, state: Progress, open_co
             f"{state.models.left} wait for the models ({state.waiting_reason}); the same command goes on with them"
         )
     folder = database.path.parent
-    if open_count:
+    if open_count := sum(one.score.needs_review for one in found):
         out.print(f"{open_count} need a look: disagg-grade review --book {folder} PSEUDONYM")
+    if changed := sum(one.is_changed for one in found):
+        out.print(f"{changed} changed since you approved them, and need it again")
     out.print(f"nothing is released before you approve it: disagg-grade review --book {folder} --approve-all")
 
 

@@ -79,7 +79,9 @@ def _actions(database: Database, grade: Grade) -> None:
     first, second, third = st.columns(3)
     submission = grade.submission.id
     with refusals():
-        if first.button("Approve", type="primary", disabled=grade.approved, width="stretch"):
+        # A click on a grade that a worker changed meanwhile is a click on a button that is gone.
+        key = f"approve-{submission}-{grade.content}"
+        if first.button("Approve", key=key, type="primary", disabled=grade.approved, width="stretch"):
             approve_grade(database, grade, who())
             _done("Approved.")
         if second.button("Reopen", disabled=grade.review.approval is None, width="stretch"):
