@@ -35,6 +35,7 @@ def grade_files(
     jobs: int,
     patience_s: float,
     as_json: bool,
+    replace: bool,
 ) -> None:
     database, assignment = open_book(book, name)
     out = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -43,7 +44,7 @@ def grade_files(
     if models:
         check_models(models)
     known = read_roster(read_text(roster)) if roster else {}
-    taken = take_in(database, assignment, read_files(files, known))
+    taken = take_in(database, assignment, read_files(files, known), replace)
     if files:
         out.print(taken.told())
     queue_all(database, assignment, GradeSettings(models=models, rerun=rerun))
