@@ -89,11 +89,12 @@ def _report(database: Database, assignment: Assignment, folder: Path, out: Conso
     out.print(grade_table(found))
     if read := [one.models for one in found if one.models]:
         out.print(figures_line(model_figures(read)))
-    out.print(
-        f"""{len(found)} submissions graded in {took_s:.0f} s. Look at:
-  {files[0]}  (a report; the others are beside it)
-  disagg-grade status --book {folder} --alike
-  disagg-grade review {found[0].submission.pseudonym} --book {folder}
-  disagg-grade review {found[0].submission.pseudonym} --book {folder} --prompts
-  disagg-grade export --book {folder} --all"""
-    )
+    one = f"disagg-grade review {found[0].submission.pseudonym} --book {folder}"
+    looks = [
+        f"{files[0]}  (a report; the others are beside it)",
+        f"disagg-grade status --book {folder} --alike",
+        one,
+        *([f"{one} --prompts"] if read else []),
+        f"disagg-grade export --book {folder} --all",
+    ]
+    out.print(f"{len(found)} submissions graded in {took_s:.0f} s. Look at:", *looks, sep="\n  ")
