@@ -137,7 +137,7 @@ class _Bars:
         checked, read = state.checks, state.models
         self._bars.update(self._checks, total=checked.total, completed=checked.done + checked.failed, note=_eta(seen))
         note = f"waiting: {state.waiting_reason}" if state.waiting_reason and not read.running else ""
-        total = max(read.total, checked.total) if read.total else 0
+        total = read.total + checked.left if read.total else 0
         done = read.done + read.failed
         self._bars.update(self._models, total=total, completed=done, visible=bool(read.total), note=note)
 

@@ -118,7 +118,7 @@ def _bars(seen: Watched) -> None:
     state = seen.progress
     _bar("checked", state.checks.done + state.checks.failed, state.checks.total)
     if state.models.total:
-        _bar("read by the models", state.models.done + state.models.failed, max(state.models.total, state.checks.total))
+        _bar("read by the models", state.models.done + state.models.failed, state.models.total + state.checks.left)
     if state.is_over:
         st.success("The batch is over. See Results.")
     elif seen.eta_s is not None:
