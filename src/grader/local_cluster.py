@@ -1,5 +1,6 @@
 """A cluster on this machine for the demo and the benchmark: `disagg up` as a process of its own."""
 
+import json
 import os
 import re
 import shlex
@@ -8,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 
 import msgspec
@@ -17,6 +19,9 @@ from grader.errors import GraderError
 _READY = re.compile(r"ready: (\S+)/v1")
 _CONFIG = re.compile(r"export DISAGG_CONFIG=(.+)")
 _STOP_S = 20.0
+# Both nodes share the processor of a machine that may be busy: a decode node that reads a prompt because the prefill
+# takes long would do the same work once more.
+_PREFILL_S = 600.0
 
 
 class ClusterFailed(GraderError):
@@ -35,13 +40,22 @@ def local_cluster(simulated: str = "", model: str = "") -> Iterator[LocalCluster
     command += ["--simulated", simulated] if simulated else []
     command += ["--model", model] if model else []
     environ = os.environ | {"DISAGG_PARENT_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryFile("w+") as log, tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environ)
         try:
             assert process.stdout
-            yield _ready(process.stdout, log)
+            yield _with_patience(_ready(process.stdout, log), Path(folder))
         finally:
             _stop(process)
+
+
+def _with_patience(made: LocalCluster, folder: Path) -> LocalCluster:
+    """Another cluster file for the same nodes, with a longer time for prefills."""
+    file = json.loads(Path(made.config).read_text(encoding="utf-8"))
+    file["policies"] = file.get("policies", {}) | {"prefill_timeout_s": _PREFILL_S}
+    path = folder / "cluster.json"
+    path.write_text(json.dumps(file), encoding="utf-8")
+    return LocalCluster(made.url, str(path))
 
 
 def _ready(output: IO[str], log: IO[str]) -> LocalCluster:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from grader.layers import Submission, check_items, tables_in
+from grader.layers import Submission, check_items
+from grader.notebook import tables_in
 from grader.rubric import load_rubric
 from grader.verdicts import Verdict
 from tests.support.notebooks import code, failed, notebook, printed, result, text
@@ -176,3 +177,12 @@ def test_tables_of_pandas_and_irkernel() -> None:
     )
     assert tables_in(pandas) == tables_in(r)
     assert tables_in(r)[0].header == ("region", "revenue")
+
+
+def test_a_table_that_a_page_shows_is_quoted_as_text() -> None:
+    """Python writes `<IPython.core.display.HTML object>` of it, which is no evidence for anybody."""
+    table = "<table><tr><th>region</th><th>revenue</th></tr><tr><td>north</td><td>10.5</td></tr></table>"
+    data = {"text/html": table, "text/plain": "<IPython.core.display.HTML object>"}
+    shown = code("display(HTML(page))", {"output_type": "display_data", "data": data, "metadata": {}}, tags=("t",))
+    verdict = verdict_on("where: {tag: t}, compare: table", [shown], [shown])
+    assert [one.quote for one in verdict.evidence] == ["region | revenue\nnorth | 10.5"]

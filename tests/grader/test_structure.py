@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from grader.layers import Submission, check_items
+from grader.layers import Submission, check_items, submission_flags
 from grader.rubric import load_rubric
 from grader.verdicts import Verdict
 from tests.support.notebooks import code, failed, notebook, printed, result, text
@@ -166,3 +166,20 @@ def test_unreadable_file_has_no_points() -> None:
     verdict = check_items(rubric, Submission(notebook=read_notebook(b"pdf", "x")))[0]
     assert verdict.points == Decimal(0)
     assert "not JSON" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("source", "flagged"),
+    [
+        ("import builtins\nbuiltins.AssertionError = Warning", True),
+        ("__builtins__.print = None", True),
+        ("class Quiet(Exception): pass\nAssertionError = Quiet", True),
+        ("import numpy\nnumpy.testing.assert_allclose = lambda *a: None", True),
+        ("sys.excepthook = print", True),
+        ("assert total == 3\nnumpy.testing.assert_allclose(a, b)", False),
+        ("try: f()\nexcept AssertionError: print('builtins')", False),
+    ],
+)
+def test_patched_assertions_are_flagged(source: str, flagged: bool) -> None:
+    flags = submission_flags(Submission(notebook=notebook(code(source))))
+    assert [flag.code for flag in flags] == (["tampering"] if flagged else [])

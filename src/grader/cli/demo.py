@@ -20,7 +20,8 @@ from grader.synthetic import SyntheticClass, make_class
 from grader.worker import WorkerOptions, queue_all, run_batch
 
 _MODEL = "smollm2"
-_ANSWER_TOKENS, _TEXT_CHARS = 400, 60  # a small model writes long when it has nothing to say
+# A small model writes long when it has nothing to say.
+_ANSWER_TOKENS, _TEXT_CHARS, _REMARKS = 300, 60, 1
 
 
 def run_demo(folder: Path, models: bool, language: str, students: int) -> None:
@@ -70,6 +71,7 @@ def _grade_with_models(database: Database, assignment: Assignment, out: Console)
             code_tokens=_ANSWER_TOKENS,
             feedback_tokens=_ANSWER_TOKENS,
             text_chars=_TEXT_CHARS,
+            remarks=_REMARKS,
         )
         queue_all(database, assignment, GradeSettings(models=settings))
         _run(database, assignment)
@@ -77,7 +79,8 @@ def _grade_with_models(database: Database, assignment: Assignment, out: Console)
 
 def _run(database: Database, assignment: Assignment) -> None:
     with watching(Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)) as look:
-        run_batch(database, assignment, WorkerOptions(model_threads=2, patience_s=30.0), look)
+        # One notebook at a time: the first fills the prefix cache for the class, and a machine has no more cores.
+        run_batch(database, assignment, WorkerOptions(model_threads=1, patience_s=30.0), look)
 
 
 def _report(database: Database, assignment: Assignment, folder: Path, out: Console, took_s: float) -> None:
@@ -86,11 +89,12 @@ def _report(database: Database, assignment: Assignment, folder: Path, out: Conso
     out.print(grade_table(found))
     if read := [one.models for one in found if one.models]:
         out.print(figures_line(model_figures(read)))
-    out.print(
-        f"""{len(found)} submissions graded in {took_s:.0f} s. Look at:
-  {files[0]}  (a report; the others are beside it)
-  disagg-grade status --book {folder} --alike
-  disagg-grade review {found[0].submission.pseudonym} --book {folder}
-  disagg-grade review {found[0].submission.pseudonym} --book {folder} --prompts
-  disagg-grade export --book {folder} --all"""
-    )
+    one = f"disagg-grade review {found[0].submission.pseudonym} --book {folder}"
+    looks = [
+        f"{files[0]}  (a report; the others are beside it)",
+        f"disagg-grade status --book {folder} --alike",
+        one,
+        *([f"{one} --prompts"] if read else []),
+        f"disagg-grade export --book {folder} --all",
+    ]
+    out.print(f"{len(found)} submissions graded in {took_s:.0f} s. Look at:", *looks, sep="\n  ")

@@ -14,7 +14,7 @@ from disaggregated_inference.errors import DisaggError
 from grader.cli.options import open_book
 from grader.cli.show import as_data, batch_line, grade_table
 from grader.errors import GraderError
-from grader.grading import GradeSettings, grades, parse_rubric
+from grader.grading import Grade, GradeSettings, grades, parse_rubric
 from grader.intake import read_files, read_roster, take_in
 from grader.models import ModelSettings, require_models
 from grader.sandbox import require_sandbox
@@ -35,6 +35,7 @@ def grade_files(
     jobs: int,
     patience_s: float,
     as_json: bool,
+    replace: bool,
 ) -> None:
     database, assignment = open_book(book, name)
     out = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -43,7 +44,7 @@ def grade_files(
     if models:
         check_models(models)
     known = read_roster(read_text(roster)) if roster else {}
-    taken = take_in(database, assignment, read_files(files, known))
+    taken = take_in(database, assignment, read_files(files, known), replace)
     if files:
         out.print(taken.told())
     queue_all(database, assignment, GradeSettings(models=models, rerun=rerun))
@@ -74,10 +75,10 @@ def run_and_report(
     plain_out.print(
         f"done now: {checked[0]} checked, {checked[1]} read by the models, in {time.time() - began_at:.1f} s"
     )
-    _say_what_is_left(plain_out, database, state, len([one for one in found if one.score.needs_review]))
+    _say_what_is_left(plain_out, database, state, found)
 
 
-def _say_what_is_left(out: Console, database: Database, state: BatchProgress, open_count: int) -> None:
+def _say_what_is_left(out: Console, database: Database, state: BatchProgress, found: list[Grade]) -> None:
     for pseudonym, error in state.failures:
         out.print(f"{pseudonym} failed: {error}")
     if state.models.left:
@@ -85,8 +86,10 @@ def _say_what_is_left(out: Console, database: Database, state: BatchProgress, op
             f"{state.models.left} wait for the models ({state.waiting_reason}); the same command goes on with them"
         )
     folder = database.path.parent
-    if open_count:
+    if open_count := sum(one.score.needs_review for one in found):
         out.print(f"{open_count} need a look: disagg-grade review --book {folder} PSEUDONYM")
+    if changed := sum(one.is_changed for one in found):
+        out.print(f"{changed} changed since you approved them, and need it again")
     out.print(f"nothing is released before you approve it: disagg-grade review --book {folder} --approve-all")
 
 
@@ -134,7 +137,7 @@ class _Bars:
         checked, read = state.checks, state.models
         self._bars.update(self._checks, total=checked.total, completed=checked.done + checked.failed, note=_eta(seen))
         note = f"waiting: {state.waiting_reason}" if state.waiting_reason and not read.running else ""
-        total = max(read.total, checked.total) if read.total else 0
+        total = read.total + checked.left if read.total else 0
         done = read.done + read.failed
         self._bars.update(self._models, total=total, completed=done, visible=bool(read.total), note=note)
 

@@ -128,6 +128,9 @@ def grade(
     roster: Annotated[
         Path | None, typer.Option(help="CSV of Canvas or Moodle, or: key, name, email, lms_id, late_days.")
     ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="These files count, also where a newer one of the student is there.")
+    ] = False,
     jobs: Annotated[int, typer.Option(min=1, max=64, help="Notebooks at once for the models.")] = 4,
     patience_s: Annotated[
         float,
@@ -139,7 +142,7 @@ def grade(
     from grader.cli.grade import grade_files
 
     settings = model_settings(config, endpoint, code_model, feedback_model, readings) if models else None
-    grade_files(book, name, files or [], settings, rerun, roster, jobs, patience_s, as_json)
+    grade_files(book, name, files or [], settings, rerun, roster, jobs, patience_s, as_json, replace)
 
 
 @app.command()

@@ -60,10 +60,9 @@ def _show_changes(changes: list[GradeChange], as_json: bool) -> None:
         return
     made = table("student", "before", "after", "items")
     for one in changes:
-        items = "\n".join(
-            f"{item.item_id}: {_was(item.before)} -> {_was(item.after)}, {item.reason}" for item in one.items
-        )
-        made.add_row(one.pseudonym, plain(one.before), plain(one.after), items)
+        lines = [f"{item.item_id}: {_was(item.before)} -> {_was(item.after)}, {item.reason}" for item in one.items]
+        lines += ["your approval was of the grade before: look again"] if one.unapproved else []
+        made.add_row(one.pseudonym, plain(one.before), plain(one.after), "\n".join(lines))
     out.print(made)
 
 
@@ -73,4 +72,10 @@ def _was(points: Decimal | None) -> str:
 
 def _as_data(change: GradeChange) -> dict[str, object]:
     items = {one.item_id: [_was(one.before), _was(one.after), one.reason] for one in change.items}
-    return {"student": change.pseudonym, "before": plain(change.before), "after": plain(change.after), "items": items}
+    return {
+        "student": change.pseudonym,
+        "before": plain(change.before),
+        "after": plain(change.after),
+        "items": items,
+        "unapproved": change.unapproved,
+    }

@@ -126,8 +126,8 @@ def _show(out: Console, database: Database, grade: Grade, request: ReviewRequest
     if score.total != grade.machine.total:
         out.print(f"the machine gave {plain(grade.machine.total)}")
     _show_lines(out, grade)
-    for flag in grade.flags:
-        out.print(f"flag {flag.code}: {flag.message}")
+    for line in dict.fromkeys(f"flag {flag.code}: {flag.message}" for flag in grade.flags):
+        out.print(line)
     _show_feedback(out, grade)
     if request.history:
         _show_history(out, database, grade)

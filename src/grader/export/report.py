@@ -14,7 +14,8 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def report_html(grade: Grade, title: str, name: str) -> str:
-    """`name`: the pseudonym, or the student's own after a reveal. Private notes of the instructor stay out."""
+    """`name`: the pseudonym, or the student's own after a reveal. Private notes of the instructor stay out, and so
+    do the names of graders and what the machine gave."""
     return _template().render(
         title=title,
         name=name,
@@ -23,6 +24,7 @@ def report_html(grade: Grade, title: str, name: str) -> str:
         groups=_groups(grade),
         comments=grade.review.comments,
         hints=_hints(grade),
+        reasons={item: given.why for item, given in grade.review.points.items()},
         feedback=grade.feedback,
         draft=not grade.approved,
     )

@@ -21,6 +21,7 @@ class GradeChange(msgspec.Struct, frozen=True, kw_only=True):
     before: Decimal
     after: Decimal
     items: tuple[ItemChange, ...]
+    unapproved: bool = False  # what was approved is not what is there now
 
 
 def changes_since(database: Database, assignment: Assignment) -> list[GradeChange]:
@@ -31,7 +32,7 @@ def changes_since(database: Database, assignment: Assignment) -> list[GradeChang
         earlier = [one for one in gradings(database, submission.id) if one.key != submission.current_key and one.checks]
         if now and earlier:
             found.append(_change(grade_with(database, submission, earlier[0]), now))
-    return [change for change in found if change.items or change.before != change.after]
+    return [change for change in found if change.items or change.before != change.after or change.unapproved]
 
 
 def _change(before: Grade, after: Grade) -> GradeChange:
@@ -43,7 +44,11 @@ def _change(before: Grade, after: Grade) -> GradeChange:
         if (reason := _reason(name, old, new))
     ]
     return GradeChange(
-        pseudonym=after.submission.pseudonym, before=before.score.total, after=after.score.total, items=tuple(items)
+        pseudonym=after.submission.pseudonym,
+        before=before.score.total,
+        after=after.score.total,
+        items=tuple(items),
+        unapproved=before.approved and not after.approved,
     )
 
 

@@ -61,7 +61,7 @@ def approve_grade(database: Database, grade: Grade, who: str) -> None:
         raise DecisionRefused(
             f"{grade.submission.pseudonym} has open items: {', '.join(open_items)}; give them points first"
         )
-    approve(database, grade.submission.id, grade.score.total, who)
+    approve(database, grade.submission.id, grade.score.total, grade.content, who)
 
 
 class Approved(msgspec.Struct, frozen=True):

@@ -1,5 +1,6 @@
 """A submission's grade as it stands: the machine's verdicts, a human's points over them, the score, what is open."""
 
+import hashlib
 from collections.abc import Mapping
 from decimal import Decimal
 from functools import lru_cache
@@ -50,15 +51,27 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
         return self.models.feedback if self.models else None
 
     @property
+    def content(self) -> str:
+        """A hash of what an approval is of: the rubric, every line of the score with its reason and evidence, the
+        feedback. Comments are the instructor's own, and flags are not for the student."""
+        told = self.record.rubric_hash, self.score, self.feedback
+        return hashlib.sha256(msgspec.json.encode(told)).hexdigest()[:16]
+
+    @property
     def approved(self) -> bool:
-        """Of the total as it is now: a regrade that changes it needs another approval."""
-        return self.review.approval is not None and self.review.approval.total == self.score.total
+        """As it is now: a regrade that moves points between items needs another approval, whatever the total."""
+        return self.review.approval is not None and self.review.approval.content == self.content
+
+    @property
+    def is_changed(self) -> bool:
+        """Approved, and not as it is now."""
+        return self.review.approval is not None and not self.approved
 
     @property
     def state(self) -> str:
         if self.approved:
             return "approved"
-        if self.review.approval is not None:
+        if self.is_changed:
             return "changed since approval"
         return "needs review" if self.score.needs_review else "graded"
 

@@ -25,12 +25,14 @@ _PATTERNS = {
         r"|\bgave full marks\b|\bworth full (?:point|mark|credit)"
         r"|\b(?:student|submission|notebook) (?:has )?earned full (?:point|mark|credit)"
         r"|\bmark (?:this|every|all|them|it)\b.{0,20}\bas (?:correct|earned|passed)"
+        r"|\banswer (?:only |always |with )?yes\b.{0,40}"
+        r"\b(?:confidence|(?:every|all|each)(?: of)?(?: the)?(?: rubric)? (?:item|question))"
         r"|\ball items (?:are )?earned\b|\bchecked everything\b.{0,10}\bfull points"
     ),
     "speaks to the grader": (
         rf"\b(?:dear|hello|hey|attention|note to|message (?:to|for)|if you are an?)\b.{{0,12}}\b{_WHO}\b"
         rf"|\b{_WHO}s? ?[,:] ?(?:you|please|give|award|disregard|ignore|mark)\b"
-        rf"|\bgraders? must (?:award|assign|give|ignore|mark)\b"
+        rf"|\bgraders? must (?:award|assign|give|ignore|mark|answer)\b"
         r"|\bas an ai\b.{0,20}\byou\b|\binstructor note\b|\bmaintenance mode\b"
     ),
     "plays a role": (

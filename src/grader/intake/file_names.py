@@ -15,6 +15,8 @@ from grader.store import StudentIdentity
 _CANVAS = re.compile(r"(?P<key>[^\W_]+)_(?P<late>LATE_)?(?P<id>\d+)_(?P<file>\d+)_.+", re.IGNORECASE)
 # Moodle: Jane Doe_12345_assignsubmission_file_/homework.ipynb, or in the file's name itself.
 _MOODLE = re.compile(r"(?P<name>[^_/]+)_(?P<id>\d+)_assignsubmission_file_?.*")
+# Blackboard: Homework 1_doejane_attempt_2026-03-01-12-30-05_homework.ipynb.
+_BLACKBOARD = re.compile(r".+_(?P<key>[^_/]+)_attempt_(?P<time>\d{4}(?:-\d\d){5})_.+")
 _LEAST_LATE_DAYS = 1.0  # Canvas says that a file is late, and not by how much
 
 
@@ -23,7 +25,8 @@ class RosterInvalid(GraderError):
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """`order`: of several files of one student the highest is the newest. `plain`: the name is no platform's."""
+    """`order`: of several files of one student the highest is the newest; 0: the name does not tell. `plain`: the name
+    is no platform's."""
 
     identity: StudentIdentity
     late_days: float = 0.0
@@ -54,6 +57,8 @@ def _parsed(path: PurePosixPath) -> Owner:
         late = _LEAST_LATE_DAYS if canvas["late"] else 0.0
         identity = StudentIdentity(key=canvas["id"], name=canvas["key"], lms_id=canvas["id"])  # two may have one name
         return Owner(identity, late, int(canvas["file"]))
+    if blackboard := _BLACKBOARD.fullmatch(path.name):
+        return Owner(StudentIdentity(key=blackboard["key"]), order=int(blackboard["time"].replace("-", "")))
     if student := _nbgrader_student(path):
         return Owner(StudentIdentity(key=student))
     return Owner(StudentIdentity(key=path.with_suffix("").as_posix()), plain=True)

@@ -1,43 +1,96 @@
-"""Files into the grade book. Nothing is dropped: of two files of one student the newest counts, and both are kept."""
+"""Files into the grade book. Nothing is dropped: of a student's files the newest counts, and all are kept."""
 
+import hashlib
 from collections.abc import Iterable
 
 import msgspec
 
+from grader.intake.file_names import owner_of
 from grader.intake.files import FileRefused, Incoming
-from grader.store import Assignment, Database, add_submission, history, submissions
+from grader.store import Assignment, Database, KnownFile, add_submission, history, known_files, submissions
+
+_NAMED = 5  # students in a message; then a count
 
 
 class TakenIn(msgspec.Struct, frozen=True, kw_only=True):
     """`replaced`: an older file of the same student is there. `decided`: of these older files, those with decisions of
-    a person, which stay with the older file."""
+    a person, which stay with the older file. `older`: files that do not count, since a newer one is there. `unsure`:
+    students of whom the last file counts, although no name tells which is the newest."""
 
     files: int
     new: int
     replaced: int
     decided: int = 0
+    older: int = 0
+    unsure: tuple[str, ...] = ()
 
     def told(self) -> str:
-        words = f"{self.files} files, {self.new} of them new, {self.replaced} replace older ones"
+        words = [f"{self.files} files, {self.new} of them new, {self.replaced} replace older ones"]
         if self.decided:
-            words += f"; {self.decided} of the older ones have decisions of yours: look at the new files yourself"
-        return words
+            words.append(f"{self.decided} of the older ones have decisions of yours: look at the new files yourself")
+        if self.older:
+            words.append(f"kept and not graded, since a newer one is here: {self.older} (with --replace they count)")
+        if self.unsure:
+            named = ", ".join(self.unsure[:_NAMED]) + (" and others" if len(self.unsure) > _NAMED else "")
+            words.append(
+                f"the names do not tell which of several files is the newest, so the last one counts and the others"
+                f" are kept: {named}; to choose another, give it with --replace"
+            )
+        return "; ".join(words)
 
 
-def take_in(database: Database, assignment: Assignment, incoming: Iterable[Incoming]) -> TakenIn:
+def take_in(database: Database, assignment: Assignment, incoming: Iterable[Incoming], replace: bool = False) -> TakenIn:
+    """`replace`: these files count, also where they are older or seem so."""
     files = sorted(incoming, key=lambda one: one.owner.order)
     _refuse_clashes(files)
     before = {one.id: one.pseudonym for one in submissions(database, assignment.id)}
+    older, unsure = 0, set()
     for one in files:
-        add_submission(
-            database, assignment.id, one.owner.identity, one.file_name, one.content, late_days=one.owner.late_days
-        )
+        place = _placed(one, known_files(database, assignment.id, one.owner.identity.key))
+        counts = replace or place.counts
+        who = _add(database, assignment, one, counts)
+        older += not counts
+        if counts and place.unsure and not replace:
+            unsure.add(who)
     now = {one.id: one.pseudonym for one in submissions(database, assignment.id)}
     new = [now[found] for found in now if found not in before]
-    known = set(before.values())
-    replaced = {pseudonym for pseudonym in new if pseudonym in known}
+    replaced = set(new) & set(before.values())
     decided = sum(bool(history(database, each)) for each, pseudonym in before.items() if pseudonym in replaced)
-    return TakenIn(files=len(files), new=len(new), replaced=len(replaced), decided=decided)
+    return TakenIn(
+        files=len(files),
+        new=len(new),
+        replaced=len(replaced),
+        decided=decided,
+        older=older,
+        unsure=tuple(sorted(unsure)),
+    )
+
+
+class _Place(msgspec.Struct, frozen=True):
+    counts: bool
+    unsure: bool = False
+
+
+def _placed(one: Incoming, known: list[KnownFile]) -> _Place:
+    """By what the names tell. Else a file that was here before stays where it is, and a new one is the newest."""
+    now = next((file for file in known if file.counts), None)
+    if now is None:
+        return _Place(counts=True)
+    its, ours = one.owner.order, owner_of(now.name, {}).order
+    if its and ours and its != ours:
+        return _Place(counts=its > ours)
+    sha = hashlib.sha256(one.content).hexdigest()
+    if sha in {file.blob_sha for file in known}:
+        return _Place(counts=sha == now.blob_sha)
+    return _Place(counts=True, unsure=True)
+
+
+def _add(database: Database, assignment: Assignment, one: Incoming, counts: bool) -> str:
+    who, late_days = one.owner.identity, one.owner.late_days
+    stored = add_submission(
+        database, assignment.id, who, one.file_name, one.content, late_days=late_days, counts=counts
+    )
+    return stored.pseudonym
 
 
 def _refuse_clashes(files: list[Incoming]) -> None:

@@ -4,17 +4,14 @@ from grader.layers.check import check_item, check_items, verdict_of
 from grader.layers.compare import Shown, shown_by_cell
 from grader.layers.flags import submission_flags
 from grader.layers.submission import CheckResult, Submission
-from grader.layers.tables import Table, tables_in
 
 __all__ = [
     "CheckResult",
     "Shown",
     "Submission",
-    "Table",
     "check_item",
     "check_items",
     "shown_by_cell",
     "submission_flags",
-    "tables_in",
     "verdict_of",
 ]

@@ -6,9 +6,8 @@ from fractions import Fraction
 
 import msgspec
 
-from grader.layers.tables import Table, tables_in
 from grader.layers.values import as_number, found_in_order, numbers_in, same_value, tokens_in
-from grader.notebook import Cell, Output
+from grader.notebook import Cell, Output, Table, tables_in
 from grader.rubric import OutputMatch
 
 MAX_NUMBERS = 5_000

@@ -63,16 +63,25 @@ def _tampering(notebook: Notebook) -> Iterator[Flag]:
     for cell in notebook.code_cells if notebook.language == "python" else ():
         for name, line in _suspicious(cell):
             place: Evidence = at_line(cell, line)
-            yield Flag(code="tampering", message=f"The code touches `{name}`, which shows failures.", evidence=(place,))
+            message = f"The code touches `{name}`, on which failures and tests rely."
+            yield Flag(code="tampering", message=message, evidence=(place,))
 
 
 def _suspicious(cell: Cell) -> Iterator[tuple[str, int]]:
-    if not any(name in cell.source for name in _TAMPERING):
+    if not any(name in cell.source for name in (*_TAMPERING, "assert", "AssertionError", "builtins")):
         return
     try:
         tree = ast.parse(without_magics(cell.source))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in _TAMPERING:
+        if isinstance(node, ast.Attribute) and (node.attr in _TAMPERING or _is_patched(node)):
             yield node.attr, node.lineno
+        if isinstance(node, ast.Name) and node.id == "AssertionError" and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+
+
+def _is_patched(node: ast.Attribute) -> bool:
+    """A new value for a built-in, or for a library's assertion."""
+    owner = node.value.id if isinstance(node.value, ast.Name) else ""
+    return isinstance(node.ctx, ast.Store) and (node.attr.startswith("assert") or owner.strip("_") == "builtins")

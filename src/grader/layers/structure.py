@@ -8,8 +8,7 @@ from grader.code import Fact
 from grader.layers.cells import at_line, at_use, cells_at, code_at, described, facts_of
 from grader.layers.reflection import reflection
 from grader.layers.submission import CheckResult, Submission
-from grader.layers.tables import tables_in
-from grader.notebook import Cell, Notebook, markdown_lines, names_section
+from grader.notebook import Cell, Notebook, markdown_lines, names_section, tables_in
 from grader.rubric import Check, Columns, Functions, Ran, Sections, Variables, Where, Words
 from grader.verdicts import Evidence
 

@@ -137,7 +137,7 @@ def _write_feedback(work: Work, parts: _Parts, settings: ModelSettings, ask: Ask
     question = Question(
         model=settings.feedback_model,
         messages=feedback_messages(parts.shared, work.verdicts, parts.student),
-        schema=feedback_schema(work.rubric, settings.text_chars),
+        schema=feedback_schema(work.rubric, settings.text_chars, settings.remarks),
         seed=settings.seed,
         temperature=settings.temperature,
         max_tokens=settings.feedback_tokens,

@@ -37,14 +37,14 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True):
     instructor_comment: str  # not for the student
 
 
-def feedback_schema(rubric: Rubric, text_chars: int = 300) -> dict[str, Any]:
+def feedback_schema(rubric: Rubric, text_chars: int = 300, remarks: int = 3) -> dict[str, Any]:
     item = choice_field(*(item.id for item in rubric.items), "general")
     words = text_field(text_chars)
     strength = object_of(item=item, text=words)
     improvement = object_of(item=item, what=words, why=words, how=words, example=words)
     return object_of(
-        strengths=list_of(strength, 1, 3),
-        improvements=list_of(improvement, 0, 3),
+        strengths=list_of(strength, 1, remarks),
+        improvements=list_of(improvement, 0, remarks),
         reflection=object_of(quality=choice_field("none", "thin", "adequate", "deep"), comment=words),
         overall=choice_field("weak", "fair", "good", "excellent"),
         instructor_comment=words,

@@ -30,8 +30,9 @@ QUESTIONS
 FEEDBACK_TASK = """TASK
 Write feedback for the student in plain, friendly words, about this work only.
 "strengths": what is good. "improvements": what to change ("what"), the reason ("why"), the way ("how") and a short
-"example". "item" names the rubric item, or "general". "reflection": "quality" of the student's own written thoughts
-("none", "thin", "adequate" or "deep") and a "comment". "overall": "weak", "fair", "good" or "excellent".
+"example". "item" names the rubric item, or "general"; advice about an item that is earned is "general".
+"reflection": "quality" of the student's own written thoughts ("none", "thin", "adequate" or "deep") and a "comment".
+"overall": "weak", "fair", "good" or "excellent".
 "instructor_comment": one or two sentences for the instructor alone.
 """
 

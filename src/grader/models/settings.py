@@ -30,6 +30,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     code_tokens: int = 2000  # longest answers
     feedback_tokens: int = 1200
     text_chars: int = 300  # longest text of one field of an answer
+    remarks: int = 3  # most strengths, and most improvements, of a feedback
     timeout_s: float = 600.0
     in_parallel: bool = True  # both models at once
 

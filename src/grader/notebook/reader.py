@@ -13,6 +13,7 @@ import nbformat
 
 from grader.notebook.model import Cell, CellKind, Language, Notebook, Output
 from grader.notebook.sections import deeper, markdown_lines
+from grader.notebook.tables import as_text, tables_in
 from grader.verdicts import Evidence, Flag
 
 MAX_FILE_BYTES = 64 * 2**20
@@ -23,6 +24,7 @@ MAX_SOURCES_CHARS = 500_000  # of the whole notebook
 MAX_CELLS = 5_000
 _HIDING_TAGS = {"remove-cell", "remove_cell", "hide-cell", "hide-input", "remove-input", "hide_input"}
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_OBJECT = re.compile(r"<[\w.]+ object[^<>]*>")  # what Python writes of a thing that a page shows as a table
 _OUTPUT_KINDS = {"stream": "stream", "display_data": "display", "execute_result": "result", "error": "error"}
 
 logging.getLogger("traitlets").addHandler(logging.NullHandler())
@@ -191,6 +193,8 @@ def _output(raw: Mapping[str, Any]) -> Output:
     data = _mapping(raw.get("data"))
     text, cut = _bounded(_text(raw.get("text")) if kind == "stream" else _text(data.get("text/plain")))
     html, html_cut = _bounded(_text(data.get("text/html")))
+    if _OBJECT.fullmatch(text.strip()) and (tables := tables_in(html)):
+        text, cut = _bounded(as_text(tables))
     if kind == "error":
         text, cut = _bounded("\n".join(map(_text, _list(raw.get("traceback")))))
     return Output(

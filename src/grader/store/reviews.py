@@ -34,11 +34,12 @@ class HumanPoints(msgspec.Struct, frozen=True):
 
 
 class Approval(msgspec.Struct, frozen=True):
-    """Of this total. Another total needs another approval."""
+    """Of this total and this content: a hash of what was approved. Other content needs another approval."""
 
     who: str
     at: float
     total: Decimal
+    content: str
 
 
 class Review(msgspec.Struct, frozen=True):
@@ -83,9 +84,13 @@ def review_of(database: Database, submission_id: int) -> Review:
         elif change.action == "comment":
             comments[change.item] = change.after
         else:
-            approved = change.action == "approve"
-            approval = Approval(change.who, change.at, Decimal(change.after)) if approved else None
+            approval = _approval(change) if change.action == "approve" else None
     return Review(points, {item: text for item, text in comments.items() if text}, approval)
+
+
+def _approval(change: Change) -> Approval:
+    total, _, content = change.after.partition(" ")
+    return Approval(change.who, change.at, Decimal(total), content)
 
 
 def set_points(database: Database, submission_id: int, item: str, points: str | None, who: str, why: str) -> None:
@@ -112,8 +117,9 @@ def set_comment(database: Database, submission_id: int, item: str, text: str, wh
     _record(database, submission_id, "comment", item, text, who, "")
 
 
-def approve(database: Database, submission_id: int, total: Decimal, who: str) -> None:
-    _record(database, submission_id, "approve", "", str(total), who, "")
+def approve(database: Database, submission_id: int, total: Decimal, content: str, who: str) -> None:
+    """`content`: a hash of all that is approved."""
+    _record(database, submission_id, "approve", "", f"{total} {content}", who, "")
 
 
 def reopen(database: Database, submission_id: int, who: str, why: str) -> None:
@@ -138,7 +144,7 @@ def _before(review: Review, action: Action, item: str) -> str | None:
         return str(review.points[item].points) if item in review.points else None
     if action == "comment":
         return review.comments.get(item)
-    return str(review.approval.total) if review.approval else None
+    return f"{review.approval.total} {review.approval.content}" if review.approval else None
 
 
 def undo(database: Database, submission_id: int, who: str) -> Change:

@@ -32,6 +32,14 @@ class StoredSubmission(msgspec.Struct, frozen=True, kw_only=True):
     current_key: str | None
 
 
+class KnownFile(msgspec.Struct, frozen=True):
+    """`name`: as the student named it, private. `counts`: it is the one that is graded."""
+
+    blob_sha: str
+    name: str
+    counts: bool
+
+
 def pseudonym_of(secret: bytes, key: str) -> str:
     digits = hmac.new(secret, key.encode(), hashlib.sha256).hexdigest()[:8]
     return f"student-{digits}"
@@ -44,21 +52,25 @@ def add_submission(
     file_name: str,
     content: bytes,
     late_days: float = 0.0,
+    counts: bool = True,
 ) -> StoredSubmission:
-    """The same file of the same student again is the same submission. A newer file replaces an older one."""
+    """The same file of the same student again is the same submission. A file that `counts` takes the place of others;
+    one that does not is kept beside them."""
     secret = database.secret("pseudonyms")
+    again = "UPDATE SET late_days = excluded.late_days, file_name = excluded.file_name" if counts else "NOTHING"
     with database.transaction() as connection:
         student = _student(connection, identity, pseudonym_of(secret, identity.key))
         sha = put_blob(connection, content)
         connection.execute(
-            "INSERT INTO submissions (assignment_id, student_id, blob_sha, file_name, late_days, added_at)"
-            " VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET late_days = excluded.late_days",
-            (assignment_id, student, sha, file_name, late_days, time.time()),
+            "INSERT INTO submissions (assignment_id, student_id, blob_sha, file_name, late_days, added_at, superseded)"
+            f" VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO {again}",
+            (assignment_id, student, sha, file_name, late_days, time.time(), not counts),
         )
-        connection.execute(
-            "UPDATE submissions SET superseded = (blob_sha != ?) WHERE assignment_id = ? AND student_id = ?",
-            (sha, assignment_id, student),
-        )
+        if counts:
+            connection.execute(
+                "UPDATE submissions SET superseded = (blob_sha != ?) WHERE assignment_id = ? AND student_id = ?",
+                (sha, assignment_id, student),
+            )
         where = " WHERE assignment_id = ? AND student_id = ? AND blob_sha = ?"
         return _submission(connection.execute(_SELECT + where, (assignment_id, student, sha)).fetchone())
 
@@ -92,6 +104,16 @@ def submissions(database: Database, assignment_id: int) -> list[StoredSubmission
     """The newest of every student, by pseudonym."""
     where = " WHERE assignment_id = ? AND NOT superseded ORDER BY pseudonym"
     return [_submission(row) for row in database.rows(_SELECT + where, (assignment_id,))]
+
+
+def known_files(database: Database, assignment_id: int, student_key: str) -> list[KnownFile]:
+    """All that a student handed in, for programs: no person sees the names."""
+    rows = database.rows(
+        "SELECT blob_sha, file_name, superseded FROM submissions JOIN students ON students.id = student_id"
+        " WHERE assignment_id = ? AND student_key = ?",
+        (assignment_id, student_key),
+    )
+    return [KnownFile(row["blob_sha"], row["file_name"], not row["superseded"]) for row in rows]
 
 
 def submission(database: Database, submission_id: int) -> StoredSubmission:

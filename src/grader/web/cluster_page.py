@@ -91,7 +91,7 @@ def _request_row(number: int, one: AnswerRecord) -> dict[str, Any]:
     read = "cached" if one.is_cached else rate(one.figures.prefill_speed)
     return {
         "#": number,
-        "Model": one.model,
+        "Model": one.model.removeprefix("disaggregated:"),
         "For": one.layer,
         "Time": seconds(one.figures.total_s),
         "Outcome": "ok" if one.ok else "failed",

@@ -57,9 +57,9 @@ def _one(database: Database, chosen: Assignment, grade: Grade) -> None:
         st.html(notebook_html(notebook, [*evidence, *(one for flag in grade.flags for one in flag.evidence)]))
     with right, st.container(height=_HEIGHT_PX):
         _actions(database, grade)
-        for flag in grade.flags:
-            st.warning("Flag:")
-            st.code(f"{flag.code}: {flag.message}", language=None, wrap_lines=True)
+        if told := list(dict.fromkeys(f"{flag.code}: {flag.message}" for flag in grade.flags)):
+            st.warning("Flags:")
+            st.code("\n".join(told), language=None, wrap_lines=True)
         show_items(database, grade)
         comments(database, chosen, grade)
         show_feedback(grade)
@@ -79,7 +79,9 @@ def _actions(database: Database, grade: Grade) -> None:
     first, second, third = st.columns(3)
     submission = grade.submission.id
     with refusals():
-        if first.button("Approve", type="primary", disabled=grade.approved, width="stretch"):
+        # A click on a grade that a worker changed meanwhile is a click on a button that is gone.
+        key = f"approve-{submission}-{grade.content}"
+        if first.button("Approve", key=key, type="primary", disabled=grade.approved, width="stretch"):
             approve_grade(database, grade, who())
             _done("Approved.")
         if second.button("Reopen", disabled=grade.review.approval is None, width="stretch"):

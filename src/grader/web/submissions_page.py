@@ -41,6 +41,7 @@ def _intake(database: Database, chosen: Assignment) -> None:
             type="csv",
             max_upload_size=5,
         )
+        replace = st.checkbox("These files count, also where a newer one of the student is there (--replace)")
         if not st.form_submit_button("Take in", type="primary"):
             return
     if not files:
@@ -48,7 +49,7 @@ def _intake(database: Database, chosen: Assignment) -> None:
         return
     with refusals():
         known = read_roster(decoded(roster.getvalue(), roster.name)) if roster else {}
-        taken = take_in(database, chosen, read_uploads(((one.name, one) for one in files), known))
+        taken = take_in(database, chosen, read_uploads(((one.name, one) for one in files), known), replace)
         note(f"{taken.told()}.")
         st.rerun()
 
@@ -117,7 +118,7 @@ def _bars(seen: Watched) -> None:
     state = seen.progress
     _bar("checked", state.checks.done + state.checks.failed, state.checks.total)
     if state.models.total:
-        _bar("read by the models", state.models.done + state.models.failed, max(state.models.total, state.checks.total))
+        _bar("read by the models", state.models.done + state.models.failed, state.models.total + state.checks.left)
     if state.is_over:
         st.success("The batch is over. See Results.")
     elif seen.eta_s is not None:

@@ -158,3 +158,10 @@ def test_the_rubric_speaks_to_those_who_lost_points(tmp_path: Path) -> None:
     grade_here(book, assignment)
     shown = {one.submission.id: hint in report_html(one, "Sales", "a student") for one in grades(book, assignment)}
     assert shown == {1: True, 2: False}
+
+
+def test_a_report_names_no_grader_and_not_what_the_machine_gave(book: tuple[Database, Assignment]) -> None:
+    page = report_html(_approved(*book)[0], "Sales", "student-1")
+    assert "looked at it" in page
+    assert "set by ann" not in page
+    assert "the machine gave" not in page

@@ -3,6 +3,7 @@
 from decimal import Decimal
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from grader.grading import (
@@ -15,8 +16,9 @@ from grader.grading import (
     grades,
     override,
 )
+from grader.models import Feedback, ModelsResult, Reflection
 from grader.rubric import dump_rubric, load_rubric
-from grader.store import Assignment, Database, StudentIdentity, add_submission, save_rubric
+from grader.store import Assignment, Database, StudentIdentity, add_submission, put_models, save_rubric
 from tests.support.grade_books import RUBRIC, grade_here, graded_book, known_points, work
 
 
@@ -89,6 +91,58 @@ def test_approve_all_leaves_what_needs_a_look(book: tuple[Database, Assignment])
             override(database, _by_id(*book)[one], item, "2", "ann", "fine")
     done = approve_all(database, grades(*book), "ann")
     assert (done.approved, done.left_open) == (2, 3)
+
+
+def _approved_by_hand(book: tuple[Database, Assignment], one: int = 2) -> None:
+    for item in ("names", "style"):
+        override(book[0], _by_id(*book)[one], item, "2", "ann", "fine")
+    approve_grade(book[0], _by_id(*book)[one], "ann")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("points: 2, check: {kind: variables, names: [sales]}", "points: 3, check: {kind: variables, names: [sales]}"),
+        ("title: Clear names", "title: Names that are clear"),
+        ("names: [sales]", "names: [mean_sales]"),
+    ],
+    ids=["points", "title", "evidence"],
+)
+def test_a_regrade_that_keeps_the_total_takes_the_approval_back(
+    book: tuple[Database, Assignment], old: str, new: str
+) -> None:
+    database, _ = book
+    _approved_by_hand(book)
+    assert _by_id(*book)[2].approved
+    moved = RUBRIC.replace("points: 4\n", "points: 3\n") if "points: 3" in new else RUBRIC
+    assignment = save_rubric(database, "sales", dump_rubric(load_rubric(moved.replace(old, new))))
+    grade_here(database, assignment)
+    after = _by_id(database, assignment)[2]
+    assert (after.score.total, after.state) == (Decimal(10), "changed since approval")
+    assert [one.layer for one in after.verdicts] == ["structure", "outputs", "human", "human"]
+    assert [
+        one.unapproved for one in changes_since(database, assignment) if one.pseudonym == after.submission.pseudonym
+    ]
+    back = save_rubric(database, "sales", dump_rubric(load_rubric(RUBRIC)))
+    grade_here(database, back)
+    assert _by_id(database, back)[2].approved  # the very same grade again
+
+
+def test_feedback_that_comes_after_an_approval_is_not_approved(book: tuple[Database, Assignment]) -> None:
+    _approved_by_hand(book)
+    grade = _by_id(*book)[2]
+    words = Feedback(
+        strengths=(),
+        improvements=(),
+        reflection=Reflection("none", ""),
+        overall="good",
+        instructor_comment="",
+    )
+    said = ModelsResult(verdicts=(), readings={}, questions={}, feedback=words, runs=(), wall_s=0, sequential_s=0)
+    with book[0].transaction() as connection:
+        put_models(connection, 2, grade.submission.current_key or "", msgspec.json.encode(said).decode())
+    after = _by_id(*book)[2]
+    assert (after.score, after.state) == (grade.score, "changed since approval")
 
 
 def test_identical_files_are_both_graded_and_both_flagged(book: tuple[Database, Assignment]) -> None:

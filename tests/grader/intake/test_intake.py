@@ -11,6 +11,7 @@ from grader.intake import (
     FileRefused,
     IntakeLimits,
     RosterInvalid,
+    TakenIn,
     owner_of,
     read_archive,
     read_files,
@@ -27,6 +28,7 @@ from grader.store import Database, blob, save_assignment, set_comment, submissio
         ("doejane_LATE_12345_67890_hw1-2.ipynb", "12345", "doejane", "12345", 1),
         ("Jane Doe_4711_assignsubmission_file_/hw1.ipynb", "4711", "Jane Doe", "4711", 0),
         ("Jane Doe_4711_assignsubmission_file_hw1.ipynb", "4711", "Jane Doe", "4711", 0),
+        ("Homework 1_jdoe_attempt_2026-03-01-12-30-05_hw_1.ipynb", "jdoe", "", "", 0),
         ("submitted/bitdiddle/ps1/problem1.ipynb", "bitdiddle", "", "", 0),
         ("anything.ipynb", "anything", "", "", 0),
         ("alice/hw1.ipynb", "alice/hw1", "", "", 0),
@@ -143,3 +145,55 @@ def test_the_newest_file_of_a_student_counts_and_equal_names_do_not_clash(tmp_pa
         (tmp_path / folder / "hw1.ipynb").write_bytes(content)
     with pytest.raises(FileRefused, match="a name of its own"):
         take_in(book, assignment, read_files([tmp_path / "x" / "hw1.ipynb", tmp_path / "y" / "hw1.ipynb"], {}))
+
+
+def _counting(book: Database, files: dict[str, bytes], replace: bool = False) -> tuple[TakenIn, list[bytes]]:
+    assignment = save_assignment(book, "hw1", "{}")
+    taken = take_in(book, assignment, read_archive(_zip(files), "all.zip", {}), replace)
+    return taken, [blob(book, one.blob_sha) for one in submissions(book, assignment.id)]
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        ("doe_1_10_hw1.ipynb", "doe_1_20_hw1-1.ipynb"),
+        ("doe_LATE_1_9_hw1.ipynb", "doe_1_10_hw1-1.ipynb"),
+        ("hw_jdoe_attempt_2026-03-01-12-30-05_hw.ipynb", "hw_jdoe_attempt_2026-03-02-09-00-00_hw.ipynb"),
+    ],
+)
+@pytest.mark.parametrize("seen_before", [True, False])
+def test_an_older_file_never_takes_the_place_of_a_newer_one(
+    tmp_path: Path, older: str, newer: str, seen_before: bool
+) -> None:
+    book = Database.create(tmp_path)
+    if seen_before:
+        assert _counting(book, {older: b"old"})[1] == [b"old"]
+    assert _counting(book, {newer: b"new"})[1] == [b"new"]
+    taken, counting = _counting(book, {older: b"old"})
+    assert (counting, taken.older, taken.unsure) == ([b"new"], 1, ())
+    assert "since a newer one is here: 1" in taken.told()
+    assert len(book.rows("SELECT * FROM submissions")) == 2
+    assert _counting(book, {older: b"old"}, replace=True)[1] == [b"old"]
+
+
+def test_the_old_file_handed_in_again_is_the_newest(tmp_path: Path) -> None:
+    book = Database.create(tmp_path)
+    for name, content in (("doe_1_10_a.ipynb", b"old"), ("doe_1_20_a.ipynb", b"new"), ("doe_1_30_a.ipynb", b"old")):
+        assert _counting(book, {name: content})[1] == [content]
+    assert _counting(book, {"doe_1_20_a.ipynb": b"new"})[1] == [b"old"]
+
+
+def test_names_that_do_not_tell_the_newest_are_told(tmp_path: Path) -> None:
+    """Moodle: a file that was here before stays where it is; a new one counts, and the command says so."""
+    book, name = Database.create(tmp_path), "Jane Doe_4711_assignsubmission_file_/hw1.ipynb"
+    assert _counting(book, {name: b"first"})[0].unsure == ()
+    taken, counting = _counting(book, {name: b"second"})
+    assert counting == [b"second"]
+    assert len(taken.unsure) == 1
+    assert "do not tell which of several files is the newest" in taken.told()
+    taken, counting = _counting(book, {name: b"first"})
+    assert (counting, taken.older) == ([b"second"], 1)
+    two = {"Al Roe_5_assignsubmission_file_/a.ipynb": b"a", "Al Roe_5_assignsubmission_file_/b.ipynb": b"b"}
+    assert len(_counting(book, two)[0].unsure) == 1, "two files in one folder"
+    again, counting = _counting(book, two)
+    assert (sorted(counting), again.unsure) == ([b"b", b"second"], ())

@@ -69,11 +69,11 @@ def test_decisions_outlive_rubric_versions(book: Database, one: int) -> None:
     assert review_of(book, one).points["mean"].why == "right idea"
 
 
-def test_approval_is_of_a_total_and_can_be_taken_away(book: Database, one: int) -> None:
-    approve(book, one, Decimal("12.50"), "ann")
+def test_approval_is_of_a_content_and_can_be_taken_away(book: Database, one: int) -> None:
+    approve(book, one, Decimal("12.50"), "abc", "ann")
     approval = review_of(book, one).approval
     assert approval
-    assert approval.total == Decimal("12.5")
+    assert (approval.total, approval.content) == (Decimal("12.5"), "abc")
     reopen(book, one, "ann", "a question of the student")
     assert review_of(book, one).approval is None
     undo(book, one, "ann")

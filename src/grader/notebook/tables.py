@@ -55,6 +55,11 @@ def tables_in(html: str) -> tuple[Table, ...]:
     return tuple(_table(head, rows) for head, rows in parser.tables if head or rows)
 
 
+def as_text(tables: tuple[Table, ...]) -> str:
+    """Lines, as a person would read them aloud."""
+    return "\n".join(" | ".join(row) for table in tables for row in (table.header, *table.rows))
+
+
 def _table(head: list[list[str]], rows: list[list[str]]) -> Table:
     """Further header rows are pandas' name of the index, or IRkernel's types as `<dbl>`: the first has the columns."""
     columns = head[0] if head else []
