@@ -3,7 +3,7 @@ breaks or lies. The tests make every slice a large one."""
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -31,7 +31,7 @@ def all_slices_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, KVSlice]]]:
+def parts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, KVSlice]]:
     """Every piece that arrives, with its stream."""
     seen: list[tuple[int, KVSlice]] = []
     receive = ConnectionFetch._slice
@@ -42,7 +42,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, KVSlice]]
         return piece
 
     monkeypatch.setattr(ConnectionFetch, "_slice", remember)
-    yield seen
+    return seen
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])

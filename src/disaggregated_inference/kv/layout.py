@@ -90,8 +90,8 @@ class KVSlice:
 
     def part(self, first: int, last: int) -> "KVSlice":
         """Rows number `first` to `last` of these, over the same memory."""
-        rows = {"keys": self.keys[first:last], "values": self.values[first:last]}
-        return replace(self, start=self.start + first, rest=self.rest + self.tokens - last, **rows)
+        keys, values, rest = self.keys[first:last], self.values[first:last], self.rest + self.tokens - last
+        return replace(self, start=self.start + first, keys=keys, values=values, rest=rest)
 
     @property
     def size_bytes(self) -> int:

@@ -359,7 +359,7 @@ class KVFetch(_Stoppable):
             self._commit_if_complete(piece)
 
     def _wait_for_turn(self, stream: int, piece: KVSlice) -> bool:
-        """Wait until earlier chunks are committed, and earlier rows of the layer placed. False for rows that were placed
+        """Wait until earlier chunks are committed and earlier rows of the layer placed. False for rows that were placed
         before."""
         with self._changed:
             self._waiting[stream] = piece
