@@ -125,8 +125,8 @@ def test_no_bit_can_be_altered() -> None:
         altered = bytearray(tape)
         altered[at] ^= 1 << at % 8
         if 5 < at < HEADER.size - 4:
-            _, _, kind, codec, layer, tokens, start, size, _ = HEADER.unpack(altered[: HEADER.size])
-            frame = Frame(Kind(kind), size, codec, layer, tokens, start)
+            _, _, kind, codec, layer, tokens, start, rest, size, _ = HEADER.unpack(altered[: HEADER.size])
+            frame = Frame(Kind(kind), size, codec, layer, tokens, start, rest)
             altered[: HEADER.size] = encode_header(frame, KEYED_MAGIC)
         if 24 <= at < 32:  # a size that the test itself would allocate
             altered[24:32] = struct.pack("<Q", min(struct.unpack_from("<Q", altered, 24)[0], 1000))

@@ -172,7 +172,7 @@ def _shifted(rows: LogprobRows) -> LogprobRows:
 
 
 def _outside(rows: LogprobRows) -> LogprobRows:
-    return LogprobRows(1 << 40, rows.logprobs, rows.top_tokens, rows.top_logprobs)
+    return LogprobRows(1 << 30, rows.logprobs, rows.top_tokens, rows.top_logprobs)
 
 
 def _fewer_alternatives(rows: LogprobRows) -> LogprobRows:

@@ -44,7 +44,7 @@ from disaggregated_inference.vllm_node import (
 )
 
 
-class Rows(NamedTuple):
+class PageRows(NamedTuple):
     """Keys and values of one layer from position `start` on, as bits."""
 
     start: int
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
         return self.start + len(self.keys)
 
 
-Layers = dict[int, list[Rows]]
+Layers = dict[int, list[PageRows]]
 
 
 class Requests:
@@ -113,7 +113,7 @@ class WatchedConnector(connector.DisaggConnector):
         slots = attn_metadata.slot_mapping[: attn_metadata.num_actual_tokens]
         keys, values = _read(pages, slots)
         held = WatchedConnector.pages.setdefault(connector.layer_number(name), [])
-        held += [Rows(start, keys[at], values[at]) for start, at in _prompts_in(attn_metadata)]
+        held += [PageRows(start, keys[at], values[at]) for start, at in _prompts_in(attn_metadata)]
 
 
 def _prompts_in(attn_metadata: Any) -> Iterator[tuple[int, slice]]:
@@ -149,7 +149,7 @@ def _fetch(node: VllmPrefillNode, tokens: list[int]) -> Layers:
         keys, values = (
             np.array(part).view(np.int16 if part.itemsize == 2 else np.int32) for part in (piece.keys, piece.values)
         )
-        received.setdefault(piece.layer, []).append(Rows(piece.start, keys, values))
+        received.setdefault(piece.layer, []).append(PageRows(piece.start, keys, values))
 
     fingerprint = node.engine.fingerprint
     hello = Hello(ticket=context.ticket, secret=context.secret, fetch="check", fingerprint=fingerprint)
@@ -198,7 +198,7 @@ def _compare(node: VllmPrefillNode, arrived: Layers, length: int) -> int:
     return sum(rows.keys.nbytes + rows.values.nbytes for each in arrived.values() for rows in each)
 
 
-def _equal_rows(arrived: list[Rows], held: Rows) -> np.ndarray:
+def _equal_rows(arrived: list[PageRows], held: PageRows) -> np.ndarray:
     """Which of the held rows arrived, bit for bit."""
     equal = np.zeros(len(held.keys), bool)
     for rows in arrived:
