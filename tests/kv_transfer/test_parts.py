@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from disaggregated_inference.api import GenerationParams
-from disaggregated_inference.errors import DisaggError, ProtocolError
+from disaggregated_inference.errors import Cancelled, DisaggError, ProtocolError
 from disaggregated_inference.kv import KVLayout, KVSlice, LayerPlan
 from disaggregated_inference.kv_transfer import Hello, KVFetch, Paths, Sink, sender
 from disaggregated_inference.kv_transfer.receiver import ConnectionFetch
@@ -152,6 +152,30 @@ def test_rows_that_come_again_are_dropped() -> None:
     placed.join()
     assert placed.rows == [(0, 0, 2), (0, 2, 4), (1, 0, 4)]
     assert placed.commits == [4]
+
+
+def test_rows_that_two_streams_bring_at_once_are_placed_once() -> None:
+    placed, slow = Placed(2, 4), threading.Event()
+    place = placed._place
+    placed._place = lambda piece: slow.wait(20) and place(piece)  # type: ignore[method-assign]
+    placed.fetch._sink = Sink(lambda piece: placed._place(piece), placed.commits.append, lambda logits: None)
+    placed.bring(0, piece(0, 0, 4))
+    placed.bring(1, piece(0, 0, 4), piece(1, 0, 4))
+    time.sleep(0.1)
+    slow.set()
+    placed.join()
+    assert sorted(placed.rows) == [(0, 0, 4), (1, 0, 4)]
+    assert placed.commits == [4]
+    assert not placed.errors
+
+
+def test_a_stop_ends_the_wait() -> None:
+    placed = Placed(2, 4)
+    placed.bring(0, piece(0, 2, 4))
+    time.sleep(0.1)
+    placed.fetch.stop(Cancelled("the client left"))
+    placed.join()
+    assert [type(error) for error in placed.errors] == [Cancelled]
 
 
 def test_rows_that_never_come_are_a_protocol_error() -> None:

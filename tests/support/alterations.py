@@ -56,7 +56,7 @@ def altered(data: bytes, cases: int, seed: int, parts: Sequence[tuple[int, int]]
     chance, places = random.Random(seed), parts or [(0, len(data))]
     for number in range(cases * TIMES):
         start, stop = places[number % len(places)]
-        at = chance.randrange(start, stop)
-        changed = chance.choice(ALTERATIONS)(data, at, chance)
-        if changed != data:
-            yield changed
+        changed = data
+        while changed == data:
+            changed = chance.choice(ALTERATIONS)(data, chance.randrange(start, stop), chance)
+        yield changed

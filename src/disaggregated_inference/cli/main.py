@@ -290,7 +290,7 @@ def serve(
     kv_port: KVPort = 8100,
     kv_address: KVAddresses = None,
     lease_s: LeaseSeconds = 60.0,
-    kv_streams: Annotated[int, typer.Option(min=1, max=64, help="Connections per KV transfer.")] = 2,
+    kv_streams: Annotated[int, typer.Option(min=1, max=64, help="Connections per KV transfer.")] = 4,
     kv_security: KVSecurityMode = "",
     kv_codec: Annotated[str, typer.Option(help="raw, or int8 (lossy) for links slower than the prefill.")] = "raw",
     kv_memory: Annotated[str, typer.Option(help="Memory for KV caches, such as 8G. Default: from free memory.")] = "",

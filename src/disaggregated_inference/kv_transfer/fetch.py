@@ -195,6 +195,7 @@ class KVFetch(_Stoppable):
         count = min(streams, len(layout.layers))
         self._streams = [_Stream(n, SilenceLimit(paths[0].timeouts)) for n in range(count)]
         self._waiting: dict[int, KVSlice] = {}  # by stream number: rows whose turn it is not yet
+        self._placing: set[int] = set()  # layers of which a stream places rows now
         self._ended = 0  # streams that have brought all that they carry
         self._placed = [hello.held_tokens] * len(layout.layers)
         self._chunk_stop: int | None = None  # end of the chunk that is being placed
@@ -372,12 +373,15 @@ class KVFetch(_Stoppable):
             if piece.stop <= self._placed[piece.layer]:
                 return False
             self._chunk_stop = piece.chunk_stop
+            self._placing.add(piece.layer)
             return True
 
     def _may_go_on(self, piece: KVSlice) -> bool:
         placed, plan = self._placed[piece.layer], self._layout.layers[piece.layer]
+        if piece.stop <= placed or piece.layer in self._placing:  # a sender may bring rows twice at once
+            return piece.layer not in self._placing
         first = max(placed, plan.first_row(self.committed, piece.chunk_stop))
-        return piece.stop <= placed or (self._chunk_stop in (None, piece.chunk_stop) and piece.start <= first)
+        return self._chunk_stop in (None, piece.chunk_stop) and piece.start <= first
 
     def _is_stuck(self) -> bool:
         """Every stream has ended or waits for rows that no stream will bring."""
@@ -387,6 +391,7 @@ class KVFetch(_Stoppable):
     def _commit_if_complete(self, piece: KVSlice) -> None:
         with self._changed:
             self._placed[piece.layer] = piece.stop
+            self._placing.discard(piece.layer)
             self._changed.notify_all()
             if any(stop != piece.chunk_stop for stop in self._placed):
                 return

@@ -35,7 +35,7 @@ class DecodeNode:
         kv_memory: KVMemory,
         tokenizer: ModelTokenizer,
         chunk_tokens: int = 0,
-        streams: int = 2,
+        streams: int = 4,
         codecs: tuple[str, ...] = ("raw",),
         timeouts: NodeTimeouts = NodeTimeouts(),
         trust: Trust = Trust(),

@@ -62,7 +62,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     chunk: int = 0
     threads: int = 0
     lease_s: float = 60.0
-    kv_streams: int = 2
+    kv_streams: int = 4
     kv_codec: str = "raw"
     kv_memory: str = ""
     prefix_memory: str = ""

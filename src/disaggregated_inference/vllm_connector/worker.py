@@ -81,7 +81,7 @@ class WorkerHalf:
                 self._step = _Step(granted, index, set(self._layers))
 
     def export(self, name: str) -> None:
-        """After the layer's attention, or at the end of the step."""
+        """When the layer's rows are in the pages: before its attention or after it, or at the end of the step."""
         step = self._step
         if step and name in step.waiting:
             step.waiting.discard(name)
