@@ -121,6 +121,16 @@ def test_the_rich_sample(tmp_path: Path) -> None:
     assert [(link.prefill, link.gbps) for link in config.links] == [("DGX Spark 1", 10), ("DGX Spark 2", 10)]
 
 
+def test_the_sample_of_the_vllm_page(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "VLLM.md").read_text()
+    block = page.split("```toml\n")[1].split("```")[0]
+    config = load_config(written(tmp_path, block, "cluster.toml"), environ={})
+    assert config.warnings == ()
+    (prefill,), (decode,) = config.prefill_servers, config.decode_servers
+    assert (prefill.engine, decode.engine, prefill.model) == ("vllm", "mlx", decode.model)
+    assert prefill.arguments[0] == "--vllm-python"
+
+
 # Where the file is.
 
 

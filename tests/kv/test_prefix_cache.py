@@ -3,6 +3,7 @@
 import logging
 import math
 import random
+import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -701,6 +702,15 @@ def test_a_longer_block_replaces_the_short_one_on_disk(reopen: Reopen, tmp_path:
     reopen().close()
     assert len(files(tmp_path)) == 2
     check(reopen(), TOKENS, 16)
+
+
+def test_files_are_for_this_user_alone(reopen: Reopen, tmp_path: Path) -> None:
+    """They hold users' prompts."""
+    keep(reopen(), TOKENS[:21])
+    reopen().close()
+    folders = {path for file in files(tmp_path) for path in file.parents if path.is_relative_to(tmp_path)}
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files(tmp_path)} == {0o600}
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in folders} == {0o700}
 
 
 def test_new_snapshots_reach_the_disk(reopen: Reopen) -> None:
