@@ -66,7 +66,7 @@ def targets(
         "failover": max(_stalls(records), default=None),
         "cost_per_request": _mean(record.get("cost") for record in answered),
         "requests_per_kwh": 1000 / energy_wh if energy_wh else None,
-        "utilisation": _utilisation(nodes),
+        "utilisation": _utilisation(nodes) if records else None,
     }
     partial = any(record.get("cost_without") for record in answered if record.get("cost") is not None)
     found = {target.name: _measured(target, measured.get(target.name)) for target in _TARGETS}

@@ -17,7 +17,7 @@ export function Overview({ store, open }) {
     </section>
     <div class="columns">
       <${Health} nodes=${status.nodes} />
-      <${RequestTable} title="Last ten requests" records=${history.slice(0, LAST)} open=${open} />
+      <${RequestTable} title="Last ten requests" records=${history.slice(0, LAST)} open=${open} empty=${status.nodes.some((node) => node.usable) ? undefined : noneUp()} />
     </div>
     <${Picture} store=${store} />`;
 }
@@ -107,7 +107,8 @@ function NodeRow({ node }) {
     </tr>`;
 }
 
-const noneYet = () => html`No request yet. Send one: <code>curl ${location.origin}/v1/models</code> names the models, the <a href="#playground">playground</a> sends a prompt.`;
+const noneYet = () => html`No request yet. The <a href="#playground">playground</a> sends a prompt; <code>curl ${location.origin}/v1/models</code> names the models.`;
+const noneUp = () => html`No request, and no machine is up. Start the nodes; <code>disagg doctor --cluster</code> says what is wrong.`;
 
 export function RequestTable({ title, records, open, dated = false, empty = noneYet() }) {
   return html`
