@@ -101,6 +101,15 @@ def test_figures_over_time(reader: HistoryReader) -> None:
     assert one.series["requests"] == [0, 1, 0]
 
 
+def test_before_the_oldest_request_nothing_is_known(reader: HistoryReader) -> None:
+    """A history keeps so many requests: no line of zeros for those that it has forgotten."""
+    oldest = reader.kept()["oldest"]
+    found = series(reader, HistoryFilter(since=0, until=185), 10)
+    for name in ("requests", "requests_per_s", "recomputed_tokens"):
+        known = [value is not None for value in found.series[name]]
+        assert known == [start + 10 > oldest for start in found.times]
+
+
 @given(st.lists(st.floats(0.001, 1e6), min_size=1, max_size=40))
 def test_percentiles_as_numpy_has_them(values: list[float]) -> None:
     with HistoryReader.of_records([{"time": 1.0, "first_token_time": value} for value in values]) as reader:

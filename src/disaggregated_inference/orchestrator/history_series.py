@@ -40,12 +40,17 @@ _PERCENTILES = {
     "exposed": ("CASE WHEN kv_bytes > 0 THEN exposed_transfer_time END", (95,)),
 }
 _EACH = ("requests", "ok", "failed", "refused", "cancelled", "recomputed_tokens", "kv_bytes")
+_RATES = {
+    "requests_per_s": "ok",
+    "prompt_tokens_per_s": "prompt_tokens",
+    "completion_tokens_per_s": "completion_tokens",
+}
 _IF_KNOWN = ("energy_j", "energy_requests", "cost")
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
     """`times`: where each interval begins, in seconds since 1970. `series`: one value per interval; None: nothing was
-    measured in it."""
+    measured in it, or it ended before the oldest request that is kept."""
 
     step_s: float
     times: list[float]
@@ -66,6 +71,10 @@ def series(reader: HistoryReader, wanted: HistoryFilter, wish_s: float | None = 
     parts = range(max(1, math.ceil((wanted.until - since) / step_s)))
     counts = reader.grouped(wanted, _PART, _COUNTS, step_s=step_s)
     found = _figures([counts.get(part, {}) for part in parts], step_s)
+    oldest = reader.kept(HistoryFilter(caller=wanted.caller))["oldest"]
+    unknown = [oldest is None or since + (part + 1) * step_s <= oldest for part in parts]
+    for name in (*_EACH, *_RATES):
+        found[name] = [None if gone else value for gone, value in zip(unknown, found[name], strict=True)]
     for name, (column, shares) in _PERCENTILES.items():
         values = reader.percentiles(wanted, column, tuple(share / 100 for share in shares), _PART, step_s=step_s)
         for index, share in enumerate(shares):
@@ -76,11 +85,7 @@ def series(reader: HistoryReader, wanted: HistoryFilter, wish_s: float | None = 
 def _figures(parts: list[dict[str, Any]], step_s: float) -> dict[str, list[float | None]]:
     found: dict[str, list[float | None]] = {name: [part.get(name) or 0 for part in parts] for name in _EACH}
     found |= {name: [part.get(name) for part in parts] for name in _IF_KNOWN}
-    for name, source in (
-        ("requests_per_s", "ok"),
-        ("prompt_tokens_per_s", "prompt_tokens"),
-        ("completion_tokens_per_s", "completion_tokens"),
-    ):
+    for name, source in _RATES.items():
         found[name] = [(part.get(source) or 0) / step_s for part in parts]
     for name in ("disaggregated", "local", "fallback"):
         found[name] = [_ratio(part.get(name), part.get("planned")) for part in parts]
