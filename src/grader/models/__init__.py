@@ -6,6 +6,7 @@ from grader.models.analysis import (
     ModelsResult,
     Work,
     analyse,
+    context_hash,
     prompt_sha,
     prompt_text,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "analyse",
     "asked_items",
     "connect",
+    "context_hash",
     "contradictions",
     "prompt_sha",
     "prompt_text",

@@ -49,6 +49,7 @@ class ModelsResult(msgspec.Struct, frozen=True, kw_only=True):
     verdicts: tuple[Verdict, ...]
     readings: dict[str, tuple[ItemReading, ...]]  # by item, one for each time that the model was asked
     questions: dict[str, str]  # hash of each item's question
+    context: str = ""  # hash of all else that the code model read
     feedback: Feedback | None
     runs: tuple[LayerRun, ...]
     wall_s: float
@@ -76,11 +77,10 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 def analyse(work: Work, settings: ModelSettings, ask: Ask) -> ModelsResult:
     """`ask` raises ModelsUnavailable where the whole should be tried again later."""
     started = time.monotonic()
-    text = without_names(shown(work.notebook), work.names)
     parts = _Parts(
         shared_part(work.rubric, work.solution),
         quotable(work.notebook, work.names, work.fresh),
-        student_part(text, work.secret),
+        _student(work),
     )
     with ThreadPoolExecutor(max_workers=2 if settings.in_parallel else 1) as pool:
         code = pool.submit(_analyse_code, work, parts, settings, ask)
@@ -92,11 +92,23 @@ def analyse(work: Work, settings: ModelSettings, ask: Ask) -> ModelsResult:
         verdicts=verdicts,
         readings=readings,
         questions={item.id: question_hash(item) for item in asked_items(work.rubric)},
+        context=context_hash(work),
         feedback=written,
         runs=runs,
         wall_s=time.monotonic() - started,
         sequential_s=sum(run.figures.total_s for run in runs if run.figures),
     )
+
+
+def context_hash(work: Work) -> str:
+    """Of the code model's prompt without the items: instructions, solution, the work with its outputs. An earlier
+    answer stands only where all of it is the same."""
+    shared = shared_part(msgspec.structs.replace(work.rubric, items=()), work.solution)
+    return _sha(json.dumps([code_messages(shared, [], _student(work)), work.fresh]))
+
+
+def _student(work: Work) -> str:
+    return student_part(without_names(shown(work.notebook), work.names), work.secret)
 
 
 class _Parts(msgspec.Struct, frozen=True):
@@ -169,4 +181,8 @@ def prompt_text(question: Question) -> str:
 
 
 def prompt_sha(question: Question) -> str:
-    return hashlib.sha256(prompt_text(question).encode("utf-8", "replace")).hexdigest()
+    return _sha(prompt_text(question))
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()

@@ -130,7 +130,7 @@ def _work(database: Database, job: GradingJob, settings: GradeSettings, models: 
     rubric = parse_rubric(version.content)
     rerun = settings.rerun or rubric.rerun
     fresh = rerun_notebook(database, assignment, rubric, found.blob_sha) if rerun else None
-    return Work(
+    work = Work(
         rubric=rubric,
         notebook=fresh or _notebook(database, found),
         fresh=fresh is not None,
@@ -138,8 +138,8 @@ def _work(database: Database, job: GradingJob, settings: GradeSettings, models: 
         verdicts=msgspec.json.decode(stored.checks, type=ChecksResult).verdicts,
         names=names_of(database, found.id),
         secret=database.secret("fences"),
-        known=unchanged_readings(database, found, rubric, job.key, models),
     )
+    return msgspec.structs.replace(work, known=unchanged_readings(database, found, work, job.key, models))
 
 
 def _notebook(database: Database, found: StoredSubmission) -> Notebook:

@@ -72,8 +72,8 @@ def book(tmp_path: Path) -> tuple[Database, Assignment]:
     return book, assignment
 
 
-def _run(book: Database, assignment: Assignment, endpoints: Scripted) -> None:
-    queue_all(book, assignment, _SETTINGS)
+def _run(book: Database, assignment: Assignment, endpoints: Scripted, settings: GradeSettings = _SETTINGS) -> None:
+    queue_all(book, assignment, settings)
     with WorkerLock(book) as worker:
         for stage, run in (("checks", run_checks), ("models", run_models)):
             while job := claim(book, worker.name, stage):  # type: ignore[arg-type]
@@ -105,6 +105,33 @@ def test_changed_points_ask_nothing(book: tuple[Database, Assignment]) -> None:
     _run(book[0], changed, endpoints)
     assert endpoints.asked() == []
     assert grades(book[0], changed)[0].score.total == before + 1
+
+
+def test_changed_instructions_ask_about_every_item_again(book: tuple[Database, Assignment]) -> None:
+    endpoints = Scripted()
+    _run(*book, endpoints)
+    endpoints.asked()
+    _run(book[0], _changed(book[0], "Compute the mean", "Compute the mean and the median"), endpoints)
+    assert endpoints.asked() == [["names", "style"], ["feedback"]] * 2
+
+
+def test_a_changed_solution_asks_about_every_item_again(book: tuple[Database, Assignment]) -> None:
+    endpoints = Scripted()
+    _run(*book, endpoints)
+    endpoints.asked()
+    solution = work().replace(b"mean_sales = sum", b"mean_sales = 1.0 * sum")
+    _run(book[0], save_assignment(book[0], "sales", book[1].rubric.content, solution=solution), endpoints)
+    assert endpoints.asked() == [["names", "style"], ["feedback"]] * 2
+
+
+def test_the_outputs_of_a_rerun_ask_about_every_item_again(book: tuple[Database, Assignment]) -> None:
+    database, assignment = book
+    endpoints = Scripted()
+    _run(database, assignment, endpoints)
+    endpoints.asked()
+    _put_reruns(database, assignment, 1, 2)
+    _run(database, assignment, endpoints, msgspec.structs.replace(_SETTINGS, rerun=True))
+    assert endpoints.asked() == [["names", "style"], ["feedback"]] * 2
 
 
 def test_an_answer_that_came_is_not_asked_for_again(book: tuple[Database, Assignment]) -> None:
@@ -146,16 +173,21 @@ def test_a_solution_that_changes_under_a_run_mixes_no_points(book: tuple[Databas
     assert {one.record.solution_sha for one in grades(database, second)} == {second.solution_sha}
 
 
-def test_models_see_the_outputs_of_the_rerun(tmp_path: Path) -> None:
-    book, assignment = make_book(tmp_path, RUBRIC.replace("ai_share_max", "rerun: true\nai_share_max"))
-    work_id = add_class(book, assignment, 1)[0]
+def _put_reruns(book: Database, assignment: Assignment, *ids: int) -> None:
+    """As if these submissions and the solution had run, and printed 99."""
     rubric, notebook = load_rubric(assignment.rubric.content), read_notebook(work(99), "fresh")
     asked = [item.check for item in rubric.items if isinstance(item.check, OutputMatch)]
     settings = msgspec.to_builtins([rubric.limits, assignment.inputs, asked])
     run = msgspec.json.encode(Rerun(notebook=notebook, status="finished", backend="test")).decode()
-    for sha in (submission(book, work_id).blob_sha, assignment.solution_sha):
+    for sha in (*(submission(book, one).blob_sha for one in ids), assignment.solution_sha):
         assert sha
         put_rerun(book, sha, settings, run)
+
+
+def test_models_see_the_outputs_of_the_rerun(tmp_path: Path) -> None:
+    book, assignment = make_book(tmp_path, RUBRIC.replace("ai_share_max", "rerun: true\nai_share_max"))
+    work_id = add_class(book, assignment, 1)[0]
+    _put_reruns(book, assignment, work_id)
     endpoints = Scripted()
     _run(book, assignment, endpoints)
     assert "| 99" in endpoints.questions[0].messages[1]["content"]
