@@ -41,10 +41,12 @@ class LayerRun(msgspec.Struct, frozen=True, kw_only=True):
     prompt_sha: str
     figures: Figures | None = None
     problem: str = ""
+    reused: bool = False  # of an earlier grading
 
 
 class ModelsResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What both models said. `speedup`: the time one after the other over the time that passed."""
+    """What both models said. `speedup`: the time one after the other over the time that passed.
+    None where an answer is of an earlier grading: its time did not pass now."""
 
     verdicts: tuple[Verdict, ...]
     readings: dict[str, tuple[ItemReading, ...]]  # by item, one for each time that the model was asked
@@ -57,7 +59,8 @@ class ModelsResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def speedup(self) -> float | None:
-        return self.sequential_s / self.wall_s if self.wall_s else None
+        asked_all = self.wall_s and not any(run.reused for run in self.runs)
+        return self.sequential_s / self.wall_s if asked_all else None
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +99,7 @@ def analyse(work: Work, settings: ModelSettings, ask: Ask) -> ModelsResult:
         feedback=written,
         runs=runs,
         wall_s=time.monotonic() - started,
-        sequential_s=sum(run.figures.total_s for run in runs if run.figures),
+        sequential_s=sum(run.figures.total_s for run in runs if run.figures and not run.reused),
     )
 
 
@@ -166,7 +169,7 @@ def _asked(
         raw = ask(layer, number, question)
     except (AnswerRefused, AnswerTooSlow) as error:
         return None, msgspec.structs.replace(run, problem=str(error))
-    run = msgspec.structs.replace(run, figures=raw.figures)
+    run = msgspec.structs.replace(run, figures=raw.figures, reused=raw.reused)
     try:
         return read(raw.text), run
     except GraderError as error:

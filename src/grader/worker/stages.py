@@ -159,7 +159,7 @@ class _Asker:
     def ask(self, layer: str, number: int, question: Question) -> RawAnswer:
         prompt = prompt_text(question)
         if known := known_answer(self._database, self._job.submission_id, layer, number, prompt):
-            return RawAnswer(known.answer, msgspec.json.decode(known.figures, type=Figures))
+            return RawAnswer(known.answer, msgspec.json.decode(known.figures, type=Figures), reused=True)
         answer, error = RawAnswer("", Figures(total_s=0.0)), ""
         try:
             answer = self._endpoint.ask(question)

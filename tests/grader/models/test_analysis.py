@@ -4,8 +4,10 @@ import json
 from decimal import Decimal
 from typing import Any
 
+import msgspec
 import pytest
 
+from grader.grading import model_figures
 from grader.layers import Submission, check_items
 from grader.models import (
     AnswerRefused,
@@ -154,6 +156,19 @@ def test_the_times_of_both_models_give_the_speedup() -> None:
     assert result.sequential_s == 4.0
     assert result.speedup
     assert result.speedup == pytest.approx(4.0 / result.wall_s)
+
+
+def test_an_answer_of_an_earlier_grading_gives_no_speedup() -> None:
+    class Kept(Answers):
+        def ask(self, layer: str, number: int, question: Question) -> RawAnswer:
+            return msgspec.structs.replace(super().ask(layer, number, question), reused=layer == "code")
+
+    result = _analysed(Kept({"names": _GOOD, "style": _GOOD}))
+    assert [run.reused for run in result.runs] == [True, False]
+    assert (result.sequential_s, result.speedup) == (2.0, None)
+    asked = _analysed(Answers({"names": _GOOD, "style": _GOOD}))
+    assert model_figures([result]).speedup is None
+    assert model_figures([result, asked]).speedup == asked.speedup
 
 
 def _prompts(content: bytes) -> tuple[str, str]:
