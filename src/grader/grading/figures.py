@@ -8,8 +8,8 @@ from grader.models import Figures, ModelsResult
 
 
 class ModelFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums over notebooks. `speedup`: both models one after the other, over both at once, as they ran; without notebooks
-    that have an answer of an earlier grading."""
+    """Sums over notebooks. `speedup`: both models one after the other, over both at once, as they ran; without
+    notebooks that have an answer of an earlier grading."""
 
     notebooks: int = 0
     answers: int = 0

@@ -12,7 +12,8 @@ from grader.models.analysis import (
 )
 from grader.models.answers import AnswerUnreadable
 from grader.models.code_analysis import ItemReading, asked_items, question_hash
-from grader.models.consistency import contradictions
+from grader.models.consistency import CODE as FEEDBACK_CONTRADICTS
+from grader.models.consistency import contradicted_items, contradictions
 from grader.models.endpoint import (
     ALL_UP,
     AnswerRefused,
@@ -32,6 +33,7 @@ from grader.models.settings import ModelSettings
 
 __all__ = [
     "ALL_UP",
+    "FEEDBACK_CONTRADICTS",
     "AnswerRefused",
     "AnswerTooSlow",
     "AnswerUnreadable",
@@ -56,6 +58,7 @@ __all__ = [
     "asked_items",
     "connect",
     "context_hash",
+    "contradicted_items",
     "contradictions",
     "prompt_sha",
     "prompt_text",
