@@ -9,6 +9,7 @@ from grader.models.analysis import (
     context_hash,
     prompt_sha,
     prompt_text,
+    text_sha,
 )
 from grader.models.answers import AnswerUnreadable
 from grader.models.code_analysis import ItemReading, asked_items, question_hash
@@ -64,4 +65,5 @@ __all__ = [
     "prompt_text",
     "question_hash",
     "require_models",
+    "text_sha",
 ]

@@ -75,6 +75,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     secret: bytes
     fresh: bool = False
     known: Mapping[str, tuple[ItemReading, ...]] = {}  # earlier answers about items that did not change
+    known_runs: tuple[LayerRun, ...] = ()  # that gave them
 
 
 def analyse(work: Work, settings: ModelSettings, ask: Ask) -> ModelsResult:
@@ -90,7 +91,7 @@ def analyse(work: Work, settings: ModelSettings, ask: Ask) -> ModelsResult:
         feedback = pool.submit(_write_feedback, work, parts, settings, ask)
         verdicts, readings, code_runs = code.result()
         written, feedback_run = feedback.result()
-    runs = (*code_runs, feedback_run)
+    runs = (*work.known_runs, *code_runs, feedback_run)
     return ModelsResult(
         verdicts=verdicts,
         readings=readings,
@@ -107,7 +108,7 @@ def context_hash(work: Work) -> str:
     """Of the code model's prompt without the items: instructions, solution, the work with its outputs. An earlier
     answer stands only where all of it is the same."""
     shared = shared_part(msgspec.structs.replace(work.rubric, items=()), work.solution)
-    return _sha(json.dumps([code_messages(shared, [], _student(work)), work.fresh]))
+    return text_sha(json.dumps([code_messages(shared, [], _student(work)), work.fresh]))
 
 
 def _student(work: Work) -> str:
@@ -145,7 +146,8 @@ def _read_code(
         timeout_s=settings.timeout_s,
     )
     readings, run = _asked("code", number, question, ask, lambda text: read_readings(text, items, parts.work))
-    return (readings if readings is not None else unread(items, run.problem)), run
+    found = readings if readings is not None else unread(items, run.problem)
+    return tuple(msgspec.structs.replace(one, prompt_sha=run.prompt_sha) for one in found), run
 
 
 def _write_feedback(work: Work, parts: _Parts, settings: ModelSettings, ask: Ask) -> tuple[Feedback | None, LayerRun]:
@@ -184,8 +186,8 @@ def prompt_text(question: Question) -> str:
 
 
 def prompt_sha(question: Question) -> str:
-    return _sha(prompt_text(question))
+    return text_sha(prompt_text(question))
 
 
-def _sha(text: str) -> str:
+def text_sha(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()

@@ -49,7 +49,7 @@ from grader.store import (
     rubric_version,
     submission,
 )
-from grader.worker.known_readings import unchanged_readings
+from grader.worker.known_readings import copy_answers, unchanged_readings
 
 
 class AssignmentChanged(GraderError):
@@ -102,6 +102,7 @@ def run_models(database: Database, job: GradingJob, worker: str, endpoints: Endp
     assert settings.models
     asker = _Asker(database, job, endpoints.of(settings.models))
     result = analyse(_work(database, job, settings, settings.models), settings.models, asker.ask)
+    copy_answers(database, job.submission_id, job.key, result.runs)
     with database.transaction() as connection:
         if finish(connection, job, worker):
             put_models(connection, job.submission_id, job.key, _json(result))
@@ -139,7 +140,8 @@ def _work(database: Database, job: GradingJob, settings: GradeSettings, models: 
         names=names_of(database, found.id),
         secret=database.secret("fences"),
     )
-    return msgspec.structs.replace(work, known=unchanged_readings(database, found, work, job.key, models))
+    known, runs = unchanged_readings(database, found, work, job.key, models)
+    return msgspec.structs.replace(work, known=known, known_runs=runs)
 
 
 def _notebook(database: Database, found: StoredSubmission) -> Notebook:

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from grader.grading import GradeSettings, grades, grading_key
-from grader.models import Figures, ModelSettings, ModelsUnavailable, Question, RawAnswer
+from grader.grading import Grade, GradeSettings, answer_records, grades, grading_key
+from grader.models import Figures, ModelSettings, ModelsUnavailable, Question, RawAnswer, text_sha
 from grader.notebook import read_notebook
 from grader.rubric import OutputMatch, dump_rubric, load_rubric
 from grader.sandbox import Rerun
@@ -105,6 +105,31 @@ def test_changed_points_ask_nothing(book: tuple[Database, Assignment]) -> None:
     _run(book[0], changed, endpoints)
     assert endpoints.asked() == []
     assert grades(book[0], changed)[0].score.total == before + 1
+
+
+def _shas(book: Database, grade: Grade) -> list[str]:
+    return [text_sha(one.prompt) for one in answers(book, grade.submission.id, grade.submission.current_key or "")]
+
+
+def test_a_grade_of_kept_answers_has_their_prompts(book: tuple[Database, Assignment]) -> None:
+    database, endpoints = book[0], Scripted()
+    _run(*book, endpoints)
+    before = grades(*book)[0]
+    points = _changed(database, "title: Clear names\n    points: 2", "title: Clear names\n    points: 3")
+    _run(database, points, endpoints)
+    same = grades(database, points)[0]
+    assert before.models
+    assert same.models
+    assert [run.prompt_sha for run in same.models.runs] == [run.prompt_sha for run in before.models.runs]
+    assert _shas(database, same) == _shas(database, before)
+    assert same.models.speedup is None
+    for question in ("Is the style simple?", "Is the style short?"):
+        _run(database, _changed(database, "Is the style good?", question), endpoints)
+    part = grades(database, book[1])[0]
+    assert part.models
+    assert [run.layer for run in part.models.runs] == ["code", "code", "feedback"]  # none of a question in between
+    assert set(_shas(database, part)) == {run.prompt_sha for run in part.models.runs}
+    assert len(answer_records(database, book[1])) == 2 * 4  # of each notebook, as often as the models were asked
 
 
 def test_changed_instructions_ask_about_every_item_again(book: tuple[Database, Assignment]) -> None:
