@@ -21,7 +21,7 @@ from grader.models import Feedback, Improvement, ItemReading, ModelsResult, Refl
 from grader.models.code_analysis import model_verdicts
 from grader.rubric import dump_rubric, load_rubric
 from grader.store import Assignment, Database, StudentIdentity, add_submission, put_models, save_rubric
-from tests.support.grade_books import RUBRIC, grade_here, graded_book, known_points, work
+from tests.support.grade_books import RUBRIC, grade_here, graded_book, known_points, make_book, work
 
 _WORDS = Feedback(
     strengths=(), improvements=(), reflection=Reflection("none", ""), overall="good", instructor_comment=""
@@ -198,6 +198,22 @@ def test_feedback_moves_no_points_of_the_checks(book: tuple[Database, Assignment
     grade = _judged(book, "yes", improvements=(Improvement("mean", "a", "b", "c", "d"),))
     assert grade.score.total == 8
     assert _contradictions(grade) == ["the feedback criticises mean, which earned all its points"]
+
+
+def test_late_work_loses_what_the_policy_says(tmp_path: Path) -> None:
+    database, assignment = make_book(tmp_path, RUBRIC + "late: {per_day_percent: 10, max_percent: 50}\n")
+    for days in (0.0, 1.5, 30.0):
+        identity = StudentIdentity(key=f"late{days}")
+        add_submission(database, assignment.id, identity, "x.ipynb", work(words=f"{days}"), late_days=days)
+    grade_here(database, assignment)
+    found = _by_id(database, assignment)
+    assert [found[one].score.total for one in (1, 2, 3)] == [6, 4, 1]  # of 6: 0, 2 and at most 5 points of 10
+    assert found[2].score.components[-1].reason.startswith("2 days late")
+    assert found[1].score.components[-1].id == "style"
+    softer = RUBRIC + "late: {per_day_percent: 5}\n"
+    changed = save_rubric(database, "sales", dump_rubric(load_rubric(softer)))
+    grade_here(database, changed)
+    assert _by_id(database, changed)[2].score.total == 5
 
 
 def test_identical_files_are_both_graded_and_both_flagged(book: tuple[Database, Assignment]) -> None:
