@@ -148,7 +148,9 @@ def _judged(book: tuple[Database, Assignment], answer: Literal["yes", "no"], **w
     """Of submission 2, after the code model answered about `names` and the feedback model spoke."""
     rubric = load_rubric(RUBRIC)
     items = [item for item in rubric.items if item.id == "names"]
-    readings = {"names": (ItemReading(item_id="names", answer=answer, reason="so it is"),)}
+    readings: dict[str, tuple[ItemReading, ...]] = {
+        "names": (ItemReading(item_id="names", answer=answer, reason="so it is"),)
+    }
     said = ModelsResult(
         verdicts=model_verdicts(rubric, items, readings),
         readings=readings,
@@ -164,7 +166,7 @@ def _judged(book: tuple[Database, Assignment], answer: Literal["yes", "no"], **w
     return _by_id(*book)[2]
 
 
-def _names(grade: Grade) -> tuple[str, Decimal, Decimal]:
+def _names(grade: Grade) -> tuple[str, Decimal | int, Decimal | int]:
     found = next(one for one in grade.verdicts if one.item_id == "names")
     return found.status, found.points, found.pending
 
