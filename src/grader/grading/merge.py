@@ -1,4 +1,4 @@
-"""The verdicts of all layers as one: who decides an item, and when nobody does."""
+"""The verdicts of all layers as one: which layer decides an item, and when the instructor does."""
 
 from collections.abc import Mapping
 
