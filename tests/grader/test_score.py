@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grader.points import apportioned, plain, rounded, share_of
-from grader.rubric import Cap, Item, LatePolicy, Manual, Rubric
+from grader.rubric import Cap, Item, LatePolicy, Letter, Manual, Rubric
 from grader.scoring import Lateness, Score, letter_of, scaled, score
 from grader.verdicts import Verdict
 
@@ -99,6 +99,13 @@ def test_letters_reach_below_c() -> None:
     assert [letter_of(Decimal(percent), letters) for percent in (100, 93, 70, 65, 60, 59, 0)] == [
         "A", "A", "C-", "D", "D-", "F", "F",
     ]  # fmt: skip
+
+
+def test_a_rubric_has_letters_of_its_own() -> None:
+    letters = (Letter(letter="pass", from_percent=Decimal(50)), Letter(letter="fail", from_percent=Decimal(0)))
+    rubric = Rubric(assignment="a", items=(_item(0, Decimal(40)),), letters=letters)
+    shares = Fraction(1), Fraction(1, 2), Fraction(19, 40)
+    assert [score(rubric, [_verdict(rubric.items[0], share)]).letter for share in shares] == ["pass", "pass", "fail"]
 
 
 def test_points_are_exact_and_plain() -> None:

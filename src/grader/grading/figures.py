@@ -8,7 +8,8 @@ from grader.models import Figures, ModelsResult
 
 
 class ModelFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums over notebooks. `speedup`: both models one after the other, over both at once, as they ran."""
+    """Sums over notebooks. `speedup`: both models one after the other, over both at once, as they ran; without
+    notebooks that have an answer of an earlier grading."""
 
     notebooks: int = 0
     answers: int = 0
@@ -40,6 +41,7 @@ class ModelFigures(msgspec.Struct, frozen=True, kw_only=True):
 def model_figures(results: Iterable[ModelsResult]) -> ModelFigures:
     found = list(results)
     runs = [run for result in found for run in result.runs]
+    timed = [result for result in found if result.speedup is not None]
     figures = [run.figures for run in runs if run.figures]
     return ModelFigures(
         notebooks=len(found),
@@ -52,8 +54,8 @@ def model_figures(results: Iterable[ModelsResult]) -> ModelFigures:
         prefill_s=_sum(figures, "prefill_s"),
         transfer_s=_sum(figures, "transfer_s"),
         decode_s=_sum(figures, "decode_s"),
-        wall_s=sum(result.wall_s for result in found),
-        sequential_s=sum(result.sequential_s for result in found),
+        wall_s=sum(result.wall_s for result in timed),
+        sequential_s=sum(result.sequential_s for result in timed),
     )
 
 

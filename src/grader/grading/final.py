@@ -8,10 +8,11 @@ from functools import lru_cache
 import msgspec
 
 from grader.grading.alike import resemblances
+from grader.grading.merge import merged
 from grader.grading.results import ChecksResult, GradeRecord
-from grader.models import Feedback, ModelsResult, contradictions
+from grader.models import FEEDBACK_CONTRADICTS, Feedback, ModelsResult, contradictions
 from grader.points import plain
-from grader.rubric import Item, ModelJudged, Rubric, load_rubric
+from grader.rubric import Rubric, load_rubric
 from grader.scoring import Lateness, Score, score
 from grader.similarity import similarity_flags
 from grader.store import (
@@ -130,36 +131,6 @@ def _grade(database: Database, submission: StoredSubmission, stored: Grading) ->
     )
 
 
-def merged(rubric: Rubric, checks: ChecksResult, models: ModelsResult | None) -> tuple[Verdict, ...]:
-    """Layers 1 and 2 own their items. A model's verdict takes the place of an open one only, and never in a notebook
-    that tries to give orders to the model."""
-    said = {verdict.item_id: verdict for verdict in models.verdicts} if models else {}
-    if any(flag.code == "injection" for flag in checks.flags):
-        said = {name: _distrusted(verdict) for name, verdict in said.items()}
-    return tuple(_with_model(rubric.item(one.item_id), one, said) for one in checks.verdicts)
-
-
-def _distrusted(verdict: Verdict) -> Verdict:
-    nothing = verdict.points * 0
-    return msgspec.structs.replace(
-        verdict,
-        status="needs_review",
-        points=nothing,
-        pending=max(verdict.max_points, nothing),
-        reason="needs review: the notebook tries to give orders to the model, so its answer does not count",
-        evidence=(),
-    )
-
-
-def _with_model(item: Item, checked: Verdict, said: Mapping[str, Verdict]) -> Verdict:
-    if checked.status != "needs_review" or item.id not in said:
-        return checked
-    model = said[item.id]
-    if isinstance(item.check, ModelJudged):
-        return model
-    return msgspec.structs.replace(checked, reason=f"{checked.reason}; {model.reason}", evidence=model.evidence)
-
-
 def overridden(rubric: Rubric, verdicts: tuple[Verdict, ...], points: Mapping[str, HumanPoints]) -> tuple[Verdict, ...]:
     return tuple(_by_human(one, points[one.item_id]) if one.item_id in points else one for one in verdicts)
 
@@ -175,7 +146,7 @@ def _by_human(verdict: Verdict, given: HumanPoints) -> Verdict:
         reason=f"set by {given.who}: {given.why} (the machine gave {plain(verdict.points)})",
         layer="human",
         evidence=verdict.evidence,
-        flags=verdict.flags,
+        flags=tuple(flag for flag in verdict.flags if flag.code != FEEDBACK_CONTRADICTS),  # the human has decided
         item_hash=verdict.item_hash,
     )
 

@@ -6,12 +6,15 @@ from grader.models.analysis import (
     ModelsResult,
     Work,
     analyse,
+    context_hash,
     prompt_sha,
     prompt_text,
+    text_sha,
 )
 from grader.models.answers import AnswerUnreadable
 from grader.models.code_analysis import ItemReading, asked_items, question_hash
-from grader.models.consistency import contradictions
+from grader.models.consistency import CODE as FEEDBACK_CONTRADICTS
+from grader.models.consistency import contradicted_items, contradictions
 from grader.models.endpoint import (
     ALL_UP,
     AnswerRefused,
@@ -31,6 +34,7 @@ from grader.models.settings import ModelSettings
 
 __all__ = [
     "ALL_UP",
+    "FEEDBACK_CONTRADICTS",
     "AnswerRefused",
     "AnswerTooSlow",
     "AnswerUnreadable",
@@ -54,9 +58,12 @@ __all__ = [
     "analyse",
     "asked_items",
     "connect",
+    "context_hash",
+    "contradicted_items",
     "contradictions",
     "prompt_sha",
     "prompt_text",
     "question_hash",
     "require_models",
+    "text_sha",
 ]

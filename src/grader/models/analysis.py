@@ -41,14 +41,17 @@ class LayerRun(msgspec.Struct, frozen=True, kw_only=True):
     prompt_sha: str
     figures: Figures | None = None
     problem: str = ""
+    reused: bool = False  # of an earlier grading
 
 
 class ModelsResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What both models said. `speedup`: the time one after the other over the time that passed."""
+    """What both models said. `speedup`: the time one after the other over the time that passed.
+    None where an answer is of an earlier grading: its time did not pass now."""
 
     verdicts: tuple[Verdict, ...]
     readings: dict[str, tuple[ItemReading, ...]]  # by item, one for each time that the model was asked
     questions: dict[str, str]  # hash of each item's question
+    context: str = ""  # hash of all else that the code model read
     feedback: Feedback | None
     runs: tuple[LayerRun, ...]
     wall_s: float
@@ -56,7 +59,8 @@ class ModelsResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def speedup(self) -> float | None:
-        return self.sequential_s / self.wall_s if self.wall_s else None
+        asked_all = self.wall_s and not any(run.reused for run in self.runs)
+        return self.sequential_s / self.wall_s if asked_all else None
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,32 +75,44 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     secret: bytes
     fresh: bool = False
     known: Mapping[str, tuple[ItemReading, ...]] = {}  # earlier answers about items that did not change
+    known_runs: tuple[LayerRun, ...] = ()  # that gave them
 
 
 def analyse(work: Work, settings: ModelSettings, ask: Ask) -> ModelsResult:
     """`ask` raises ModelsUnavailable where the whole should be tried again later."""
     started = time.monotonic()
-    text = without_names(shown(work.notebook), work.names)
     parts = _Parts(
         shared_part(work.rubric, work.solution),
         quotable(work.notebook, work.names, work.fresh),
-        student_part(text, work.secret),
+        _student(work),
     )
     with ThreadPoolExecutor(max_workers=2 if settings.in_parallel else 1) as pool:
         code = pool.submit(_analyse_code, work, parts, settings, ask)
         feedback = pool.submit(_write_feedback, work, parts, settings, ask)
         verdicts, readings, code_runs = code.result()
         written, feedback_run = feedback.result()
-    runs = (*code_runs, feedback_run)
+    runs = (*work.known_runs, *code_runs, feedback_run)
     return ModelsResult(
         verdicts=verdicts,
         readings=readings,
         questions={item.id: question_hash(item) for item in asked_items(work.rubric)},
+        context=context_hash(work),
         feedback=written,
         runs=runs,
         wall_s=time.monotonic() - started,
-        sequential_s=sum(run.figures.total_s for run in runs if run.figures),
+        sequential_s=sum(run.figures.total_s for run in runs if run.figures and not run.reused),
     )
+
+
+def context_hash(work: Work) -> str:
+    """Of the code model's prompt without the items: instructions, solution, the work with its outputs. An earlier
+    answer stands only where all of it is the same."""
+    shared = shared_part(msgspec.structs.replace(work.rubric, items=()), work.solution)
+    return text_sha(json.dumps([code_messages(shared, [], _student(work)), work.fresh]))
+
+
+def _student(work: Work) -> str:
+    return student_part(without_names(shown(work.notebook), work.names), work.secret)
 
 
 class _Parts(msgspec.Struct, frozen=True):
@@ -130,7 +146,8 @@ def _read_code(
         timeout_s=settings.timeout_s,
     )
     readings, run = _asked("code", number, question, ask, lambda text: read_readings(text, items, parts.work))
-    return (readings if readings is not None else unread(items, run.problem)), run
+    found = readings if readings is not None else unread(items, run.problem)
+    return tuple(msgspec.structs.replace(one, prompt_sha=run.prompt_sha) for one in found), run
 
 
 def _write_feedback(work: Work, parts: _Parts, settings: ModelSettings, ask: Ask) -> tuple[Feedback | None, LayerRun]:
@@ -154,7 +171,7 @@ def _asked(
         raw = ask(layer, number, question)
     except (AnswerRefused, AnswerTooSlow) as error:
         return None, msgspec.structs.replace(run, problem=str(error))
-    run = msgspec.structs.replace(run, figures=raw.figures)
+    run = msgspec.structs.replace(run, figures=raw.figures, reused=raw.reused)
     try:
         return read(raw.text), run
     except GraderError as error:
@@ -169,4 +186,8 @@ def prompt_text(question: Question) -> str:
 
 
 def prompt_sha(question: Question) -> str:
-    return hashlib.sha256(prompt_text(question).encode("utf-8", "replace")).hexdigest()
+    return text_sha(prompt_text(question))
+
+
+def text_sha(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()

@@ -38,6 +38,7 @@ class ItemReading(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     void: str = ""
     place: Evidence | None = None
+    prompt_sha: str = ""  # of the question that this answers
 
 
 def asked_items(rubric: Rubric) -> list[Item]:

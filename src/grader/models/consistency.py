@@ -1,4 +1,5 @@
-"""Does the feedback say what the points say? A contradiction is a flag for the instructor; points never change."""
+"""Does the feedback say what the points say? A contradiction is a flag for the instructor. Points of layers 1 and 2
+never change by it; what the code model alone decided goes to review."""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ _NAMES_POINTS = re.compile(
 
 def contradictions(feedback: Feedback, verdicts: tuple[Verdict, ...], score: Score) -> tuple[Flag, ...]:
     messages = [
-        *_about_items(feedback, verdicts),
+        *contradicted_items(feedback, verdicts).values(),
         *_about_the_whole(feedback, score),
         *_about_points(feedback),
         *_about_sense(feedback),
@@ -27,14 +28,19 @@ def contradictions(feedback: Feedback, verdicts: tuple[Verdict, ...], score: Sco
     return tuple(Flag(code=CODE, message=message) for message in messages)
 
 
-def _about_items(feedback: Feedback, verdicts: tuple[Verdict, ...]) -> Iterator[str]:
+def contradicted_items(feedback: Feedback, verdicts: tuple[Verdict, ...]) -> dict[str, str]:
+    """By item, what contradicts its verdict."""
+    return dict(_about_items(feedback, verdicts))
+
+
+def _about_items(feedback: Feedback, verdicts: tuple[Verdict, ...]) -> Iterator[tuple[str, str]]:
     status = {verdict.item_id: verdict.status for verdict in verdicts}
     for strength in feedback.strengths:
         if status.get(strength.item) == "not_earned":
-            yield f"the feedback praises {strength.item}, which earned no points"
+            yield strength.item, f"the feedback praises {strength.item}, which earned no points"
     for improvement in feedback.improvements:
         if status.get(improvement.item) == "earned":
-            yield f"the feedback criticises {improvement.item}, which earned all its points"
+            yield improvement.item, f"the feedback criticises {improvement.item}, which earned all its points"
 
 
 def _about_the_whole(feedback: Feedback, score: Score) -> Iterator[str]:

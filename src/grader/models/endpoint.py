@@ -69,8 +69,11 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RawAnswer(msgspec.Struct, frozen=True):
+    """`reused`: of an earlier grading. Its time did not pass now."""
+
     text: str
     figures: Figures
+    reused: bool = False
 
 
 class Endpoint(Protocol):

@@ -1,4 +1,5 @@
-"""Hashes of a rubric and of its items. An item is graded again only when its hash changed."""
+"""Hashes of a rubric and of its items. Layers 1 and 2 check every item again, which costs little; the hash of an item
+says whether its verdict can differ. What a model is asked again is not decided here."""
 
 import hashlib
 
@@ -19,7 +20,7 @@ def rubric_hash(rubric: Rubric) -> str:
 
 
 def changed_items(old: Rubric, new: Rubric) -> frozenset[str]:
-    """Ids of the new rubric's items that must be graded again. Caps, late policy and letters change no verdict."""
+    """Ids of the new rubric's items whose verdict can differ. Caps, late policy and letters change no verdict."""
     before = {item.id: item_hash(old, item) for item in old.items}
     return frozenset(item.id for item in new.items if before.get(item.id) != item_hash(new, item))
 

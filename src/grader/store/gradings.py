@@ -87,10 +87,10 @@ def answers(database: Database, submission_id: int, key: str) -> list[StoredAnsw
 
 
 def recent_answers(database: Database, assignment_id: int, count: int) -> list[StoredAnswer]:
-    """About all submissions of an assignment, newest first."""
+    """About all submissions of an assignment, newest first. An answer that a later grading has too counts once."""
     rows = database.rows(
         "SELECT answers.* FROM answers JOIN submissions ON submissions.id = submission_id WHERE assignment_id = ?"
-        " ORDER BY answers.id DESC LIMIT ?",
+        " GROUP BY submission_id, layer, reading, at ORDER BY max(answers.id) DESC LIMIT ?",
         (assignment_id, count),
     )
     return [StoredAnswer(**{name: row[name] for name in StoredAnswer.__struct_fields__}) for row in rows]

@@ -49,7 +49,7 @@ from grader.store import (
     rubric_version,
     submission,
 )
-from grader.worker.known_readings import unchanged_readings
+from grader.worker.known_readings import copy_answers, unchanged_readings
 
 
 class AssignmentChanged(GraderError):
@@ -102,6 +102,7 @@ def run_models(database: Database, job: GradingJob, worker: str, endpoints: Endp
     assert settings.models
     asker = _Asker(database, job, endpoints.of(settings.models))
     result = analyse(_work(database, job, settings, settings.models), settings.models, asker.ask)
+    copy_answers(database, job.submission_id, job.key, result.runs)
     with database.transaction() as connection:
         if finish(connection, job, worker):
             put_models(connection, job.submission_id, job.key, _json(result))
@@ -130,7 +131,7 @@ def _work(database: Database, job: GradingJob, settings: GradeSettings, models: 
     rubric = parse_rubric(version.content)
     rerun = settings.rerun or rubric.rerun
     fresh = rerun_notebook(database, assignment, rubric, found.blob_sha) if rerun else None
-    return Work(
+    work = Work(
         rubric=rubric,
         notebook=fresh or _notebook(database, found),
         fresh=fresh is not None,
@@ -138,8 +139,9 @@ def _work(database: Database, job: GradingJob, settings: GradeSettings, models: 
         verdicts=msgspec.json.decode(stored.checks, type=ChecksResult).verdicts,
         names=names_of(database, found.id),
         secret=database.secret("fences"),
-        known=unchanged_readings(database, found, rubric, job.key, models),
     )
+    known, runs = unchanged_readings(database, found, work, job.key, models)
+    return msgspec.structs.replace(work, known=known, known_runs=runs)
 
 
 def _notebook(database: Database, found: StoredSubmission) -> Notebook:
@@ -159,7 +161,7 @@ class _Asker:
     def ask(self, layer: str, number: int, question: Question) -> RawAnswer:
         prompt = prompt_text(question)
         if known := known_answer(self._database, self._job.submission_id, layer, number, prompt):
-            return RawAnswer(known.answer, msgspec.json.decode(known.figures, type=Figures))
+            return RawAnswer(known.answer, msgspec.json.decode(known.figures, type=Figures), reused=True)
         answer, error = RawAnswer("", Figures(total_s=0.0)), ""
         try:
             answer = self._endpoint.ask(question)

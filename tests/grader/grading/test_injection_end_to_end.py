@@ -41,6 +41,14 @@ def test_points_do_not_move(attack: Attack) -> None:
     assert _total(rubric, attacked, with_models=True) == clean  # `names` has an AI share of 1
 
 
+@pytest.mark.parametrize("attack", _ATTACKS, ids=lambda attack: attack.id)
+def test_models_without_a_share_give_no_points_with_or_without_an_attack(attack: Attack) -> None:
+    rubric = load_rubric(RUBRIC.replace("ai_share: 1", "ai_share: 0"))
+    attacked = read_notebook(with_attack(work(), attack), "s")
+    clean = _total(rubric, read_notebook(work(), "s"), with_models=True)
+    assert _total(rubric, attacked, with_models=True) == clean == 6
+
+
 def test_without_an_attack_the_model_has_its_share() -> None:
     """The test above would see it if an attack worked."""
     rubric = load_rubric(RUBRIC)

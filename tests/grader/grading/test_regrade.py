@@ -2,6 +2,7 @@
 
 from decimal import Decimal
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -16,10 +17,15 @@ from grader.grading import (
     grades,
     override,
 )
-from grader.models import Feedback, ModelsResult, Reflection
+from grader.models import Feedback, Improvement, ItemReading, ModelsResult, Reflection, Strength
+from grader.models.code_analysis import model_verdicts
 from grader.rubric import dump_rubric, load_rubric
 from grader.store import Assignment, Database, StudentIdentity, add_submission, put_models, save_rubric
-from tests.support.grade_books import RUBRIC, grade_here, graded_book, known_points, work
+from tests.support.grade_books import RUBRIC, grade_here, graded_book, known_points, make_book, work
+
+_WORDS = Feedback(
+    strengths=(), improvements=(), reflection=Reflection("none", ""), overall="good", instructor_comment=""
+)
 
 
 @pytest.fixture
@@ -131,18 +137,85 @@ def test_a_regrade_that_keeps_the_total_takes_the_approval_back(
 def test_feedback_that_comes_after_an_approval_is_not_approved(book: tuple[Database, Assignment]) -> None:
     _approved_by_hand(book)
     grade = _by_id(*book)[2]
-    words = Feedback(
-        strengths=(),
-        improvements=(),
-        reflection=Reflection("none", ""),
-        overall="good",
-        instructor_comment="",
-    )
-    said = ModelsResult(verdicts=(), readings={}, questions={}, feedback=words, runs=(), wall_s=0, sequential_s=0)
+    said = ModelsResult(verdicts=(), readings={}, questions={}, feedback=_WORDS, runs=(), wall_s=0, sequential_s=0)
     with book[0].transaction() as connection:
         put_models(connection, 2, grade.submission.current_key or "", msgspec.json.encode(said).decode())
     after = _by_id(*book)[2]
     assert (after.score, after.state) == (grade.score, "changed since approval")
+
+
+def _judged(book: tuple[Database, Assignment], answer: Literal["yes", "no"], **words: Any) -> Grade:
+    """Of submission 2, after the code model answered about `names` and the feedback model spoke."""
+    rubric = load_rubric(RUBRIC)
+    items = [item for item in rubric.items if item.id == "names"]
+    readings: dict[str, tuple[ItemReading, ...]] = {
+        "names": (ItemReading(item_id="names", answer=answer, reason="so it is"),)
+    }
+    said = ModelsResult(
+        verdicts=model_verdicts(rubric, items, readings),
+        readings=readings,
+        questions={},
+        feedback=msgspec.structs.replace(_WORDS, **words),
+        runs=(),
+        wall_s=0,
+        sequential_s=0,
+    )
+    key = _by_id(*book)[2].submission.current_key or ""
+    with book[0].transaction() as connection:
+        put_models(connection, 2, key, msgspec.json.encode(said).decode())
+    return _by_id(*book)[2]
+
+
+def _names(grade: Grade) -> tuple[str, Decimal | int, Decimal | int]:
+    found = next(one for one in grade.verdicts if one.item_id == "names")
+    return found.status, found.points, found.pending
+
+
+def _contradictions(grade: Grade) -> list[str]:
+    return [flag.message for flag in grade.flags if flag.code == "feedback_contradicts"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("yes", {"improvements": (Improvement("names", "a", "b", "c", "d"),)}),
+        ("no", {"strengths": (Strength("names", "Clear."),)}),
+    ],
+)
+def test_models_that_disagree_decide_nothing(
+    book: tuple[Database, Assignment], answer: Literal["yes", "no"], words: dict[str, Any]
+) -> None:
+    agreed = _judged(book, answer)
+    assert _names(agreed) == (("earned", 2, 0) if answer == "yes" else ("not_earned", 0, 0))
+    disputed = _judged(book, answer, **words)
+    assert _names(disputed) == ("needs_review", 0, 2)
+    assert disputed.score.total == 6
+    assert _contradictions(disputed) == ["the feedback model and the code model disagree about names"]
+    override(book[0], disputed, "names", "1", "ann", "some are clear")
+    assert _names(_by_id(*book)[2]) == ("partial", 1, 0)
+    assert _contradictions(_by_id(*book)[2]) == []
+
+
+def test_feedback_moves_no_points_of_the_checks(book: tuple[Database, Assignment]) -> None:
+    grade = _judged(book, "yes", improvements=(Improvement("mean", "a", "b", "c", "d"),))
+    assert grade.score.total == 8
+    assert _contradictions(grade) == ["the feedback criticises mean, which earned all its points"]
+
+
+def test_late_work_loses_what_the_policy_says(tmp_path: Path) -> None:
+    database, assignment = make_book(tmp_path, RUBRIC + "late: {per_day_percent: 10, max_percent: 50}\n")
+    for days in (0.0, 1.5, 30.0):
+        identity = StudentIdentity(key=f"late{days}")
+        add_submission(database, assignment.id, identity, "x.ipynb", work(words=f"{days}"), late_days=days)
+    grade_here(database, assignment)
+    found = _by_id(database, assignment)
+    assert [found[one].score.total for one in (1, 2, 3)] == [6, 4, 1]  # of 6: 0, 2 and at most 5 points of 10
+    assert found[2].score.components[-1].reason.startswith("2 days late")
+    assert found[1].score.components[-1].id == "style"
+    softer = RUBRIC + "late: {per_day_percent: 5}\n"
+    changed = save_rubric(database, "sales", dump_rubric(load_rubric(softer)))
+    grade_here(database, changed)
+    assert _by_id(database, changed)[2].score.total == 5
 
 
 def test_identical_files_are_both_graded_and_both_flagged(book: tuple[Database, Assignment]) -> None:

@@ -1,11 +1,14 @@
 """Layers 3 and 4: what becomes of answers, right and wrong ones. A failed answer never becomes a number."""
 
 import json
+import threading
 from decimal import Decimal
 from typing import Any
 
+import msgspec
 import pytest
 
+from grader.grading import model_figures
 from grader.layers import Submission, check_items
 from grader.models import (
     AnswerRefused,
@@ -154,6 +157,31 @@ def test_the_times_of_both_models_give_the_speedup() -> None:
     assert result.sequential_s == 4.0
     assert result.speedup
     assert result.speedup == pytest.approx(4.0 / result.wall_s)
+
+
+def test_both_models_are_asked_at_the_same_time() -> None:
+    both = threading.Barrier(2, timeout=30)
+
+    class Meeting(Answers):
+        def ask(self, layer: str, number: int, question: Question) -> RawAnswer:
+            both.wait()  # breaks, and fails the test, where one model waits for the other
+            return super().ask(layer, number, question)
+
+    result = _analysed(Meeting({"names": _GOOD, "style": _GOOD}))
+    assert [(run.layer, run.problem) for run in result.runs] == [("code", ""), ("feedback", "")]
+
+
+def test_an_answer_of_an_earlier_grading_gives_no_speedup() -> None:
+    class Kept(Answers):
+        def ask(self, layer: str, number: int, question: Question) -> RawAnswer:
+            return msgspec.structs.replace(super().ask(layer, number, question), reused=layer == "code")
+
+    result = _analysed(Kept({"names": _GOOD, "style": _GOOD}))
+    assert [run.reused for run in result.runs] == [True, False]
+    assert (result.sequential_s, result.speedup) == (2.0, None)
+    asked = _analysed(Answers({"names": _GOOD, "style": _GOOD}))
+    assert model_figures([result]).speedup is None
+    assert model_figures([result, asked]).speedup == asked.speedup
 
 
 def _prompts(content: bytes) -> tuple[str, str]:

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from grader.grading import GradeSettings, grades, grading_key
-from grader.models import Figures, ModelSettings, ModelsUnavailable, Question, RawAnswer
+from grader.grading import Grade, GradeSettings, answer_records, grades, grading_key
+from grader.models import Figures, ModelSettings, ModelsUnavailable, Question, RawAnswer, text_sha
 from grader.notebook import read_notebook
 from grader.rubric import OutputMatch, dump_rubric, load_rubric
 from grader.sandbox import Rerun
@@ -72,8 +72,8 @@ def book(tmp_path: Path) -> tuple[Database, Assignment]:
     return book, assignment
 
 
-def _run(book: Database, assignment: Assignment, endpoints: Scripted) -> None:
-    queue_all(book, assignment, _SETTINGS)
+def _run(book: Database, assignment: Assignment, endpoints: Scripted, settings: GradeSettings = _SETTINGS) -> None:
+    queue_all(book, assignment, settings)
     with WorkerLock(book) as worker:
         for stage, run in (("checks", run_checks), ("models", run_models)):
             while job := claim(book, worker.name, stage):  # type: ignore[arg-type]
@@ -105,6 +105,58 @@ def test_changed_points_ask_nothing(book: tuple[Database, Assignment]) -> None:
     _run(book[0], changed, endpoints)
     assert endpoints.asked() == []
     assert grades(book[0], changed)[0].score.total == before + 1
+
+
+def _shas(book: Database, grade: Grade) -> list[str]:
+    return [text_sha(one.prompt) for one in answers(book, grade.submission.id, grade.submission.current_key or "")]
+
+
+def test_a_grade_of_kept_answers_has_their_prompts(book: tuple[Database, Assignment]) -> None:
+    database, endpoints = book[0], Scripted()
+    _run(*book, endpoints)
+    before = grades(*book)[0]
+    points = _changed(database, "title: Clear names\n    points: 2", "title: Clear names\n    points: 3")
+    _run(database, points, endpoints)
+    same = grades(database, points)[0]
+    assert before.models
+    assert same.models
+    assert [run.prompt_sha for run in same.models.runs] == [run.prompt_sha for run in before.models.runs]
+    assert _shas(database, same) == _shas(database, before)
+    assert same.models.speedup is None
+    for question in ("Is the style simple?", "Is the style short?"):
+        _run(database, _changed(database, "Is the style good?", question), endpoints)
+    part = grades(database, book[1])[0]
+    assert part.models
+    assert [run.layer for run in part.models.runs] == ["code", "code", "feedback"]  # none of a question in between
+    assert set(_shas(database, part)) == {run.prompt_sha for run in part.models.runs}
+    assert len(answer_records(database, book[1])) == 2 * 4  # of each notebook, as often as the models were asked
+
+
+def test_changed_instructions_ask_about_every_item_again(book: tuple[Database, Assignment]) -> None:
+    endpoints = Scripted()
+    _run(*book, endpoints)
+    endpoints.asked()
+    _run(book[0], _changed(book[0], "Compute the mean", "Compute the mean and the median"), endpoints)
+    assert endpoints.asked() == [["names", "style"], ["feedback"]] * 2
+
+
+def test_a_changed_solution_asks_about_every_item_again(book: tuple[Database, Assignment]) -> None:
+    endpoints = Scripted()
+    _run(*book, endpoints)
+    endpoints.asked()
+    solution = work().replace(b"mean_sales = sum", b"mean_sales = 1.0 * sum")
+    _run(book[0], save_assignment(book[0], "sales", book[1].rubric.content, solution=solution), endpoints)
+    assert endpoints.asked() == [["names", "style"], ["feedback"]] * 2
+
+
+def test_the_outputs_of_a_rerun_ask_about_every_item_again(book: tuple[Database, Assignment]) -> None:
+    database, assignment = book
+    endpoints = Scripted()
+    _run(database, assignment, endpoints)
+    endpoints.asked()
+    _put_reruns(database, assignment, 1, 2)
+    _run(database, assignment, endpoints, msgspec.structs.replace(_SETTINGS, rerun=True))
+    assert endpoints.asked() == [["names", "style"], ["feedback"]] * 2
 
 
 def test_an_answer_that_came_is_not_asked_for_again(book: tuple[Database, Assignment]) -> None:
@@ -146,16 +198,21 @@ def test_a_solution_that_changes_under_a_run_mixes_no_points(book: tuple[Databas
     assert {one.record.solution_sha for one in grades(database, second)} == {second.solution_sha}
 
 
-def test_models_see_the_outputs_of_the_rerun(tmp_path: Path) -> None:
-    book, assignment = make_book(tmp_path, RUBRIC.replace("ai_share_max", "rerun: true\nai_share_max"))
-    work_id = add_class(book, assignment, 1)[0]
+def _put_reruns(book: Database, assignment: Assignment, *ids: int) -> None:
+    """As if these submissions and the solution had run, and printed 99."""
     rubric, notebook = load_rubric(assignment.rubric.content), read_notebook(work(99), "fresh")
     asked = [item.check for item in rubric.items if isinstance(item.check, OutputMatch)]
     settings = msgspec.to_builtins([rubric.limits, assignment.inputs, asked])
     run = msgspec.json.encode(Rerun(notebook=notebook, status="finished", backend="test")).decode()
-    for sha in (submission(book, work_id).blob_sha, assignment.solution_sha):
+    for sha in (*(submission(book, one).blob_sha for one in ids), assignment.solution_sha):
         assert sha
         put_rerun(book, sha, settings, run)
+
+
+def test_models_see_the_outputs_of_the_rerun(tmp_path: Path) -> None:
+    book, assignment = make_book(tmp_path, RUBRIC.replace("ai_share_max", "rerun: true\nai_share_max"))
+    work_id = add_class(book, assignment, 1)[0]
+    _put_reruns(book, assignment, work_id)
     endpoints = Scripted()
     _run(book, assignment, endpoints)
     assert "| 99" in endpoints.questions[0].messages[1]["content"]
