@@ -92,8 +92,10 @@ def _totals(grade: Grade, by_hand: HandGrades) -> Pair | None:
 
 
 def _band(grade: Grade, human: dict[str, float]) -> str:
-    possible = sum(float(item.points) for item in grade.rubric.items if item.id in human and not item.deduction)
-    percent = 100 * sum(human.values()) / possible if possible else 0.0
+    """A table of `export` also has columns that are no items: total, maximum, percent."""
+    items = [item for item in grade.rubric.items if item.id in human]
+    possible = sum(float(item.points) for item in items if not item.deduction)
+    percent = 100 * sum(human[item.id] for item in items) / possible if possible else 0.0
     return next(
         (name for low, high, name in _BANDS if low <= percent < high), _BANDS[0][2] if percent < 0 else _BANDS[-1][2]
     )

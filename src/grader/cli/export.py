@@ -42,6 +42,8 @@ def run_export(
         files += write_reports(output / "reports", chosen, identities, title, pdf)
     out = console()
     out.print(f"{len(chosen)} of {len(found)} grades, {len(files)} files in {output}")
+    if named and (left_open := sum(one.score.needs_review for one in chosen)):
+        out.print(f"without a grade in the tables for Canvas and Moodle, since they have open items: {left_open}")
     if older := _left_from_before(output, files):
         out.print(f"also in {output}, from an earlier export: {', '.join(older[:5])}{' ...' if older[5:] else ''}")
     if zip_all:

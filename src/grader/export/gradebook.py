@@ -27,18 +27,25 @@ class Filled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fill_gradebook(text: str, grades: Sequence[Grade], identities: Identities, column: str) -> Filled:
-    """Rows of other students, and all other columns, stay as they are. `column`: the name of the assignment in Canvas;
-    a new column is added where there is none. Raises GraderError where the table has another maximum."""
+    """All other columns, and rows of other students or of those with open items, stay as they are. `column`: the name
+    of the assignment in Canvas; a new column is added where there is none. Raises GraderError where the table has
+    another maximum."""
     table = read_platform_table(text)
     if table is None:
         raise GraderError("this is neither a gradebook of Canvas (CSV) nor a grading worksheet of Moodle")
     places = _places(table)
     rows = {grade.submission.id: _row_of(identities[grade.submission.id], places) for grade in grades}
     put = _put_canvas if table.platform == "canvas" else _put_moodle
-    put(table, [(rows[one.submission.id], one) for one in grades if rows[one.submission.id] is not None], column)  # type: ignore[misc]
+    final = [one for one in grades if not one.score.needs_review]
+    graded = [(row, one) for one in final if (row := rows[one.submission.id]) is not None]
+    put(table, graded, column)
     who = [identities[one.submission.id] for one in grades if rows[one.submission.id] is None]
-    missing = tuple(one.name or one.key for one in who)
-    return Filled(platform=table.platform, text=table.text(), filled=len(grades) - len(missing), missing=missing)
+    return Filled(
+        platform=table.platform,
+        text=table.text(),
+        filled=len(graded),
+        missing=tuple(one.name or one.key for one in who),
+    )
 
 
 def _places(table: PlatformTable) -> dict[str, int]:

@@ -66,6 +66,11 @@ def _item_row(grade: Grade, items: list[str], identities: Identities) -> list[Ce
     return [*row, "; ".join(sorted({flag.code for flag in grade.flags})), grade.review.comments.get("", "")]
 
 
+def final_total(grade: Grade) -> Decimal | None:
+    """For a learning platform, which has no word for open items: a sum without them would look like a grade."""
+    return None if grade.score.needs_review else grade.score.total
+
+
 def canvas_table(grades: Sequence[Grade], identities: Identities, column: str) -> list[list[Cell]]:
     """As Canvas imports a gradebook: students, then one assignment. The second row has the points possible."""
     maximum = grades[0].score.maximum if grades else None
@@ -76,7 +81,7 @@ def canvas_table(grades: Sequence[Grade], identities: Identities, column: str) -
 
 def _canvas_row(who: StudentIdentity, grade: Grade) -> list[Cell]:
     login = who.email or ("" if who.lms_id else who.key)
-    return [who.name or who.key, who.lms_id, None, login, None, grade.score.total]
+    return [who.name or who.key, who.lms_id, None, login, None, final_total(grade)]
 
 
 def moodle_table(grades: Sequence[Grade], identities: Identities) -> list[list[Cell]]:
@@ -89,5 +94,5 @@ def moodle_table(grades: Sequence[Grade], identities: Identities) -> list[list[C
 def _moodle_row(who: StudentIdentity, grade: Grade) -> list[Cell]:
     identifier = f"Participant {who.lms_id}" if who.lms_id else who.key
     status, comment = "Submitted for grading", grade.review.comments.get("", "")
-    score = grade.score
-    return [identifier, who.name, who.email, status, score.total, score.maximum, "Yes", "-", "-", comment]
+    total, maximum = final_total(grade), grade.score.maximum
+    return [identifier, who.name, who.email, status, total, maximum, "Yes", "-", "-", comment]

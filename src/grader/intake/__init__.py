@@ -1,7 +1,9 @@
 """Submissions on their way in: files, folders, ZIPs of learning platforms, rosters."""
 
+from grader.intake.archives import read_archive
 from grader.intake.file_names import Owner, Roster, RosterInvalid, owner_of, read_roster
-from grader.intake.files import FileRefused, Incoming, IntakeLimits, read_archive, read_files, read_uploads
+from grader.intake.files import read_files, read_uploads
+from grader.intake.incoming import FileRefused, Incoming, IntakeLimits
 from grader.intake.take_in import TakenIn, take_in
 
 __all__ = [

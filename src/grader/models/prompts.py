@@ -3,9 +3,8 @@
 The order is: assignment, rubric, solution (for both models), the task (for one model), the student's work.
 """
 
-import re
-
 from grader.models.fences import fence, mark_for
+from grader.models.names import without_names as without_names
 from grader.notebook import Cell, Notebook
 from grader.rubric import Item, Manual, ModelJudged, Rubric
 from grader.verdicts import Verdict
@@ -105,14 +104,3 @@ def question_of(item: Item) -> str:
         return item.check.question
     words = item.check.instructions if isinstance(item.check, Manual) else ""
     return words or f"Does the work fulfil this: {item.title}?"
-
-
-def without_names(text: str, names: tuple[str, ...]) -> str:
-    """Names of students as `[student]`. A part of a name counts only as it is written, as a whole word: a student
-    called Max must not change `max`."""
-    for name in sorted({one.strip() for one in names if len(one.strip()) > 2}, key=len, reverse=True):
-        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "[student]", text, flags=re.IGNORECASE)
-        for part in re.findall(r"[^\W\d_]{3,}", name):
-            if part[0].isupper():
-                text = re.sub(rf"(?<!\w){part}(?!\w)", "[student]", text)
-    return text

@@ -7,7 +7,7 @@ from typing import Any
 import streamlit as st
 
 from grader.errors import GraderError
-from grader.export import fill_gradebook, find_browser, released, write_reports, write_tables, write_zip
+from grader.export import Filled, fill_gradebook, find_browser, released, write_reports, write_tables, write_zip
 from grader.grading import Grade
 from grader.store import Assignment, Database, reveal, reveals
 from grader.texts import decoded
@@ -65,11 +65,20 @@ def make_files(
         reports = write_reports(output / "reports", grades, identities, title, pdf)
         packed = write_zip(Path(folder) / "all.zip", output, tables + reports)
         made = {path.name: path.read_bytes() for path in (*tables, packed)}
+    _say_what_is_empty(grades if identities else [], filled)
     if filled is None:
         return made
-    if filled.missing:
-        note(f"{len(filled.missing)} of {len(grades)} are not in the table, and so not filled in.")
     return made | {f"{filled.platform}-filled.csv": b"\xef\xbb\xbf" + filled.text.encode()}
+
+
+def _say_what_is_empty(grades: list[Grade], filled: Filled | None) -> None:
+    said = []
+    if left_open := sum(one.score.needs_review for one in grades):
+        said.append(f"{left_open} have open items, and so no grade in the tables for Canvas and Moodle.")
+    if filled and filled.missing:
+        said.append(f"{len(filled.missing)} of {len(grades)} are not in the table, and so not filled in.")
+    if said:
+        note(" ".join(said))
 
 
 def _show_reveals(database: Database) -> None:

@@ -93,6 +93,8 @@ def test_tables(book: tuple[Database, Assignment], tmp_path: Path) -> None:
     assert canvas[1]["Student"].startswith("Given")
     moodle = _rows(tmp_path / "named" / "moodle.csv")
     assert moodle[0]["Maximum Grade"] == "10"
+    assert [bool(row["sales"]) for row in canvas[1:]] == [True, True, False, False], "a sum of drafts is no grade"
+    assert [bool(row["Grade"]) for row in moodle] == [True, True, False, False]
     written = write_tables(tmp_path / "nameless", found, {}, "sales")
     assert [path.name for path in written] == ["grades.csv"]
     assert "Given" not in written[0].read_text()

@@ -8,7 +8,7 @@ import pytest
 
 from grader.errors import GraderError
 from grader.export import fill_gradebook
-from grader.grading import grades
+from grader.grading import grades, override
 from grader.intake import Incoming, owner_of, read_roster, take_in
 from grader.store import Assignment, Database, reveal, set_comment
 from tests.support.grade_books import grade_here, make_book, work
@@ -52,14 +52,16 @@ def test_a_table_of_a_platform_is_a_roster(text: str, path: str, name: str) -> N
     assert "" not in read_roster(CANVAS)
 
 
-def _filled(folder: Path, text: str, path: str, table: str = "") -> list[list[str]]:
+def _filled(folder: Path, text: str, path: str, table: str = "", decided: bool = True) -> list[list[str]]:
     database, assignment = _graded(folder, text, path)
     found = grades(database, assignment)
     for one in found:
+        for item in ("names", "style") if decided else ():
+            override(database, one, item, "0", "ann", "looked at it")
         set_comment(database, one.submission.id, "", "=1+1", "ann")
     identities = reveal(database, [one.submission.id for one in found], "ann", "export")
     done = fill_gradebook(table or text, grades(database, assignment), identities, "sales")
-    assert (done.filled, done.missing) == (1, ("x",))
+    assert (done.filled, done.missing) == (int(decided), ("x",))
     return list(csv.reader(io.StringIO(done.text)))
 
 
@@ -81,6 +83,12 @@ def test_a_worksheet_of_moodle_comes_back_with_grade_and_comment(tmp_path: Path)
     assert after[1][:5] == ["Participant 101", "Ada Quill", "ada@example.edu", "Submitted for grading - ", "6"]
     assert after[1][9] == "'=1+1"
     assert after[2] == next(csv.reader([MOODLE.splitlines()[2]]))
+
+
+@pytest.mark.parametrize(("text", "path", "name"), CASES, ids=["canvas", "moodle"])
+def test_a_grade_with_open_items_is_not_filled_in(tmp_path: Path, text: str, path: str, name: str) -> None:
+    before = list(csv.reader(io.StringIO(text.removeprefix("\ufeff"))))
+    assert _filled(tmp_path, text, path, decided=False) == before
 
 
 def test_another_maximum_and_other_tables_are_refused(tmp_path: Path) -> None:

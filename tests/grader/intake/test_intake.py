@@ -16,6 +16,7 @@ from grader.intake import (
     read_archive,
     read_files,
     read_roster,
+    read_uploads,
     take_in,
 )
 from grader.store import Database, blob, save_assignment, set_comment, submissions
@@ -72,7 +73,8 @@ def test_a_zip_is_read_without_unpacking(tmp_path: Path) -> None:
         "a/b.ipynb": b"3",
     }
     found = list(read_archive(_zip(files), "all.zip", {}))
-    assert [(one.file_name, one.content) for one in found] == [
+    assert [one.file_name for one in found if one.stray] == ["notes.txt"]
+    assert [(one.file_name, one.content) for one in found if not one.stray] == [
         ("evil.ipynb", b"1"),
         ("evil2.ipynb", b"2"),
         ("b.ipynb", b"3"),
@@ -82,17 +84,14 @@ def test_a_zip_is_read_without_unpacking(tmp_path: Path) -> None:
 
 def test_bombs_links_and_rubbish_are_refused() -> None:
     limits = IntakeLimits(file_bytes=1000, archive_bytes=1500, archive_files=3)
-    with pytest.raises(FileRefused, match="unpacks to more than"):
-        list(read_archive(_zip({"a.ipynb": bytes(5000)}), "bomb.zip", {}, limits))
-    with pytest.raises(FileRefused, match="unpacks to more than"):
-        list(read_archive(_zip({"a.ipynb": bytes(900), "b.ipynb": bytes(900)}), "bomb.zip", {}, limits))
+    for sizes in ((900, 900), (5000, 5000)):
+        files = {f"{number}.ipynb": bytes(size) for number, size in enumerate(sizes)}
+        with pytest.raises(FileRefused, match="unpacks to more than"):
+            list(read_archive(_zip(files), "bomb.zip", {}, limits))
     with pytest.raises(FileRefused, match="4 files; the limit is 3"):
         list(read_archive(_zip({f"{n}.ipynb": b"" for n in range(4)}), "many.zip", {}, limits))
     with pytest.raises(FileRefused, match="cannot be unpacked"):
         list(read_archive(io.BytesIO(b"PK\x03\x04 nothing"), "broken.zip", {}))
-    for kind in (zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
-        with pytest.raises(FileRefused, match="cannot be unpacked"):
-            list(read_archive(_damaged(kind), "damaged.zip", {}))
     link = zipfile.ZipInfo("link.ipynb")
     link.external_attr = (stat.S_IFLNK | 0o777) << 16
     buffer = io.BytesIO()
@@ -101,11 +100,55 @@ def test_bombs_links_and_rubbish_are_refused() -> None:
     assert list(read_archive(buffer, "links.zip", {})) == []
 
 
+@pytest.mark.parametrize("kind", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_damaged_file_is_one_unreadable_submission(kind: int) -> None:
+    bad, good = read_archive(_damaged(kind), "damaged.zip", {})
+    assert (bad.file_name, bad.problem) == ("a.ipynb", "it is damaged or encrypted")
+    assert (good.content, good.problem) == (b"good", "")
+
+
+def test_a_file_that_is_too_big_is_one_unreadable_submission(tmp_path: Path) -> None:
+    """In a ZIP, in a folder and in a browser. No more than the limit is unpacked, and no name is told."""
+    limits = IntakeLimits(file_bytes=1 << 20)
+    files = {"doe_1_10_hw.ipynb": bytes(2 << 20), "roe_2_11_hw.ipynb": b"good", "poe_3_12_hw.ipynb": bytes(2 << 20)}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    uploads = [(name, io.BytesIO(content)) for name, content in files.items()]
+    ways = (
+        list(read_archive(_zip(files), "all.zip", {}, limits)),
+        list(read_files([tmp_path], {}, limits)),
+        list(read_uploads(uploads, {}, limits)),
+    )
+    for way, found in enumerate(ways):
+        assert [one.content for one in found if not one.problem] == [b"good"]
+        assert len({one.content for one in found}) == 3, "equal notes would look copied"
+        book = Database.create(tmp_path / f"book{way}")
+        told = take_in(book, save_assignment(book, "hw1", "{}"), found).told()
+        assert told.startswith("3 files, 3 of them new")
+        assert told.count("(it has more than 1 MiB)") == 2
+        assert "doe" not in told
+
+
+def test_a_student_without_a_notebook_is_not_lost(tmp_path: Path) -> None:
+    book = Database.create(tmp_path)
+    files = {"doe_1_10_hw.ipynb": b"1", "doe_1_11_data.csv": b"", "roebob_2_12_hw.pdf": b"%PDF", "read me.txt": b""}
+    taken, counting = _counting(book, files)
+    assert (taken.files, taken.new, taken.beside, taken.unknown) == (2, 2, 1, ("read me.txt",))
+    assert any(b"it is no notebook" in one for one in counting)
+    assert "not readable, so a flag and no points: student-" in taken.told()
+    assert "roebob" not in taken.told()
+    again, counting = _counting(book, files)
+    assert (again.new, len(counting)) == (0, 2)
+    assert _counting(book, {"roebob_2_14_hw.ipynb": b"late"})[0].new == 1
+    assert sorted(_counting(book, {"roebob_2_15_hw.pdf": b"%PDF"})[1]) == [b"1", b"late"], "a notebook stays"
+
+
 def _damaged(kind: int) -> io.BytesIO:
-    """Every byte of the packed content is another."""
+    """Every byte of the packed content of the first file is another."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", kind) as archive:
         archive.writestr("a.ipynb", bytes(range(256)) * 400)
+        archive.writestr("b.ipynb", b"good")
         size = archive.infolist()[0].compress_size
     content = bytearray(buffer.getvalue())
     start = 30 + len("a.ipynb")
