@@ -156,9 +156,12 @@ def test_rows_that_come_again_are_dropped() -> None:
 
 def test_rows_that_two_streams_bring_at_once_are_placed_once() -> None:
     placed, slow = Placed(2, 4), threading.Event()
-    place = placed._place
-    placed._place = lambda piece: slow.wait(20) and place(piece)  # type: ignore[method-assign]
-    placed.fetch._sink = Sink(lambda piece: placed._place(piece), placed.commits.append, lambda logits: None)
+
+    def place_slowly(piece: KVSlice) -> None:
+        slow.wait(20)
+        placed._place(piece)
+
+    placed.fetch._sink = Sink(place_slowly, placed.commits.append, lambda logits: None)
     placed.bring(0, piece(0, 0, 4))
     placed.bring(1, piece(0, 0, 4), piece(1, 0, 4))
     time.sleep(0.1)

@@ -260,10 +260,9 @@ class KVFetch(_Stoppable):
                 self._abandon_path(path)
                 advanced = stream.placed > before
                 stream.resumed += advanced
-                if advanced and not stream.unresponsive:
-                    failures = 0
-                if not failures and not stream.unresponsive:
-                    since = time.monotonic()
+                if not stream.unresponsive:
+                    failures = 0 if advanced else failures
+                    since = since if failures else time.monotonic()
                 failures += 1
                 if stream.silence.reached:
                     raise
@@ -360,8 +359,7 @@ class KVFetch(_Stoppable):
             self._commit_if_complete(piece)
 
     def _wait_for_turn(self, stream: int, piece: KVSlice) -> bool:
-        """Wait until earlier chunks are committed and earlier rows of the layer placed. False for rows that were placed
-        before."""
+        """Until earlier chunks are committed and earlier rows of the layer placed. False for rows that came before."""
         with self._changed:
             self._waiting[stream] = piece
             self._changed.notify_all()
