@@ -152,7 +152,7 @@ def up(
             " dgx-spark,m3-ultra (also m2-ultra, h200, instant).",
         ),
     ] = "",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway; 0: any free port.")] = 8080,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway; 0: free ports for all.")] = 8080,
 ) -> None:
     """Start a whole cluster on this machine: a prefill node, a decode node and the gateway. Ctrl-C stops all.
 

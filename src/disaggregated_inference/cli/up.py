@@ -63,7 +63,8 @@ def run(settings: UpSettings) -> None:
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     plan = _Plan.make(settings)
     console.print(plan.title)
-    prefill, decode = plan.start("prefill", PREFILL_PORT), plan.start("decode", DECODE_PORT)
+    usual = settings.port > 0  # of two that start at once, each may see the other's ports free
+    prefill, decode = plan.start("prefill", usual * PREFILL_PORT), plan.start("decode", usual * DECODE_PORT)
     with stopping([decode, prefill]):
         _show_start(console, [prefill, decode])
         _check_peer(console, plan.model, prefill, decode)
@@ -134,9 +135,9 @@ class _Plan(msgspec.Struct, frozen=True):
         )
 
     def start(self, role: str, port: int) -> LocalNode:
-        """On its usual ports, or where those are taken on free ones."""
-        options = ["--model", self.model.name, "--port", str(port if is_free(port) else 0), *_DRAIN]
-        options += ["--kv-port", str(KV_PORT)] if role == "prefill" and is_free(KV_PORT) else []
+        """On its usual ports, or where those are taken on free ones. Port 0: on free ones."""
+        options = ["--model", self.model.name, "--port", str(port if port and is_free(port) else 0), *_DRAIN]
+        options += ["--kv-port", str(KV_PORT)] if port and role == "prefill" and is_free(KV_PORT) else []
         options += ["--profile", self.profiles[role]] if self.profiles else []
         return LocalNode(role, self.engines[role], *options)
 
