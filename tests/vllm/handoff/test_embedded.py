@@ -15,13 +15,14 @@ pytestmark = pytest.mark.slow
 QUESTIONS = (
     "What is the capital of France?",
     "A train travels 120 km in 2 hours, then 45 km in 30 minutes. What is its average speed?",
+    "Name three rivers of Europe.",
 )
 
 
 def test_embedded_model(vllm_forker: VllmForker, smollm2: ModelFiles, tmp_path: Path) -> None:
     home, decoders = open_home(vllm_forker, smollm2, tmp_path, *LIMITS), DecodeNodes(smollm2)
     try:
-        for question, target in zip(QUESTIONS, ("mlx", "torch"), strict=True):
+        for question, target in zip(QUESTIONS, ("mlx", "torch", "llamacpp"), strict=True):
             prompt = smollm2.tokenizer.encode_chat([{"role": "user", "content": question}])
             answer = hand_over(home, decoders[target], prompt, 24)
             tokens = list(answer)
