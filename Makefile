@@ -25,7 +25,13 @@ grade-demo: $(READY)
 # Three processes on two cores, since tests wait for half of their time; a file at a time, the longest first
 # (tests/conftest.py). The tests start hundreds of Python processes: compiled modules are kept, whatever the environment
 # says, or each of them would compile the package again.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+
+# What failed runs once more, alone and in one process, where no other test takes the machine from it. What fails again
+# fails the run; both runs are in the output. No second run after an interrupted one.
+LAST_FAILED := --last-failed --last-failed-no-failures none --maxfail 1
+second_run = { test $$? -eq 1 && echo "once more, alone: what failed" && $(PYTEST) $(LAST_FAILED) $(1); }
 
 # mypy needs one core, and tests leave some of two: both at the same time. Either may fail.
 MYPY := $(BIN)/mypy
@@ -33,11 +39,11 @@ beside_mypy = $(MYPY) & types=$$!; $(1); tests=$$?; wait $$types && exit $$tests
 
 # Everything: about 20 minutes on two cores.
 test: lint
-	@$(call beside_mypy,$(PYTEST))
+	@$(call beside_mypy,$(PYTEST) $(PARALLEL) || $(call second_run))
 
 # Before a commit: about 3 minutes on two cores, something of every package.
 quick: lint
-	@$(call beside_mypy,$(PYTEST) -m "not slow")
+	@$(call beside_mypy,$(PYTEST) $(PARALLEL) -m "not slow")
 
 # Client packages, newest versions, against a cluster on this machine: a table, which goes into docs/CLIENTS.md when all pass.
 clients: $(READY) $(CLIENTS)
@@ -46,7 +52,7 @@ clients: $(READY) $(CLIENTS)
 # The tests that need a real vLLM, on the CPU, in an environment of its own: its pinned torch and transformers never
 # meet ours. One process: two cores are few for two vLLMs.
 vllm: $(READY) $(VLLM)
-	DISAGG_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests/vllm $(ARGS)
+	@export DISAGG_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python; $(PYTEST) tests/vllm $(ARGS) || $(call second_run,tests/vllm)
 
 lint: $(READY)
 	$(BIN)/ruff check .
