@@ -76,6 +76,10 @@ def _rows(report: Report, length: int, alone: list[float], idle: list[float], st
     report.add(Row(f"  goodput while slices arrive ({size:.0f} MB)", goodput / 1e9, "GB/s"))
 
 
+def _speed(length: int, times: list[float]) -> str:
+    return f"{length / statistics.median(times):,.0f} tok/s"
+
+
 class _Bench:
     def __init__(self, model: ShapeFiles, folder: Path, chunk: int, repeats: int) -> None:
         self._model, self._folder, self._chunk, self._repeats = model, folder, chunk, repeats
@@ -88,7 +92,7 @@ class _Bench:
         with self._running(None) as server:
             completions = self._completions(server)
             try:
-                return {length: self._repeated(partial(self._alone, completions), length) for length in lengths}
+                return {length: self._measured_alone(completions, length) for length in lengths}
             finally:
                 completions.close()
 
@@ -118,6 +122,11 @@ class _Bench:
         completions.start("", tokens).result()
         return time.perf_counter() - began_at
 
+    def _measured_alone(self, completions: Completions, length: int) -> list[float]:
+        times = self._repeated(partial(self._alone, completions), length)
+        progress(f"  alone {_speed(length, times)}")
+        return times
+
     def _repeated(self, measure: Callable[[list[int]], T], length: int) -> list[T]:
         """Without the first two: vLLM compiles kernels when it first needs them."""
         progress(f"prompts of {length} tokens")
@@ -127,7 +136,11 @@ class _Bench:
         self, first: Callable[[list[int]], float], second: Callable[[list[int]], Streamed], length: int
     ) -> tuple[list[float], list[Streamed]]:
         pairs = self._repeated(lambda tokens: (first(tokens), second(self._prompt(length))), length)
-        return [one for one, _ in pairs], [other for _, other in pairs]
+        idle, streamed = [one for one, _ in pairs], [other for _, other in pairs]
+        exposed = statistics.median(run.exposed_s for run in streamed) * 1e3
+        computed = [run.total_s - run.exposed_s for run in streamed]
+        progress(f"  idle {_speed(length, idle)}, streamed {_speed(length, computed)}, exposed {exposed:.1f} ms")
+        return idle, streamed
 
     def _prompt(self, length: int) -> list[int]:
         """Each is new: equal prompts would choose the same experts, and a prefix cache would know them."""
