@@ -35,11 +35,11 @@ from disaggregated_inference.cluster.deploy import (
     read_wheel,
     removal_scripts,
 )
-from disaggregated_inference.cluster.deploy.fit import FitStep
 from disaggregated_inference.cluster.deploy.install import Package, plan_installation
 from disaggregated_inference.cluster.deploy.lock import machine_lock
 from disaggregated_inference.cluster.deploy.log_lines import LogLine, parse_line
 from disaggregated_inference.cluster.deploy.log_stream import in_order, merged
+from disaggregated_inference.cluster.deploy.memory_fit import FitStep
 from disaggregated_inference.cluster.deploy.plan import extras_of, services_of
 from disaggregated_inference.cluster.deploy.rollout import rolling_waves
 from disaggregated_inference.cluster.deploy.steps import CommandStep, FilesStep, RemoteFile

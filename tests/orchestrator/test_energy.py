@@ -16,8 +16,8 @@ from disaggregated_inference.orchestrator import (
     energy_by_node,
     energy_sums,
 )
-from disaggregated_inference.orchestrator.alone import MachineFacts
 from disaggregated_inference.orchestrator.energy import Meters, PowerLog, price_per_hour, with_energy
+from disaggregated_inference.orchestrator.single_machine import MachineFacts
 from disaggregated_inference.orchestrator.uptime import Uptime
 
 

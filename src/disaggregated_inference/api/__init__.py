@@ -1,5 +1,6 @@
 """The structs that cross between clients, orchestrator and nodes. Both sides encode and decode these."""
 
+from disaggregated_inference.api.call_signatures import named_options
 from disaggregated_inference.api.checksums import (
     CHECKSUM_HEADER,
     ChecksumReader,
@@ -59,7 +60,6 @@ from disaggregated_inference.api.responses import (
     Usage,
 )
 from disaggregated_inference.api.sampling import OutputFormat, SamplingParams
-from disaggregated_inference.api.signatures import named_options
 from disaggregated_inference.api.status import (
     KVMemoryStatus,
     ModelIdentity,

@@ -9,7 +9,7 @@ import aiohttp
 import msgspec
 
 from disaggregated_inference.chaos.answers import ChaosAnswer
-from disaggregated_inference.chaos.catalogue import ChaosRequest
+from disaggregated_inference.chaos.workload import ChaosRequest
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.orchestrator import Delta, DisaggregatedInference
 

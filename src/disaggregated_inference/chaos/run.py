@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from disaggregated_inference.chaos.answers import ChaosAnswer, difference, partial_difference
-from disaggregated_inference.chaos.catalogue import ChaosRequest, catalogue
 from disaggregated_inference.chaos.clients import ChaosClients, Leaves, wait_for
 from disaggregated_inference.chaos.cluster import ChaosCluster, chaos_cluster
 from disaggregated_inference.chaos.faults import FaultMaker
@@ -21,6 +20,7 @@ from disaggregated_inference.chaos.gate import Gate
 from disaggregated_inference.chaos.outcomes import FailingCase, RequestOutcomes
 from disaggregated_inference.chaos.report import ChaosReport, GrowthSample, Show
 from disaggregated_inference.chaos.settings import ChaosSettings
+from disaggregated_inference.chaos.workload import ChaosRequest, catalogue
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.orchestrator import DisaggregatedInference
 

@@ -11,7 +11,7 @@ import msgspec
 
 from disaggregated_inference.api import RequestRecord
 from disaggregated_inference.errors import QueueFull
-from disaggregated_inference.gateway.cluster.seen import seen_request, seen_status, seen_summary
+from disaggregated_inference.gateway.cluster.visibility import seen_request, seen_status, seen_summary
 from disaggregated_inference.orchestrator import DisaggregatedInference
 from disaggregated_inference.timeouts import GatewayTimeouts
 

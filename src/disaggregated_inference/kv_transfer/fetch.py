@@ -27,7 +27,6 @@ from disaggregated_inference.errors import (
     ProtocolError,
 )
 from disaggregated_inference.kv import Array, KVLayout, KVSlice, LogprobRows
-from disaggregated_inference.kv_transfer.arrivals import Arrivals
 from disaggregated_inference.kv_transfer.frames import Connection, Kind
 from disaggregated_inference.kv_transfer.messages import End, Hello
 from disaggregated_inference.kv_transfer.paths import NetworkPath, format_address
@@ -39,7 +38,8 @@ from disaggregated_inference.kv_transfer.receiver import (
     renew,
     send_hello,
 )
-from disaggregated_inference.kv_transfer.silence import SilenceLimit
+from disaggregated_inference.kv_transfer.stall_limit import SilenceLimit
+from disaggregated_inference.kv_transfer.wire_time import Arrivals
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,14 @@ import msgspec
 from disaggregated_inference.api import ModelInfo, NodeStatus, PeerStatus, Rate, Rates, Role
 from disaggregated_inference.cluster import Policies, Server
 from disaggregated_inference.models import is_same_model
-from disaggregated_inference.orchestrator.alone import MachineFacts
 from disaggregated_inference.orchestrator.breaker import Breaker
 from disaggregated_inference.orchestrator.cluster_view import NodeView
+from disaggregated_inference.orchestrator.connection_errors import what_answers
 from disaggregated_inference.orchestrator.energy import PowerLog, price_per_hour
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats
 from disaggregated_inference.orchestrator.leg_errors import LegFailed
 from disaggregated_inference.orchestrator.node_client import WRONG_TOKEN, NodeClient
-from disaggregated_inference.orchestrator.strangers import what_answers
+from disaggregated_inference.orchestrator.single_machine import MachineFacts
 
 _UNREACHABLE = "unreachable"
 _CONDITIONS = {WRONG_TOKEN: "wrong token", "node_loading": "loading"}  # by the code of a failed poll

@@ -30,7 +30,6 @@ from disaggregated_inference.cluster import ClusterConfig, Policies, load_config
 from disaggregated_inference.errors import ClusterError, DeadlineExceeded, DisaggError
 from disaggregated_inference.identity import Identity, open_identity
 from disaggregated_inference.models import ModelTokenizer
-from disaggregated_inference.orchestrator.causes import no_decode_node
 from disaggregated_inference.orchestrator.connections import NodeConnector
 from disaggregated_inference.orchestrator.continuation import with_seed
 from disaggregated_inference.orchestrator.defaults import require_defaults
@@ -45,6 +44,7 @@ from disaggregated_inference.orchestrator.request_queue import RequestQueue
 from disaggregated_inference.orchestrator.results import Outcomes, merge_results, outcome_of
 from disaggregated_inference.orchestrator.runner import Put, RequestRunner
 from disaggregated_inference.orchestrator.threads import in_thread
+from disaggregated_inference.orchestrator.unavailable_nodes import no_decode_node
 from disaggregated_inference.orchestrator.verdict import cluster_verdict, model_verdict, warnings_of
 from disaggregated_inference.timeouts import OrchestratorTimeouts
 

@@ -19,10 +19,10 @@ from disaggregated_inference.node import ChunkedPrefill, KVMemory, OnEnd, Prefil
 from disaggregated_inference.timeouts import VllmBorderTimeouts
 from disaggregated_inference.vllm_connector.messages import ExportedRows
 from disaggregated_inference.vllm_node.assembly import Assembly
-from disaggregated_inference.vllm_node.border import Border
 from disaggregated_inference.vllm_node.client import Computed
-from disaggregated_inference.vllm_node.completion import Completions
+from disaggregated_inference.vllm_node.connector_server import ConnectorServer
 from disaggregated_inference.vllm_node.engine import VllmEngine
+from disaggregated_inference.vllm_node.prefill_requests import Completions
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class VllmPrefill(ChunkedPrefill):
 
     def __init__(
         self,
-        border: Border,
+        border: ConnectorServer,
         completions: Completions,
         timeouts: VllmBorderTimeouts,
         kv_memory: KVMemory,

@@ -16,7 +16,7 @@ from disaggregated_inference.engines.scoring import Scoring
 from disaggregated_inference.engines.sequence import Sequence
 from disaggregated_inference.engines.simulated.arena import SimulatedArena, SimulatedRows
 from disaggregated_inference.engines.simulated.device import Device, wait_until
-from disaggregated_inference.engines.simulated.head import SimulatedHead, SimulatedLogits, SimulatedTokens
+from disaggregated_inference.engines.simulated.lm_head import SimulatedHead, SimulatedLogits, SimulatedTokens
 from disaggregated_inference.engines.simulated.profiles import INSTANT, Profile, parse_profile
 from disaggregated_inference.engines.simulated.row_tags import MAX_LAYERS, MAX_TOKENS, TAG, HashChain, RowTags, words
 from disaggregated_inference.errors import ModelUnsupported, SliceRefused

@@ -17,12 +17,18 @@ from disaggregated_inference.engines.base import Emit, Engine, Logits, Tokens, t
 from disaggregated_inference.engines.memory import available_bytes
 from disaggregated_inference.engines.scoring import Scoring
 from disaggregated_inference.engines.sequence import Sequence
-from disaggregated_inference.engines.torch import fused
+from disaggregated_inference.engines.torch import fused_kernels
 from disaggregated_inference.engines.torch.arena import TORCH_DTYPES, Starts, TorchArena, host_array, host_tensor
 from disaggregated_inference.engines.torch.attention import has_flash
-from disaggregated_inference.engines.torch.graphs import ChunkGraphs, DecodeGraphs
-from disaggregated_inference.engines.torch.passes import ATTENTION_NAME, ChunkPass, DecodePass, HostCopies, PrefillPass
-from disaggregated_inference.engines.torch.tables import ChunkTable, Places
+from disaggregated_inference.engines.torch.cuda_graphs import ChunkGraphs, DecodeGraphs
+from disaggregated_inference.engines.torch.forward_pass import (
+    ATTENTION_NAME,
+    ChunkPass,
+    DecodePass,
+    HostCopies,
+    PrefillPass,
+)
+from disaggregated_inference.engines.torch.graph_inputs import ChunkTable, Places
 from disaggregated_inference.errors import EngineMismatch, EngineUnavailable, ModelDamaged
 from disaggregated_inference.kv import Fingerprint, KVDType, KVSlice, as_dtype
 from disaggregated_inference.models import ModelFiles, ModelSpec
@@ -86,7 +92,7 @@ class TorchEngine(Engine):
             self.chunk_tokens = 8192
         flash = has_flash(self.device, model.dtype)
         if flash:
-            fused.install(self.model)
+            fused_kernels.install(self.model)
         self._graphs = DecodeGraphs(self._decode, self._places, sequences) if flash else None
         self.chunk_graphs: ChunkGraphs | None = None
         if flash and not any(plan.window for plan in spec.layout.layers):

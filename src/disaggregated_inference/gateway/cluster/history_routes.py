@@ -17,7 +17,7 @@ from disaggregated_inference.gateway.cluster.history_query import (
     read_duration,
     read_query,
 )
-from disaggregated_inference.gateway.cluster.seen import seen_request
+from disaggregated_inference.gateway.cluster.visibility import seen_request
 from disaggregated_inference.gateway.request_context import RequestContext
 from disaggregated_inference.gateway.slo import targets_of
 from disaggregated_inference.orchestrator import (

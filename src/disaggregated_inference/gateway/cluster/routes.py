@@ -15,7 +15,7 @@ from disaggregated_inference.gateway import openapi
 from disaggregated_inference.gateway.auth import Caller, Keys
 from disaggregated_inference.gateway.cluster import history_routes
 from disaggregated_inference.gateway.cluster.requests import DetokenizeRequest, TokenizeRequest
-from disaggregated_inference.gateway.cluster.seen import seen_requests, seen_status, seen_summary
+from disaggregated_inference.gateway.cluster.visibility import seen_requests, seen_status, seen_summary
 from disaggregated_inference.gateway.event_stream import EventStream
 from disaggregated_inference.gateway.metrics import GatewayMetrics
 from disaggregated_inference.gateway.openai.errors import error_body
