@@ -56,8 +56,8 @@ MAP = {
     "ollama_node": {*SHARED, "api", "logs", "kv", "models", "http", "node", "observe"},
     "cluster": {*SHARED, "__init__", "identity", "kv", "models"},
     "orchestrator": {*SHARED, "api", "kv", "models", "cluster", "identity"},
-    "doctor": {*SHARED, "__init__", "kv", "models", "engines", "cluster", "identity", "vllm_node"},
-    "chaos": {"errors", "timeouts", "cluster", "identity", "local_nodes", "observe", "orchestrator"},
+    "doctor": {*SHARED, "__init__", "api", "kv", "models", "engines", "cluster", "identity", "vllm_node"},
+    "chaos": {"errors", "timeouts", "api", "cluster", "identity", "local_nodes", "observe", "orchestrator"},
     "gateway": {*SHARED, "__init__", "api", "logs", "cluster", "models", "observe", "orchestrator", "http"},
 }
 LIBRARIES = {"torch": "torch", "transformers": "torch", "triton": "torch", "mlx": "mlx", "mlx_lm": "mlx"}
