@@ -24,6 +24,7 @@ FIELDS = [
     ("NodeStatus", "waiting", (*TEXT_SIDES, "chaos")),
     ("PathStatus", "last_error_code", ("doctor",)),  # nodes set it from the attribute of the same name
     ("NodeHealth", "stalled_s", SIDES),
+    ("PathStatus", "idle_s", ("cluster",)),
     ("PeerStatus", "refused", SIDES),
     ("Rates", "decode", TEXT_SIDES),
     ("Rate", "tokens_per_s", SIDES),

@@ -54,7 +54,7 @@ MAP = {
         "vllm_connector",
     },
     "ollama_node": {*SHARED, "api", "logs", "kv", "models", "http", "node", "observe"},
-    "cluster": {*SHARED, "__init__", "identity", "kv", "models"},
+    "cluster": {*SHARED, "__init__", "api", "identity", "kv", "models"},
     "orchestrator": {*SHARED, "api", "kv", "models", "cluster", "identity"},
     "doctor": {*SHARED, "__init__", "api", "kv", "models", "engines", "cluster", "identity", "vllm_node"},
     "chaos": {"errors", "timeouts", "api", "cluster", "identity", "local_nodes", "observe", "orchestrator"},

@@ -8,7 +8,16 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from disaggregated_inference.api import Alarm, ClusterNode, CombinedSummary, GpuReading, ModelSummary, Readings
+from disaggregated_inference.api import (
+    Alarm,
+    ClusterNode,
+    ClusterStatus,
+    CombinedSummary,
+    GpuReading,
+    ModelSummary,
+    ModelVerdict,
+    Readings,
+)
 from disaggregated_inference.cli.screen import one_line, speed
 from disaggregated_inference.cli.top_feed import TopState
 from disaggregated_inference.cli.top_links import links_part
@@ -66,11 +75,16 @@ def _title(state: TopState, width: int, now: float) -> Text:
     else:
         assert state.status
         verdict = one_line(state.status.verdict)
-        colour = "bold green" if verdict == "all up" else "bold red"
+        colour = "bold green" if _is_up(state.status) else "bold red"
     text = Text.assemble(("disagg top  ", "bold"), (verdict, colour), "  ", one_line(state.url))
     text.truncate(max(1, width - len(at) - len(_HELP) - 4), overflow="ellipsis", pad=True)
     text.append(f"  {at}  {_HELP}", "dim").truncate(width)
     return text
+
+
+def _is_up(status: ClusterStatus) -> bool:
+    verdicts = status.models.values()
+    return all(each is ModelVerdict.ALL_UP for each in verdicts) and not any(node.warning for node in status.nodes)
 
 
 def _notes(state: TopState) -> list[RenderableType]:
