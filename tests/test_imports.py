@@ -54,10 +54,10 @@ MAP = {
         "vllm_connector",
     },
     "ollama_node": {*SHARED, "api", "logs", "kv", "models", "http", "node", "observe"},
-    "cluster": {*SHARED, "__init__", "identity", "kv", "models"},
+    "cluster": {*SHARED, "__init__", "api", "identity", "kv", "models"},
     "orchestrator": {*SHARED, "api", "kv", "models", "cluster", "identity"},
-    "doctor": {*SHARED, "__init__", "kv", "models", "engines", "cluster", "identity", "vllm_node"},
-    "chaos": {"errors", "timeouts", "cluster", "identity", "local_nodes", "observe", "orchestrator"},
+    "doctor": {*SHARED, "__init__", "api", "kv", "models", "engines", "cluster", "identity", "vllm_node"},
+    "chaos": {"errors", "timeouts", "api", "cluster", "identity", "local_nodes", "observe", "orchestrator"},
     "gateway": {*SHARED, "__init__", "api", "logs", "cluster", "models", "observe", "orchestrator", "http"},
 }
 LIBRARIES = {"torch": "torch", "transformers": "torch", "triton": "torch", "mlx": "mlx", "mlx_lm": "mlx"}
@@ -200,6 +200,37 @@ def test_no_class_name_is_defined_twice() -> None:
             if isinstance(node, ast.ClassDef):
                 defined[node.name].append(str(path))
     assert not {name: paths for name, paths in defined.items() if len(paths) > 1}
+
+
+def _classes() -> dict[str, tuple[Path, ast.ClassDef]]:
+    """By name, which only one class has."""
+    return {
+        node.name: (path, node)
+        for path in FILES + GRADER_FILES
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def _private_methods(node: ast.ClassDef) -> set[str]:
+    methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {name for name in methods if name.startswith("_") and not name.endswith("__")}
+
+
+def _ancestors(node: ast.ClassDef, classes: dict[str, tuple[Path, ast.ClassDef]]) -> set[str]:
+    bases = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases} & classes.keys()
+    return bases.union(*(_ancestors(classes[base][1], classes) for base in bases))
+
+
+def test_no_private_method_is_overridden_in_another_file() -> None:
+    """What subclasses in other files replace is a hook of the base class, and has a public name."""
+    classes, found = _classes(), []
+    for name, (path, node) in classes.items():
+        for base in sorted(_ancestors(node, classes)):
+            where, ancestor = classes[base]
+            both = _private_methods(node) & _private_methods(ancestor)
+            found += [f"{path}: {name}.{method} of {base}" for method in sorted(both) if where != path]
+    assert not found
 
 
 _QUIET = """

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack, overload
 
-from disaggregated_inference.api import Completion, Delta, GenerateOptions, RequestOptions, named_options
+from disaggregated_inference.api import ClusterStatus, Completion, Delta, GenerateOptions, RequestOptions, named_options
 from disaggregated_inference.cluster import ClusterConfig
 from disaggregated_inference.errors import ClusterError
 from disaggregated_inference.orchestrator import DisaggregatedInference
@@ -114,6 +114,10 @@ class DisaggregatedClient:
 
     def status(self) -> dict[str, Any]:
         return self._call(self._core.status())
+
+    def cluster_status(self) -> ClusterStatus:
+        """`status()`, typed."""
+        return self._call(self._core.cluster_status())
 
     def history(self, count: int = 10, model: str | None = None) -> list[dict[str, Any]]:
         return self._core.history.recent(count, self.config.resolve_model(model) if model else None)

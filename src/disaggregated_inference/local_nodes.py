@@ -18,6 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+import msgspec
+
+from disaggregated_inference.api import NodeStatus
 from disaggregated_inference.cluster import without_token
 from disaggregated_inference.cores import available_cores
 from disaggregated_inference.errors import DisaggError
@@ -110,15 +113,14 @@ class Process:
         self._log.close()
 
 
-def ask_status(
+def node_status(
     url: str, token: str = "", timeout_s: float = CommandTimeouts().status_s, tls: ssl.SSLContext | None = None
-) -> dict[str, Any]:
+) -> NodeStatus:
     """A node's /status."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(url + "/status", headers=headers)
     with urllib.request.urlopen(request, timeout=timeout_s, context=tls) as response:
-        status: dict[str, Any] = json.load(response)
-        return status
+        return msgspec.json.decode(response.read(), type=NodeStatus)
 
 
 def _accepts(port: int, timeout_s: float) -> bool:

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from disaggregated_inference.chaos.answers import ChaosAnswer, ChaosChoice, difference, partial_difference
-from disaggregated_inference.chaos.catalogue import catalogue
 from disaggregated_inference.chaos.footprint import Footprint
 from disaggregated_inference.chaos.gate import Gate
 from disaggregated_inference.chaos.nodes import given_nodes, model_of
 from disaggregated_inference.chaos.outcomes import FailingCase, RequestOutcomes
 from disaggregated_inference.chaos.report import ChaosReport, GrowthSample
 from disaggregated_inference.chaos.settings import ChaosSettings
+from disaggregated_inference.chaos.workload import catalogue
 from disaggregated_inference.cluster import load_config
 from disaggregated_inference.errors import BadRequest
 

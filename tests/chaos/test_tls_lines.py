@@ -108,5 +108,5 @@ def test_chaos_of_nodes_with_an_identity(nodes: tuple[Process, Process], cluster
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps(config_of(*nodes) | {"identity": str(cluster.client)}))
     with chaos_cluster(ChaosSettings(config=str(path))) as started:
-        assert [node.status()["identity"] for node in started.nodes] == ["p1", "d1"]
+        assert [node.status().identity for node in started.nodes] == ["p1", "d1"]
         assert all(node.left() == [] for node in started.nodes)

@@ -16,10 +16,12 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from disaggregated_inference.api import ClusterStatus
 from disaggregated_inference.cli.errors import as_data
 from disaggregated_inference.cli.line_reader import LineReader
 from disaggregated_inference.cli.main import app
@@ -567,7 +569,7 @@ def shown(nodes: list[dict[str, Any]], *refusals: dict[str, str], width: int = 8
         "warnings": [],
     }
     console = Console(file=StringIO(), width=width, markup=False, highlight=False)
-    console.print(render(status))
+    console.print(render(msgspec.convert(status, ClusterStatus)))
     assert isinstance(console.file, StringIO)
     return console.file.getvalue().splitlines()
 

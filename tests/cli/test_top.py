@@ -20,6 +20,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from disaggregated_inference.api import ClusterPage, TargetsPage
 from disaggregated_inference.cli.top import run
 from disaggregated_inference.cli.top_feed import TopFeed, TopState
 from disaggregated_inference.cli.top_screen import render
@@ -63,14 +64,32 @@ TARGETS = [
 def with_links(prefills: int = 1, decodes: int = 1, requests: int = 20) -> TopState:
     """Every prefill node has a link to every decode node, and only the first link was used."""
     state = state_of(requests=requests)
-    assert state.status
-    state.status["nodes"] = [
+    nodes = [
         *(node_of(f"spark-{n}", role="prefill", engine="vllm") for n in range(prefills)),
         *(node_of(f"mac-{n}") for n in range(decodes)),
     ]
-    state.status["links"] = [link_of("spark-0", "mac-0")]
-    state.judged({"targets": TARGETS})
+    change(state, nodes=nodes, links=[link_of("spark-0", "mac-0")])
+    state.judged(page(targets=TARGETS))
     return state
+
+
+def page(**parts: Any) -> TargetsPage:
+    return msgspec.convert(parts, TargetsPage)
+
+
+def change(state: TopState, **parts: Any) -> None:
+    """Other parts of the status, as a gateway would tell them."""
+    state.status = msgspec.convert(msgspec.to_builtins(state.status) | parts, ClusterPage)
+
+
+def change_node(top: TopState, which: int, **fields: Any) -> None:
+    nodes = msgspec.to_builtins(top.status)["nodes"]
+    change(top, nodes=[node | fields if place == which else node for place, node in enumerate(nodes)])
+
+
+def tell(state: TopState, **parts: Any) -> None:
+    """An event with another status."""
+    state.happened("status", msgspec.json.encode(msgspec.to_builtins(state.status) | parts))
 
 
 SPARK: dict[str, Any] = {
@@ -96,7 +115,8 @@ def state_of(
     cluster = {"verdict": "all up", "nodes": found, "models": dict.fromkeys(models, "all up")}
     cluster |= {"links": [], "refusals": [], "warnings": []}
     history = [request_of(n) for n in range(requests)][::-1]
-    state.began(cluster | {"history": history, "summary": msgspec.to_builtins(summary(history, models))}, {})
+    told = cluster | {"history": history, "summary": msgspec.to_builtins(summary(history, models))}
+    state.began(msgspec.convert(told, ClusterPage), TargetsPage())
     return state
 
 
@@ -133,7 +153,7 @@ def test_a_cached_prompt_has_no_speed() -> None:
     state = state_of(requests=0)
     request = request_of(1, prompt_tokens=800, cached_tokens=799, prefill_speed=0.4)
     state.requests.appendleft(request)
-    state.happened("summary", msgspec.to_builtins(summary([request], ["qwen3-coder:30b"])))
+    state.happened("summary", msgspec.json.encode(summary([request], ["qwen3-coder:30b"])))
     text = "\n".join(picture(state))
     assert "cached -> 60.0" in text
     assert "Prefill  0.80s    cached" in text
@@ -202,11 +222,10 @@ def test_a_tall_screen_has_all() -> None:
 def test_once_leaves_nothing_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     full = with_links(8, 8, requests=50)
 
-    async def once(feed: TopFeed) -> dict[str, Any]:
-        assert full.status
-        cluster = full.status | {"history": list(full.requests), "summary": full.summary}
-        feed._state.began(cluster, {"targets": full.targets})
-        return cluster
+    async def once(feed: TopFeed) -> bytes:
+        assert isinstance(full.status, ClusterPage)
+        feed._state.began(full.status, TargetsPage(targets=full.targets))
+        return msgspec.json.encode(full.status)
 
     monkeypatch.setattr(TopFeed, "once", once)
     run("http://127.0.0.1:8080", "", once=True, as_json=False)
@@ -219,28 +238,26 @@ def test_once_leaves_nothing_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 def test_what_a_link_does() -> None:
     state = with_links(3, 1)
-    assert state.status
-    state.status["nodes"][2] |= {"usable": False, "state": "unreachable"}
-    state.status["refusals"] = [{"prefill": "spark-1", "decode": "mac-0", "why": "another model"}]
+    change_node(state, 2, usable=False, state="unreachable")
+    change(state, refusals=[{"prefill": "spark-1", "decode": "mac-0", "why": "another model"}])
     found = {line.split()[0]: line.split() for line in picture(state, 120, 60) if " -> mac-0" in line}
     assert [found[f"spark-{n}"][3] for n in range(3)] == ["quiet", "refused", "down"]
     assert "mac-0 refuses KV of spark-1: another model" in picture(state, 120, 60)[1]
-    state.happened("status", state.status | {"links": [link_of("spark-0", "mac-0", payload_bytes=74_000_000)]})
+    tell(state, links=[link_of("spark-0", "mac-0", payload_bytes=74_000_000)])
     assert 0 < state.flows["spark-0", "mac-0"] <= 20e6, "10 MB, counted over half a second at least"
     state.flows["spark-0", "mac-0"] = 20e6
     line = next(line for line in picture(state, 120, 60) if line.startswith("spark-0 ->"))
     assert line.split()[3:6] == ["flowing", "20", "MB/s"]
     state.trouble = "Connection refused"
     assert "flowing" not in "\n".join(picture(state, 120, 60)), "what flowed before is over"
-    state.happened("status", state.status | {"links": [link_of("spark-0", "mac-0", payload_bytes=1)]})
+    tell(state, links=[link_of("spark-0", "mac-0", payload_bytes=1)])
     assert not state.flows, "a node that restarts counts from 0"
 
 
 def test_a_simulated_line_is_called_so() -> None:
     state = with_links()
-    assert state.status
-    for node in state.status["nodes"]:
-        node["engine"] = "simulated"
+    for which in range(2):
+        change_node(state, which, engine="simulated")
     line = next(line for line in picture(state) if line.startswith("spark-0 ->"))
     assert "simulated 1.3 GB/s       -" in line, "no share of a line that is not there"
 
@@ -254,14 +271,13 @@ def test_all_models_have_a_card_where_there_is_room() -> None:
 
 def test_alarms_and_troubles_come_first() -> None:
     state = state_of()
-    assert state.status
-    state.status["nodes"][0] |= {"why": "it does not answer", "state": "unreachable", "usable": False}
+    change_node(state, 0, why="it does not answer", state="unreachable", usable=False)
     alarm = {"name": "fallback_share", "state": "alarm", "measured": 12.5, "limit": 5, "unit": "%"}
-    state.judged({"alarms": [alarm | {"what": "answers by fallback", "why": "look there"}]})
+    state.judged(page(alarms=[alarm | {"what": "answers by fallback", "why": "look there"}]))
     lines = picture(state, 100)
     assert lines[1].startswith("ALARM answers by fallback: 12.5 %, limit 5; look there")
     assert lines[2].startswith("mac-studio-0: it does not answer")
-    state.status["warnings"] = ["KV goes with 2 Gb/s, the cluster file expects 10"]
+    change(state, warnings=["KV goes with 2 Gb/s, the cluster file expects 10"])
     assert picture(state, 100)[3].startswith("KV goes with 2 Gb/s"), "the dashboard says so, too"
     state.trouble = "Connection refused"
     assert "reconnecting: Connection refused" in picture(state, 70)[0]
@@ -270,11 +286,13 @@ def test_alarms_and_troubles_come_first() -> None:
 
 def test_text_of_nodes_and_clients_cannot_draw() -> None:
     state = state_of(nodes=1, requests=0)
-    assert state.status
-    state.status["nodes"][0] |= {"name": "a\x1b[31mb\nc", "why": "x\x1b]0;title\x07y\r\n"}
-    state.status["nodes"].append(node_of("p\x1b[2J\u202e[red]\n", role="prefill"))
-    state.status["refusals"] = [{"prefill": "p\x1b[2J\u202e[red]\n", "decode": "a\x1b[31mb\nc", "why": "\x1b[0m"}]
-    state.judged({"targets": [target_of("up\x1b[2J\ntime[red]", 1, "\x1b[", 2.0)]})
+    nodes = [
+        node_of("a\x1b[31mb\nc", why="x\x1b]0;title\x07y\r\n"),
+        node_of("p\x1b[2J\u202e[red]\n", role="prefill"),
+    ]
+    refusal = {"prefill": "p\x1b[2J\u202e[red]\n", "decode": "a\x1b[31mb\nc", "why": "\x1b[0m"}
+    change(state, nodes=nodes, refusals=[refusal])
+    state.judged(page(targets=[target_of("up\x1b[2J\ntime[red]", 1, "\x1b[", 2.0)]))
     state.requests.appendleft(request_of(1, model="\x1b[2J[red]m"))
     text = "\n".join(picture(state, 100))
     assert "p[2J[red]  -> a[31mb c refused" in text

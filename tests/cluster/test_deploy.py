@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from disaggregated_inference.api import PathStatus
 from disaggregated_inference.cli.machines import _how_to
 from disaggregated_inference.cluster import load_config
 from disaggregated_inference.cluster.deploy import (
@@ -35,11 +36,11 @@ from disaggregated_inference.cluster.deploy import (
     read_wheel,
     removal_scripts,
 )
-from disaggregated_inference.cluster.deploy.fit import FitStep
 from disaggregated_inference.cluster.deploy.install import Package, plan_installation
 from disaggregated_inference.cluster.deploy.lock import machine_lock
 from disaggregated_inference.cluster.deploy.log_lines import LogLine, parse_line
 from disaggregated_inference.cluster.deploy.log_stream import in_order, merged
+from disaggregated_inference.cluster.deploy.memory_fit import FitStep
 from disaggregated_inference.cluster.deploy.plan import extras_of, services_of
 from disaggregated_inference.cluster.deploy.rollout import rolling_waves
 from disaggregated_inference.cluster.deploy.steps import CommandStep, FilesStep, RemoteFile
@@ -487,8 +488,8 @@ def test_followed_lines_of_a_slower_machine_find_their_place() -> None:
 
 
 def test_the_kv_path_in_use_is_the_last_that_had_payload() -> None:
-    paths = [{"host": "10.0.0.1", "port": 1, "idle_s": 9.0}, {"host": "10.0.0.2", "port": 2, "idle_s": 0.5}]
-    assert path_in_use([*paths, {"host": "x", "port": 3, "idle_s": None}]) == "10.0.0.2:2"
+    paths = [PathStatus(host="10.0.0.1", port=1, idle_s=9.0), PathStatus(host="10.0.0.2", port=2, idle_s=0.5)]
+    assert path_in_use([*paths, PathStatus(host="x", port=3)]) == "10.0.0.2:2"
     assert path_in_use([]) == ""
 
 

@@ -1,5 +1,6 @@
 """What the doctor concludes from readings: paths, clocks, memory, nodes, secrets."""
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from disaggregated_inference.api import NodeStatus, PathStatus
 from disaggregated_inference.cluster import load_config
 from disaggregated_inference.doctor import ExpectedMachine, credentials, system
 from disaggregated_inference.doctor.comparisons import compare_pairs, judge_clock_skew
@@ -17,6 +19,8 @@ from disaggregated_inference.doctor.node_status import NodeAnswer, judge_local_n
 from disaggregated_inference.doctor.paths import MeasuredPath, PathEnd, judge_pair
 from disaggregated_inference.doctor.plan import ExpectedServer, planned
 from disaggregated_inference.identity import Authority
+from disaggregated_inference.kv_transfer.frames import no_answer
+from disaggregated_inference.kv_transfer.paths import NetworkPath
 from disaggregated_inference.models import ModelFiles, describe_model
 
 CABLE = PathEnd(name="enp1s0", mtu=9000, speed_mbps=10_000)
@@ -186,13 +190,26 @@ def test_what_nodes_say() -> None:
     assert (
         judge_node(server, NodeAnswer(error="it refuses the token")).what == "d at 127.0.0.2:8001: it refuses the token"
     )
-    assert judge_node(server, NodeAnswer(status="healthy", backend="mlx")).severity == "ok"
-    loading = judge_node(server, NodeAnswer(status="unhealthy", reason="the engine stopped"))
+    assert judge_node(server, NodeAnswer(status=NodeStatus(status="healthy", backend="mlx"))).severity == "ok"
+    loading = judge_node(server, NodeAnswer(status=NodeStatus(status="unhealthy", reason="the engine stopped")))
     assert (loading.severity, loading.what) == ("warning", "d at 127.0.0.2:8001 is unhealthy: the engine stopped")
-    denied = NodeAnswer(paths=[{"host": "10.0.0.1", "last_error": "[Errno 65] No route to host"}])
-    (finding,) = judge_local_network(server, denied)
-    assert finding.check == "local-network"
-    assert list(judge_local_network(server, NodeAnswer(paths=[{"host": "10.0.0.1", "last_error": None}]))) == []
+
+
+def test_a_node_without_a_route_may_be_a_mac_that_is_forbidden_to_dial() -> None:
+    """With a path that failed as a real dial does: its error says only that the address does not answer."""
+    server = load_config(CLUSTER).decode_servers[0]
+
+    def findings(number: int) -> list[str]:
+        path = NetworkPath(("10.0.0.1", 9100))
+        failed = no_answer("10.0.0.1:9100")
+        failed.__cause__ = OSError(number, os.strerror(number))
+        path.record_failure(failed)
+        paths = (msgspec.convert(path, PathStatus, from_attributes=True),)
+        return [each.check for each in judge_local_network(server, NodeAnswer(status=NodeStatus(paths=paths)))]
+
+    assert findings(errno.EHOSTUNREACH) == ["local-network"]
+    assert findings(errno.ECONNREFUSED) == []
+    assert list(judge_local_network(server, NodeAnswer(error="it is away"))) == []
 
 
 def test_secrets_that_others_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from disaggregated_inference.engines import load_engine
-from disaggregated_inference.engines.torch import fused
+from disaggregated_inference.engines.torch import fused_kernels
 from disaggregated_inference.engines.torch.attention import attend
 from disaggregated_inference.engines.torch.engine import TorchEngine
 from disaggregated_inference.kv import KVSlice
@@ -182,14 +182,14 @@ class TestFusedKernels:
 
     @pytest.fixture(autouse=True)
     def works(self) -> None:
-        assert fused.work(torch.device("cuda"), torch.bfloat16)
+        assert fused_kernels.work(torch.device("cuda"), torch.bfloat16)
 
     @pytest.mark.parametrize("shape", [(1, 2048), (77, 2048), (300, 32, 128), (5, 96)])
     def test_norm(self, shape: tuple[int, ...]) -> None:
         norm = LlamaRMSNorm(shape[-1]).to("cuda", torch.bfloat16)
         norm.weight.data.normal_()
         x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-        assert torch.allclose(fused.rms_norm(x, norm.weight, norm.variance_epsilon), norm(x), rtol=0.01)
+        assert torch.allclose(fused_kernels.rms_norm(x, norm.weight, norm.variance_epsilon), norm(x), rtol=0.01)
 
     @pytest.mark.parametrize("architecture", ["qwen3_moe"])
     @pytest.mark.parametrize("tokens", [1, 33, 500])
@@ -198,10 +198,10 @@ class TestFusedKernels:
         hidden = torch.randn(1, tokens, 64, device="cuda", dtype=torch.bfloat16)
         block = engine.model.model.layers[0].mlp
         with torch.inference_mode():
-            assert engine.model.config._experts_implementation == fused.EXPERTS_NAME
+            assert engine.model.config._experts_implementation == fused_kernels.EXPERTS_NAME
             ours = block(hidden)
-            fused.remove(engine.model)
-            assert engine.model.config._experts_implementation != fused.EXPERTS_NAME
+            fused_kernels.remove(engine.model)
+            assert engine.model.config._experts_implementation != fused_kernels.EXPERTS_NAME
             theirs = block(hidden)
         assert torch.equal(ours, theirs)
 
@@ -210,4 +210,4 @@ class TestFusedKernels:
         a_lse, b_lse = (torch.randn(8, 300, device="cuda") for _ in range(2))
         share = torch.sigmoid(b_lse - a_lse).transpose(0, 1).unsqueeze(-1)
         expected = torch.lerp(a.float(), b.float(), share)
-        assert (fused.join(a, a_lse, b, b_lse).float() - expected).abs().max() < 0.02
+        assert (fused_kernels.join(a, a_lse, b, b_lse).float() - expected).abs().max() < 0.02

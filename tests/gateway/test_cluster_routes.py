@@ -10,7 +10,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from disaggregated_inference.api import ErrorDetail, Failover, RequestRecord
+from disaggregated_inference.api import ClusterNode, ClusterStatus, ErrorDetail, Failover, RequestRecord, SlotStatus
 from disaggregated_inference.cluster import load_config
 from disaggregated_inference.errors import DisaggError, QueueFull
 from disaggregated_inference.gateway.app import gateway_app
@@ -179,13 +179,13 @@ def test_targets_have_measured_values() -> None:
     wrong = [failed("no_decode_node"), failed("made_up"), failed("bad_request"), failed("cancelled", "cancelled")]
     assert error_share(right + wrong) == pytest.approx(20)
     stalls = [record(1, 1, failovers=[{"stall_s": 0.5}, {"stall_s": None}]), record(1, 1, failovers=[{"stall_s": 7}])]
-    node = {"usable": True, "role": "decode", "slots": {"used": 3, "most": 4}}
-    found = {each["name"]: each for each in targets([*at_once, *stalls, *wrong], [node], now)}
-    assert found["failover"] == found["failover"] | {"measured": 7, "met": False}
-    assert found["utilisation"] == found["utilisation"] | {"measured": 75, "met": True}
-    assert found["requests_per_second"]["measured"] == pytest.approx(3 / 60)
+    node = ClusterNode(name="d1", usable=True, role="decode", slots=SlotStatus(used=3, most=4))
+    found = {each.name: each for each in targets([*at_once, *stalls, *wrong], [node], now)}
+    assert (found["failover"].measured, found["failover"].met) == (7, False)
+    assert (found["utilisation"].measured, found["utilisation"].met) == (75, True)
+    assert found["requests_per_second"].measured == pytest.approx(3 / 60)
     nothing = targets([], [], now)
-    assert all(each["measured"] is None and each["met"] is None for each in nothing)
+    assert all(each.measured is None and each.met is None for each in nothing)
     assert targets([{"ok": True}], [], now)  # a record from an older file
 
 
@@ -408,13 +408,13 @@ def test_events_that_come_together_are_sent_together() -> None:
 
 def test_subscribers_that_come_together_share_one_status(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
-        asked, status = [], core.status
+        asked, status = [], core.cluster_status
 
-        async def counted() -> dict[str, Any]:
+        async def counted() -> ClusterStatus:
             asked.append(1)
             return await status()
 
-        monkeypatch.setattr(core, "status", counted)
+        monkeypatch.setattr(core, "cluster_status", counted)
         feed = EventStream(lambda: core, GatewayTimeouts(event_poll_s=100))
         streams = [feed.listen() for _ in range(50)]
         firsts = [await anext(events) for events in streams]

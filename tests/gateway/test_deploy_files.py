@@ -122,6 +122,6 @@ TARGET_ALERTS = {
 def test_every_target_has_an_alert_with_its_goal() -> None:
     expressions = {rule["alert"]: rule["expr"] for rule in rules()}
     for target in targets([], []):
-        goal = target["goal"] / 100 if target["unit"] == "%" else target["goal"]
-        expression = expressions[TARGET_ALERTS[target["name"]]]
-        assert re.search(rf"(?<![\d.]){goal:g}(?:\.0)?(?![\d.])", expression), (target["name"], expression)
+        goal = target.goal / 100 if target.unit == "%" else target.goal
+        expression = expressions[TARGET_ALERTS[target.name]]
+        assert re.search(rf"(?<![\d.]){goal:g}(?:\.0)?(?![\d.])", expression), (target.name, expression)

@@ -229,7 +229,7 @@ def test_a_history_that_cannot_be_read(pair: Any, tmp_path: Path) -> None:
 
 
 def test_alarms_tell_when_disaggregation_does_not_happen() -> None:
-    def states(records: list[dict[str, Any]], verdict: str = ModelVerdict.ALL_UP) -> dict[str, str]:
+    def states(records: list[dict[str, Any]], verdict: ModelVerdict = ModelVerdict.ALL_UP) -> dict[str, str]:
         with HistoryReader.of_records(records) as reader:
             return {each.name: each.state for each in alarms(reader, HistoryFilter(), {"qwen": verdict})}
 

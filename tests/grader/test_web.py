@@ -86,7 +86,7 @@ def test_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_served_before_the_password() -> None:
     from starlette.testclient import TestClient
 
-    from grader.web.gate import PasswordGate
+    from grader.web.password import PasswordGate
 
     inside = Route("/", lambda _: PlainTextResponse("grades"))
     client = TestClient(Starlette(routes=[inside], middleware=[Middleware(PasswordGate, password="open sesame")]))
@@ -105,7 +105,7 @@ def test_guesses_of_one_address_are_looked_at_one_by_one() -> None:
     """The right password after wrong ones waits for them; another address does not; too many are refused."""
     import httpx
 
-    from grader.web.gate import PasswordGate
+    from grader.web.password import PasswordGate
 
     inside = Starlette(routes=[Route("/", lambda _: PlainTextResponse("grades"))])
     gate = PasswordGate(inside, "open sesame", wrong_s=0.2)
@@ -130,7 +130,7 @@ def test_guesses_of_one_address_are_looked_at_one_by_one() -> None:
 
 def test_a_form_that_does_not_arrive() -> None:
     """A client without the password keeps no connection open for ever."""
-    from grader.web.gate import PasswordGate
+    from grader.web.password import PasswordGate
 
     gate = PasswordGate(Starlette(), "open sesame", form_s=0.05)
     scope: Any = {"type": "http", "method": "POST", "path": "/login", "query_string": b"", "headers": []}
@@ -156,7 +156,7 @@ def test_a_form_that_does_not_arrive() -> None:
 def test_an_unused_session_ends() -> None:
     from starlette.testclient import TestClient
 
-    from grader.web.gate import PasswordGate
+    from grader.web.password import PasswordGate
 
     now = [0.0]
     inside = Starlette(routes=[Route("/", lambda _: PlainTextResponse("grades"))])

@@ -17,7 +17,7 @@ from disaggregated_inference.cli.main import app
 from disaggregated_inference.cluster import Server
 from disaggregated_inference.errors import ConfigError, IdentityRefused
 from disaggregated_inference.identity import Authority, Identity
-from disaggregated_inference.orchestrator.strangers import why_unreachable
+from disaggregated_inference.orchestrator.connection_errors import why_unreachable
 from tests.support.identities import Cluster
 
 

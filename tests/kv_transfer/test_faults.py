@@ -465,7 +465,7 @@ class TestCanary:
     def test_a_peer_that_computes_something_else_is_refused(self, nodes: Callable[..., Pair], right: list[int]) -> None:
         """Same files, same fingerprint, and two KV heads that changed places on their way out."""
         prefill, decode = nodes()
-        honest = prefill.engine._prefill
+        honest = prefill.engine.run_prefill
 
         def swapped(sequence, tokens, emit, scoring):  # type: ignore[no-untyped-def]
             def twisted(piece):  # type: ignore[no-untyped-def]
@@ -474,13 +474,13 @@ class TestCanary:
 
             return honest(sequence, tokens, twisted, scoring)
 
-        prefill.engine._prefill = swapped  # type: ignore[method-assign]
+        prefill.engine.run_prefill = swapped  # type: ignore[method-assign]
         for _ in range(2):
             with pytest.raises(PeerRefused, match="the keys of layer 2 differ by"):
                 ask(prefill, decode)
         assert decode.kv_source.peer_checks.tokens_computed == 48, "the verdict is kept"
         assert decode.kv_source.peer_checks.stats()[0].refused
-        prefill.engine._prefill = honest  # type: ignore[method-assign]
+        prefill.engine.run_prefill = honest  # type: ignore[method-assign]
         with pytest.raises(PeerRefused):
             ask(prefill, decode)
         prefill.epoch = prefill.kv_server.epoch = "after a restart"

@@ -13,7 +13,8 @@ import pytest
 from disaggregated_inference.api import GenerationParams
 from disaggregated_inference.errors import Cancelled, DisaggError, ProtocolError
 from disaggregated_inference.kv import KVLayout, KVSlice, LayerPlan
-from disaggregated_inference.kv_transfer import Hello, KVFetch, Paths, Sink, sender
+from disaggregated_inference.kv_transfer import Hello, Sink, sender
+from disaggregated_inference.kv_transfer.placement import Placement
 from disaggregated_inference.kv_transfer.receiver import ConnectionFetch
 from tests.support.engines import LoadTiny
 from tests.support.handoff import alone, prompt_of
@@ -99,25 +100,28 @@ def piece(layer: int, start: int, stop: int, rest: int = 0) -> KVSlice:
 
 
 class Placed:
-    """A fetch without connections: threads bring it the rows of their streams."""
+    """A placement without connections: threads bring it the rows of their streams."""
 
-    def __init__(self, streams: int, tokens: int) -> None:
+    def __init__(self, streams: int, tokens: int, slow: threading.Event | None = None) -> None:
         self.rows: list[tuple[int, int, int]] = []
         self.commits: list[int] = []
-        sink = Sink(self._place, self.commits.append, lambda logits: None)
+        self._slow = slow
         hello = Hello(ticket="t", secret="s", fetch="f", fingerprint=None)  # type: ignore[arg-type]
-        self.fetch = KVFetch(hello, LAYOUT, 10, tokens, Paths().ordered([("127.0.0.1", 1)]), sink, streams)
+        sink = Sink(self._place, self.commits.append, lambda logits: None)
+        self.placement = Placement(hello, LAYOUT, tokens, streams, sink)
         self.errors: list[BaseException] = []
         self._threads: list[threading.Thread] = []
 
     def _place(self, piece: KVSlice) -> None:
+        if self._slow:
+            self._slow.wait(20)
         self.rows.append((piece.layer, piece.start, piece.stop))
 
     def bring(self, stream: int, *pieces: KVSlice) -> None:
         def run() -> None:
             try:
                 for each in pieces:
-                    self.fetch._take_slice(self.fetch._streams[stream], each)
+                    self.placement.take_slice(stream, each)
             except DisaggError as error:
                 self.errors.append(error)
 
@@ -155,13 +159,8 @@ def test_rows_that_come_again_are_dropped() -> None:
 
 
 def test_rows_that_two_streams_bring_at_once_are_placed_once() -> None:
-    placed, slow = Placed(2, 4), threading.Event()
-
-    def place_slowly(piece: KVSlice) -> None:
-        slow.wait(20)
-        placed._place(piece)
-
-    placed.fetch._sink = Sink(place_slowly, placed.commits.append, lambda logits: None)
+    slow = threading.Event()
+    placed = Placed(2, 4, slow)
     placed.bring(0, piece(0, 0, 4))
     placed.bring(1, piece(0, 0, 4), piece(1, 0, 4))
     time.sleep(0.1)
@@ -176,7 +175,7 @@ def test_a_stop_ends_the_wait() -> None:
     placed = Placed(2, 4)
     placed.bring(0, piece(0, 2, 4))
     time.sleep(0.1)
-    placed.fetch.stop(Cancelled("the client left"))
+    placed.placement.stop(Cancelled("the client left"))
     placed.join()
     assert [type(error) for error in placed.errors] == [Cancelled]
 
@@ -187,9 +186,7 @@ def test_rows_that_never_come_are_a_protocol_error() -> None:
     placed.bring(0, piece(0, 2, 4))
     time.sleep(0.1)
     assert not placed.errors
-    with placed.fetch._changed:
-        placed.fetch._ended += 1
-        placed.fetch._changed.notify_all()
+    placed.placement.stream_ended()
     placed.join()
     assert [type(error) for error in placed.errors] == [ProtocolError]
     assert placed.rows == []

@@ -151,9 +151,9 @@ def test_cancelled_in_every_phase(nodes: Callable[..., Pair]) -> None:
     """Memory becomes free on both nodes: waiting, transfer, prefill, decoding."""
     pair = nodes()
     prefill, decode = pair
-    slow(prefill, "_prefill", 0.2)
-    slow(decode, "_step", 0.02)
-    slow(decode, "_prefill", 0.1)
+    slow(prefill, "run_prefill", 0.2)
+    slow(decode, "run_step", 0.02)
+    slow(decode, "run_prefill", 0.1)
 
     def ends(answer: Generation, error: type[Exception] = Cancelled) -> None:
         answer.cancel()
@@ -203,7 +203,7 @@ def test_cancelling_on_a_slow_engine_frees_memory_within_a_chunk(nodes: Callable
         return len(tokens) / 250
 
     for node in pair:
-        slow(node, "_prefill", seconds)
+        slow(node, "run_prefill", seconds)
     assert len(list(decode.generate_local(prompt_of(64), GenerationParams(max_tokens=1)))) == 1
     prefill.submit(prompt_of(64))[1].result()
     prefill.tickets.cancel(next(iter(prefill.jobs)))
@@ -223,7 +223,7 @@ def test_cancelled_during_a_peer_check(nodes: Callable[..., Pair]) -> None:
     """The prefill node is busy: a cancelled request does not wait for the canary."""
     prefill, decode = nodes()
     busy = threading.Event()
-    slow(prefill, "_prefill", lambda *_: 0.0 * busy.wait(60))
+    slow(prefill, "run_prefill", lambda *_: 0.0 * busy.wait(60))
     context, _ = prefill.submit(prompt_of(100))
     answer = decode.generate_from_kv(context, GenerationParams(max_tokens=4))
     others = [
@@ -239,7 +239,7 @@ def test_cancelled_during_a_peer_check(nodes: Callable[..., Pair]) -> None:
 
 def test_every_wait_has_a_deadline(nodes: Callable[..., Pair]) -> None:
     prefill, decode = nodes()
-    slow(decode, "_step", 0.02)
+    slow(decode, "run_step", 0.02)
     with pytest.raises(DeadlineExceeded, match="not done within"):
         list(decode.generate_local(prompt_of(5), GenerationParams(max_tokens=3000, timeout_s=0.5)))
     everything = decode.kv_memory.admission.limit_bytes
@@ -251,7 +251,7 @@ def test_every_wait_has_a_deadline(nodes: Callable[..., Pair]) -> None:
     with pytest.raises(NodeBusy):
         decode.generate_local(prompt_of(5), GenerationParams(max_tokens=10, queue_s=0))
     decode.kv_memory.admission.release(claim)
-    slow(prefill, "_prefill", 0.3)
+    slow(prefill, "run_prefill", 0.3)
     _, reading = prefill.submit(prompt_of(2000), timeout_s=0.5)
     with pytest.raises(DeadlineExceeded):
         reading.result(60)
@@ -409,18 +409,18 @@ def test_a_fully_cached_prompt_transfers_no_slice(nodes: Callable[..., Pair]) ->
 def test_running_requests_do_not_stall_during_a_long_prefill(nodes: Callable[..., Pair]) -> None:
     """While requests are running, a local prompt is computed in small chunks between the steps."""
     _, decode = nodes()
-    slow(decode, "_step", 0.01)
+    slow(decode, "run_step", 0.01)
     running = decode.generate_local(prompt_of(10), GenerationParams(max_tokens=400))
     assert until(lambda: running.metrics.completion_tokens > 5)
-    slow(decode, "_prefill", 0.01)
+    slow(decode, "run_prefill", 0.01)
     sizes: list[int] = []
-    original = decode.engine._prefill
+    original = decode.engine.run_prefill
 
     def seen(sequence: Any, tokens: Any, emit: Any, scoring: Any) -> Any:
         sizes.append(len(tokens))
         return original(sequence, tokens, emit, scoring)
 
-    decode.engine._prefill = seen  # type: ignore[method-assign]
+    decode.engine.run_prefill = seen  # type: ignore[method-assign]
     before = running.metrics.completion_tokens
     assert list(decode.generate_local(prompt_of(900), GenerationParams(max_tokens=1)))
     assert len(sizes) >= 18
@@ -432,7 +432,7 @@ def test_running_requests_do_not_stall_during_a_long_prefill(nodes: Callable[...
 def test_a_short_request_does_not_wait_for_long_ones(count: int, nodes: Callable[..., Pair]) -> None:
     _, decode = nodes()
     expected = list(decode.generate_local(prompt_of(20), GenerationParams(max_tokens=count)))
-    slow(decode, "_step", 0.01)
+    slow(decode, "run_step", 0.01)
     running = decode.generate_local(prompt_of(10), GenerationParams(max_tokens=400))
     assert until(lambda: running.metrics.completion_tokens > 5)
     assert list(decode.generate_local(prompt_of(20), GenerationParams(max_tokens=count))) == expected

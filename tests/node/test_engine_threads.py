@@ -17,8 +17,8 @@ from disaggregated_inference.cores import CoreShare, available_cores
 from disaggregated_inference.engines import load_engine
 from disaggregated_inference.models import ModelFiles, ModelStore
 from disaggregated_inference.node.engine_threads import EngineThreads
-from disaggregated_inference.node.measuring import rescale_rates
 from disaggregated_inference.node.node import Node
+from disaggregated_inference.node.rate_measurement import rescale_rates
 from disaggregated_inference.node.scheduler import Scheduler, Work
 from disaggregated_inference.timeouts import NodeTimeouts
 from tests.support.command import read_output

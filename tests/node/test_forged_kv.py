@@ -177,12 +177,12 @@ def test_a_liar_about_its_epoch_harms_nobody(
     honest, decode = nodes(trusts=trusts_of("tls", cluster))
     liar, _ = nodes(trusts=(Trust(cluster.identity("liar"), kv_security="tls"), Trust()), architecture="llama")
     liar.epoch = liar.kv_server.epoch = honest.epoch
-    original = liar.engine._prefill
+    original = liar.engine.run_prefill
 
     def lying(sequence, tokens, emit, scoring):  # type: ignore[no-untyped-def]
         return original(sequence, [1] * len(tokens), emit, scoring)
 
-    monkeypatch.setattr(liar.engine, "_prefill", lying)
+    monkeypatch.setattr(liar.engine, "run_prefill", lying)
     with pytest.raises(PeerRefused):
         ask(liar, decode)
     assert ask(honest, decode) == right, "the refusal is the liar's"
@@ -199,9 +199,9 @@ def test_a_plain_liar_is_told_by_its_address(
     honest, decode = nodes()
     liar, _ = nodes()
     liar.epoch = liar.kv_server.epoch = honest.epoch
-    original = liar.engine._prefill
+    original = liar.engine.run_prefill
     monkeypatch.setattr(
-        liar.engine, "_prefill", lambda seq, tokens, emit, scoring: original(seq, [1] * len(tokens), emit, scoring)
+        liar.engine, "run_prefill", lambda seq, tokens, emit, scoring: original(seq, [1] * len(tokens), emit, scoring)
     )
     for _ in range(2):
         with pytest.raises(PeerRefused):

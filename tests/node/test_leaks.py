@@ -28,7 +28,7 @@ def test_a_prompt_cancelled_in_its_last_chunk_is_not_cached(nodes: Callable[...,
     pair = nodes("torch", "torch", prefix_bytes=LOTS, chunk_tokens=500)
     prefill, decode = pair
     cancelled, other = prompt_of(400), prompt_of(400, seed=9)
-    original = prefill.engine._prefill
+    original = prefill.engine.run_prefill
     ticket: list[str] = []
 
     def cancelling(*arguments: Any) -> Any:
@@ -37,7 +37,7 @@ def test_a_prompt_cancelled_in_its_last_chunk_is_not_cached(nodes: Callable[...,
             prefill.tickets.cancel(ticket.pop())
         return done
 
-    prefill.engine._prefill = cancelling  # type: ignore[method-assign, assignment]
+    prefill.engine.run_prefill = cancelling  # type: ignore[method-assign, assignment]
     ticket.append("doomed")
     prefill.chunked_prefill.prefix_writer.threads.submit(time.sleep, 0.2)  # the prefix writer is behind
     _, reading = prefill.submit(cancelled, "doomed")

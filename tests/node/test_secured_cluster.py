@@ -247,7 +247,7 @@ def test_a_trusted_link_is_declared_in_words_and_shown() -> None:
         with DisaggregatedClient(config_of(node)) as client:
             client.health()
             console = Console(width=200, record=True, file=io.StringIO())
-            console.print(render(client.status()))
+            console.print(render(client.cluster_status()))
         assert f"d: plain, on a link declared trusted: {words}" in console.export_text()
     finally:
         node.end()

@@ -44,15 +44,15 @@ ASK: dict[str, Any] = {"model": "simulated:tiny", "prompt": "hello", "max_tokens
 class RequestProxy(FaultyProxy):
     """Flips a bit on the way to the node instead."""
 
-    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+    def pump(self, source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 16):
                 target.sendall(self._disturbed(data))
         with suppress(OSError):
             target.shutdown(socket.SHUT_WR)
 
-    def _pump_back(self, source: socket.socket, target: socket.socket) -> None:
-        super()._pump(source, target)
+    def pump_back(self, source: socket.socket, target: socket.socket) -> None:
+        super().pump(source, target)
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ from disaggregated_inference.orchestrator import (
     energy_by_node,
     energy_sums,
 )
-from disaggregated_inference.orchestrator.alone import MachineFacts
 from disaggregated_inference.orchestrator.energy import Meters, PowerLog, price_per_hour, with_energy
+from disaggregated_inference.orchestrator.single_machine import MachineFacts
 from disaggregated_inference.orchestrator.uptime import Uptime
 
 
@@ -194,10 +194,12 @@ def test_a_node_keeps_the_power_that_its_status_tells() -> None:
             status = NodeStatus(status="healthy", working=1, readings=Readings(power_w=50.0, machine="a Mac"))
             node.update(msgspec.json.decode(msgspec.json.encode(status), type=NodeStatus))
             assert node.facts().busy_w == 50
-            assert node.summary()["readings"]["machine"] == "a Mac"
-            assert node.summary()["working"] == 1
+            readings = node.summary().readings
+            assert readings
+            assert readings.machine == "a Mac"
+            assert node.summary().working == 1
             node.lost("gone")
-            assert node.summary()["readings"] is None, "readings of a lost node are old"
+            assert node.summary().readings is None, "readings of a lost node are old"
 
     asyncio.run(check())
 

@@ -179,7 +179,7 @@ def test_a_refused_pair_is_not_used_again() -> None:
                 watch.nodes["d1"].status = msgspec.structs.replace(status, peers=(peer,))
                 view = watch.view("m")
                 assert (set(view.checked), set(view.refused)) == (met, refused)
-                assert [no["decode"] for no in watch.refusals("m")] == [decode for _, decode in refused]
+                assert [no.decode for no in watch.refusals("m")] == [decode for _, decode in refused]
 
     asyncio.run(run())
 

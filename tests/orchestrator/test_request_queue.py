@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disaggregated_inference.api import QueueStatus
 from disaggregated_inference.errors import DeadlineExceeded, QueueFull
-from disaggregated_inference.orchestrator.request_queue import QueueStatus, RequestQueue
+from disaggregated_inference.orchestrator.request_queue import RequestQueue
 
 
 class Crowd:

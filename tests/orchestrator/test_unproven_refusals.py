@@ -69,7 +69,7 @@ def test_a_context_needs_its_checksum(is_damaged: bool) -> None:
 class _HeadProxy(FaultyProxy):
     """Makes the first request line of a POST unreadable: the node answers that this is no HTTP request."""
 
-    def _forth(self, data: bytes) -> bytes:
+    def to_target(self, data: bytes) -> bytes:
         if self.struck.is_set() or not data.startswith(b"POST "):
             return data
         self.struck.set()

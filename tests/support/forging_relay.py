@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import xxhash
 
+from disaggregated_inference.kv_transfer.authenticated_frames import TAG_BYTES
 from disaggregated_inference.kv_transfer.frames import CHECKSUM, HEADER, KEYED_MAGIC, MAGIC, Kind
-from disaggregated_inference.kv_transfer.keyed import TAG_BYTES
 
 _OPAQUE_AT = 20_000  # where it alters a stream that it cannot read
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from disaggregated_inference.engines.rows import RowAllocator
+from disaggregated_inference.engines.row_allocator import RowAllocator
 from disaggregated_inference.errors import DisaggError, KVMemoryFull
 from disaggregated_inference.node.admission import Admission, Claim
 

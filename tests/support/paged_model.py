@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from disaggregated_inference.models import ModelSpec, spec_from_config
-from disaggregated_inference.vllm_connector.link import NodeLink
+from disaggregated_inference.vllm_connector.connection import NodeLink
 from disaggregated_inference.vllm_connector.messages import (
     PROTOCOL,
     TICKET_PARAM,

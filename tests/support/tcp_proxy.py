@@ -33,7 +33,7 @@ class FaultyProxy(TcpProxy):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _pump_back(self, source: socket.socket, target: socket.socket) -> None:
+    def pump_back(self, source: socket.socket, target: socket.socket) -> None:
         passed = 0
         with suppress(OSError):
             while data := source.recv(1 << 14):

@@ -11,8 +11,8 @@ from disaggregated_inference.engines import load_engine
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node import DecodeNode, Generation, KVMemory, Scheduler
 from disaggregated_inference.vllm_node.attach import VllmPrefillNode, open_vllm_prefill
-from disaggregated_inference.vllm_node.border import Border
-from disaggregated_inference.vllm_node.completion import Completions
+from disaggregated_inference.vllm_node.connector_server import ConnectorServer
+from disaggregated_inference.vllm_node.prefill_requests import Completions
 from disaggregated_inference.vllm_node.staging import Staging
 from tests.support.engines import ENGINE_OPTIONS, LLAMACPP_OPTIONS, twin_of
 from tests.support.handoff import alone
@@ -30,7 +30,7 @@ class VllmHome:
 
     model: ModelFiles
     server: VllmServer
-    border: Border
+    border: ConnectorServer
     node: VllmPrefillNode
 
     def restart(self) -> None:
@@ -59,7 +59,7 @@ def open_home(
         pytest.skip("vLLM 0.25 on the CPU computes gpt_oss in no float32")
     folder.mkdir(parents=True, exist_ok=True)
     staging = Staging(staging_bytes)
-    border = Border(folder / "border.sock", model.spec, staging)
+    border = ConnectorServer(folder / "border.sock", model.spec, staging)
     server = VllmServer(forker, model, border.path, folder / "vllm.log", *(arguments or LIMITS))
     try:
         server.wait_until_ready()

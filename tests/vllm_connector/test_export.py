@@ -16,7 +16,7 @@ from disaggregated_inference.kv import KVSlice
 from disaggregated_inference.vllm_connector.messages import ExportedRows
 from disaggregated_inference.vllm_connector.region import RegionLayout
 from disaggregated_inference.vllm_node.assembly import Assembly
-from disaggregated_inference.vllm_node.border import Border
+from disaggregated_inference.vllm_node.connector_server import ConnectorServer
 from disaggregated_inference.vllm_node.staging import Staging
 from tests.support.paged_model import (
     DIM,
@@ -40,7 +40,7 @@ class Receiver:
 
     def __init__(self, folder: Path) -> None:
         self.staging, self.spec = Staging(1 << 20), spec()
-        self.border = Border(folder / "border.sock", self.spec, self.staging)
+        self.border = ConnectorServer(folder / "border.sock", self.spec, self.staging)
         self.border.reports = self
         self.lock = threading.Lock()
         self.requests: dict[str, tuple[Request, int, Assembly]] = {}

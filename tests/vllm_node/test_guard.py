@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from disaggregated_inference.vllm_connector import lifeline
+from disaggregated_inference.vllm_connector import parent_watch
 from disaggregated_inference.vllm_node import guard
 from tests.support.waiting import until
 
@@ -121,7 +121,7 @@ def test_the_node_ends_what_a_killed_guard_left(numbers: Path) -> None:
 
 def test_a_process_with_the_connector_ends_with_the_guard(numbers: Path) -> None:
     """Also where the node is gone. A process that is not watched stays, which shows that nobody else ended it."""
-    watched = "from disaggregated_inference.vllm_connector import lifeline; lifeline.watch(); lifeline.watch()"
+    watched = "from disaggregated_inference.vllm_connector.parent_watch import watch; watch(); watch()"
     report = "; import os, sys, time; open(sys.argv[1], 'a').write(f'{os.getpid()}\\n'); time.sleep(600)"
     code = "import subprocess, sys, time\n"
     code += f"for first in ({watched!r}, 'pass'):\n"
@@ -139,6 +139,6 @@ def test_a_process_with_the_connector_ends_with_the_guard(numbers: Path) -> None
 def test_a_vllm_without_a_guard_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(guard.GUARD_VARIABLE, raising=False)
     before = threading.active_count()
-    lifeline.watch()
+    parent_watch.watch()
     assert threading.active_count() == before
-    assert guard.GUARD_VARIABLE == lifeline._VARIABLE
+    assert guard.GUARD_VARIABLE == parent_watch._VARIABLE

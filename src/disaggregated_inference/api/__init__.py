@@ -1,5 +1,6 @@
 """The structs that cross between clients, orchestrator and nodes. Both sides encode and decode these."""
 
+from disaggregated_inference.api.call_signatures import named_options
 from disaggregated_inference.api.checksums import (
     CHECKSUM_HEADER,
     ChecksumReader,
@@ -7,6 +8,22 @@ from disaggregated_inference.api.checksums import (
     body_is_proven,
     checksum,
     checksum_text,
+)
+from disaggregated_inference.api.cluster_status import (
+    Alarm,
+    ClusterLink,
+    ClusterNode,
+    ClusterPage,
+    ClusterStatus,
+    CombinedSummary,
+    KVRefusal,
+    LatencyStatus,
+    ModelSummary,
+    ModelVerdict,
+    QueueStatus,
+    Summary,
+    Target,
+    TargetsPage,
 )
 from disaggregated_inference.api.context_seal import context_mac, join_context, seal_for, split_context
 from disaggregated_inference.api.events import (
@@ -59,7 +76,6 @@ from disaggregated_inference.api.responses import (
     Usage,
 )
 from disaggregated_inference.api.sampling import OutputFormat, SamplingParams
-from disaggregated_inference.api.signatures import named_options
 from disaggregated_inference.api.status import (
     KVMemoryStatus,
     ModelIdentity,
@@ -88,8 +104,14 @@ from disaggregated_inference.api.validation import (
 __all__ = [
     "CHECKSUM_HEADER",
     "DEFAULT_NODE_TOKENS",
+    "Alarm",
     "ChecksumReader",
     "ChoiceTokenEvent",
+    "ClusterLink",
+    "ClusterNode",
+    "ClusterPage",
+    "ClusterStatus",
+    "CombinedSummary",
     "Completion",
     "DecodeMetrics",
     "DecodeRequest",
@@ -107,9 +129,13 @@ __all__ = [
     "GenerationParams",
     "GpuReading",
     "KVMemoryStatus",
+    "KVRefusal",
+    "LatencyStatus",
     "LocalPrefill",
     "ModelIdentity",
     "ModelInfo",
+    "ModelSummary",
+    "ModelVerdict",
     "NetworkReading",
     "NodeHealth",
     "NodeStatus",
@@ -125,6 +151,7 @@ __all__ = [
     "PromptLogprob",
     "PromptLogprobs",
     "QueueDepth",
+    "QueueStatus",
     "Rate",
     "Rates",
     "Readings",
@@ -137,6 +164,9 @@ __all__ = [
     "StoredModel",
     "StreamDamaged",
     "StreamEvent",
+    "Summary",
+    "Target",
+    "TargetsPage",
     "TextEvent",
     "TextGenerateRequest",
     "TextGenerateResponse",

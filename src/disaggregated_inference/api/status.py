@@ -61,7 +61,8 @@ class PathStatus(msgspec.Struct, frozen=True, kw_only=True):
     payload_bytes: Number = 0
     connections: Number = 0
     failures: Number = 0
-    last_error: str | None = None
+    last_error: str | None = None  # for people
+    last_error_code: str | None = None  # for programs; see `failure_code` in kv_transfer/paths.py
     idle_s: Amount | None = None  # since KV last came this way; None: never
 
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from disaggregated_inference.bench.crowd import Stream, new_session
 from disaggregated_inference.bench.processes import cpu_s
 from disaggregated_inference.bench.report import Report, Row, percentile, progress
 from disaggregated_inference.bench.rounds import open_streams
 from disaggregated_inference.bench.servers import MODEL, OURS, node_of, serving
+from disaggregated_inference.bench.stream_clients import Stream, new_session
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.local_nodes import Process, running
 

@@ -1,5 +1,5 @@
 """`disagg bench engines`: each engine compared with its bare library in one run; then every engine prefills for every
-engine (see pairs.py)."""
+engine (see node_pairs.py)."""
 
 import gc
 import importlib
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from disaggregated_inference.bench.pairs import bench_pairs
+from disaggregated_inference.bench.node_pairs import bench_pairs
 from disaggregated_inference.bench.prompts import resolve_model, row_prompts, token_prompt
 from disaggregated_inference.bench.report import Report, Row, compared, in_turn, progress
 from disaggregated_inference.engines import ENGINES, Engine, Sequence, chunks, file_kind, load_engine, require_engine

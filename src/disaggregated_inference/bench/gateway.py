@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from disaggregated_inference.bench import rounds
-from disaggregated_inference.bench.crowd import Stream, Tap, new_session
 from disaggregated_inference.bench.machines import Machine
 from disaggregated_inference.bench.processes import cpu_s, resident_bytes
 from disaggregated_inference.bench.report import Report, Row, percentile, progress
 from disaggregated_inference.bench.rounds import closed_loop, open_streams
 from disaggregated_inference.bench.servers import BARE, LITELLM, MODEL, OURS, Servers, node_of, serving
+from disaggregated_inference.bench.stream_clients import Stream, Tap, new_session
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.local_nodes import Process, running
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from disaggregated_inference.bench.pairs import best_first_token, exposed_transfer_ms, hand_over_in_turn
+from disaggregated_inference.bench.node_pairs import best_first_token, exposed_transfer_ms, hand_over_in_turn
 from disaggregated_inference.bench.prompts import resolve_model, text_prompt
 from disaggregated_inference.bench.report import Report, Row, progress
 from disaggregated_inference.bench.streaming import bench_streaming

@@ -21,8 +21,8 @@ from disaggregated_inference.bench.vllm_shapes import SHAPES, ShapeFiles, write_
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.vllm_node import (
     LOGITS_PROCESSOR,
-    Border,
     Completions,
+    ConnectorServer,
     EngineOptions,
     Staging,
     VllmAddress,
@@ -100,7 +100,7 @@ class _Bench:
         """Prompts whose KV stays and prompts whose KV is fetched, in turn."""
         progress(f"starting vLLM {self.build.version} with the connector")
         staging = Staging(_STAGING_BYTES)
-        border = Border(self._folder / "border.sock", self._model.spec, staging)
+        border = ConnectorServer(self._folder / "border.sock", self._model.spec, staging)
         with self._running(border.path) as server:
             node = open_vllm_prefill(self._model, border, staging, self._completions(server))
             completions = self._completions(server)

@@ -35,8 +35,8 @@ from disaggregated_inference.vllm_connector import connector
 from disaggregated_inference.vllm_connector.pages import CpuPages
 from disaggregated_inference.vllm_node import (
     LOGITS_PROCESSOR,
-    Border,
     Computed,
+    ConnectorServer,
     Staging,
     VllmEngine,
     VllmPrefillNode,
@@ -251,7 +251,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="disagg-check-") as folder:
         model = write_shape(arguments.shape, Path(folder) / arguments.shape, arguments.layers)
         staging, requests = Staging(4 << 30), Requests()
-        border = Border(Path(folder) / "s", model.spec, staging)
+        border = ConnectorServer(Path(folder) / "s", model.spec, staging)
         lengths = [int(each) for each in arguments.lengths.split(",")]
         llm = _llm(model, border.path, arguments.chunk, max(lengths), arguments.blocks, arguments.decodes)
         engine = border.wait_attached(60)

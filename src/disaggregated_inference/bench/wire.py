@@ -18,7 +18,7 @@ import numpy as np
 
 from disaggregated_inference.bench.processes import free_port
 from disaggregated_inference.bench.report import Report, Row, progress
-from disaggregated_inference.bench.secured_handover import add_handover
+from disaggregated_inference.bench.security_overhead import add_handover
 from disaggregated_inference.identity import Authority, Identity
 from disaggregated_inference.kv import Fingerprint, KVLayout, KVSlice, LayerPlan, Weights
 from disaggregated_inference.kv_transfer import (

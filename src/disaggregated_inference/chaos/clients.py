@@ -8,8 +8,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from disaggregated_inference.api import ClusterStatus
 from disaggregated_inference.chaos.answers import ChaosAnswer
-from disaggregated_inference.chaos.catalogue import ChaosRequest
+from disaggregated_inference.chaos.workload import ChaosRequest
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.orchestrator import Delta, DisaggregatedInference
 
@@ -47,8 +48,8 @@ class ChaosClients:
     async def gateway_nodes(self) -> dict[str, bool]:
         """Whether the gateway may use each node."""
         async with self._session.get(f"{self._url}/cluster") as response:
-            status = await response.json()
-        return {node["name"]: node["usable"] for node in status["nodes"]}
+            status = msgspec.json.decode(await response.read(), type=ClusterStatus)
+        return {node.name: node.usable for node in status.nodes}
 
     async def gateway_metrics(self) -> str:
         async with self._session.get(f"{self._url}/metrics") as response:

@@ -118,7 +118,7 @@ class FaultMaker:
 
     async def usable(self) -> set[str]:
         """Nodes that the library and the gateway both use."""
-        mine = {node["name"]: node["usable"] for node in (await self._clients.core.status())["nodes"]}
+        mine = {node.name: node.usable for node in (await self._clients.core.cluster_status()).nodes}
         theirs = await self._clients.gateway_nodes()
         return {name for name, usable in mine.items() if usable and theirs.get(name)}
 

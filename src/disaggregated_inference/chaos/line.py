@@ -47,17 +47,17 @@ class DisturbedLine(TcpProxy):
         self.heal()
         super().close()
 
-    def _accepts(self, near: socket.socket) -> bool:
+    def accepts(self, near: socket.socket) -> bool:
         if self._fault != "cut":
             return True
         self._count()
         near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         return False
 
-    def _forth(self, data: bytes) -> bytes:
+    def to_target(self, data: bytes) -> bytes:
         return self._disturbed(data)
 
-    def _back(self, data: bytes) -> bytes:
+    def to_client(self, data: bytes) -> bytes:
         return self._disturbed(data)
 
     def _disturbed(self, data: bytes) -> bytes:

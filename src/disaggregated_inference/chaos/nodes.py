@@ -7,13 +7,14 @@ from typing import Any
 
 import msgspec
 
+from disaggregated_inference.api import NodeStatus
 from disaggregated_inference.chaos.keys import ChaosKeys
 from disaggregated_inference.chaos.line import DisturbedLine
 from disaggregated_inference.chaos.settings import ChaosSettings
 from disaggregated_inference.cluster import ClusterConfig, Server
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.identity import Identity, open_identity
-from disaggregated_inference.local_nodes import LocalNode, ask_status
+from disaggregated_inference.local_nodes import LocalNode, node_status
 
 # A garbled line flips a bit about once in so many bytes: a few requests on it live, others do not.
 _HTTP_SPACING, _KV_SPACING = 3_000, 60_000
@@ -63,8 +64,8 @@ class ChaosNode:
         host, port = self.address
         return f"{'https' if self.entry.get('tls') else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
-    def status(self) -> dict[str, Any]:
-        return ask_status(self.url, self.entry.get("token", ""), tls=self.tls)
+    def status(self) -> NodeStatus:
+        return node_status(self.url, self.entry.get("token", ""), tls=self.tls)
 
     def left(self) -> list[str]:
         """What the node still holds for requests; the prefix cache stays."""
@@ -73,16 +74,16 @@ class ChaosNode:
         except OSError as error:
             return [f"{self.name} does not answer: {error}"]
         held = {
-            "open requests": status["waiting"] + status["queue"]["waiting"] + status["slots"]["used"],
-            "tickets": status["tickets"],
-            "bytes of KV memory": status["kv"]["total_reserved_bytes"],
-            "integrity faults": status["integrity_faults"],
+            "open requests": status.waiting + status.queue.waiting + status.slots.used,
+            "tickets": status.tickets,
+            "bytes of KV memory": status.kv.total_reserved_bytes,
+            "integrity faults": status.integrity_faults,
         }
         return [f"{self.name}: {count} {name}" for name, count in held.items() if count]
 
     def kv_addresses(self) -> list[tuple[str, int]]:
         """Of the config, else as the node says."""
-        listed = self.entry.get("kv_addresses") or self.status().get("kv_addresses", [])
+        listed = self.entry.get("kv_addresses") or self.status().kv_addresses
         pairs = [text.rpartition(":") for text in listed]
         return [(host.strip("[]"), int(port)) for host, _, port in pairs]
 

@@ -7,12 +7,13 @@ import random
 import secrets
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from disaggregated_inference.api import QueueStatus
 from disaggregated_inference.chaos.answers import ChaosAnswer, difference, partial_difference
-from disaggregated_inference.chaos.catalogue import ChaosRequest, catalogue
 from disaggregated_inference.chaos.clients import ChaosClients, Leaves, wait_for
 from disaggregated_inference.chaos.cluster import ChaosCluster, chaos_cluster
 from disaggregated_inference.chaos.faults import FaultMaker
@@ -21,6 +22,7 @@ from disaggregated_inference.chaos.gate import Gate
 from disaggregated_inference.chaos.outcomes import FailingCase, RequestOutcomes
 from disaggregated_inference.chaos.report import ChaosReport, GrowthSample, Show
 from disaggregated_inference.chaos.settings import ChaosSettings
+from disaggregated_inference.chaos.workload import ChaosRequest, catalogue
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.orchestrator import DisaggregatedInference
 
@@ -211,7 +213,7 @@ class ChaosRun:
         async def is_free() -> bool:
             self._show(f"waiting until all memory is free: {', '.join(left) or 'looking'}")
             left[:] = [text for node in self._cluster.nodes for text in await asyncio.to_thread(node.left)]
-            left.extend(_queued((await self._clients.core.status())["queue"]))
+            left.extend(_queued((await self._clients.core.cluster_status()).queue))
             return not left
 
         await wait_for(is_free, self._timeouts.free_s)
@@ -238,5 +240,5 @@ def _leaves_at(characters: float | None) -> Leaves:
     return lambda answer: sum(len(choice.text) for choice in answer.choices) >= characters
 
 
-def _queued(queue: dict[str, Any]) -> list[str]:
-    return [f"{model}: requests in the queue" for model, line in queue.items() if line["waiting"] or line["running"]]
+def _queued(queues: Mapping[str, QueueStatus]) -> list[str]:
+    return [f"{model}: requests in the queue" for model, queue in queues.items() if queue.waiting or queue.running]

@@ -9,8 +9,9 @@ _DIAL_S = 10.0
 
 
 class TcpProxy:
-    """Forwards connections to `target`, two threads for each. *Forth* is the way to the target, *back* the way to the
-    client. A subclass replaces `_pump`, `_pump_back` or `_accepts`. `target` may change: new connections go there."""
+    """Forwards connections to `target`, two threads for each. A subclass replaces `accepts`, `to_target` and
+    `to_client` for single pieces, or `pump` and `pump_back` for a whole direction. `target` may change: new connections
+    go there."""
 
     def __init__(self, target: tuple[str, int]) -> None:
         self.target = target
@@ -46,14 +47,14 @@ class TcpProxy:
                 near, _ = self._listener.accept()
                 threading.Thread(target=self._serve, args=(near,), name="proxy", daemon=True).start()
 
-    def _accepts(self, near: socket.socket) -> bool:
+    def accepts(self, near: socket.socket) -> bool:
         """Whether a new connection is forwarded; may wait, or reset it."""
         return True
 
     def _serve(self, near: socket.socket) -> None:
         self._keep(near)
         try:
-            if self._accepts(near):
+            if self.accepts(near):
                 with socket.create_connection(self.target, _DIAL_S) as far:
                     far.settimeout(None)
                     self._keep(far)
@@ -66,9 +67,9 @@ class TcpProxy:
     def _forward(self, near: socket.socket, far: socket.socket) -> None:
         for sock in (near, far):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        back = threading.Thread(target=self._pump_back, args=(far, near), name="proxy", daemon=True)
+        back = threading.Thread(target=self.pump_back, args=(far, near), name="proxy", daemon=True)
         back.start()
-        self._pump(near, far)
+        self.pump(near, far)
         back.join()
         self._drop(far)
 
@@ -83,24 +84,24 @@ class TcpProxy:
             self._sockets.discard(sock)
         sock.close()
 
-    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+    def pump(self, source: socket.socket, target: socket.socket) -> None:
         """Forth. The end of the client's sending is passed on; the answer may still come."""
         with suppress(OSError):
             while data := source.recv(_FORTH_BYTES):
-                target.sendall(self._forth(data))
+                target.sendall(self.to_target(data))
         with suppress(OSError):
             target.shutdown(socket.SHUT_WR)
 
-    def _pump_back(self, source: socket.socket, target: socket.socket) -> None:
+    def pump_back(self, source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(_BACK_BYTES):
-                target.sendall(self._back(data))
+                target.sendall(self.to_client(data))
         for sock in (source, target):
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _forth(self, data: bytes) -> bytes:
+    def to_target(self, data: bytes) -> bytes:
         return data
 
-    def _back(self, data: bytes) -> bytes:
+    def to_client(self, data: bytes) -> bytes:
         return data

@@ -102,11 +102,11 @@ def _checked(name: str, work: Callable[[], str], spent_s: float = 0.0) -> Check:
 def _health(config: ClusterConfig) -> str:
     with DisaggregatedClient(config) as client:
         client.health()
-        status = client.status()
-    down = [f"{node['name']}: {node['state']}" for node in status["nodes"] if not node["usable"]]
-    if down or any(verdict != ModelVerdict.ALL_UP for verdict in status["models"].values()):
-        raise DisaggError(f"{status['verdict']} ({'; '.join(down)})")
-    return f"{len(status['nodes'])} nodes, {status['verdict']}"
+        status = client.cluster_status()
+    down = [f"{node.name}: {node.state}" for node in status.nodes if not node.usable]
+    if down or any(verdict != ModelVerdict.ALL_UP for verdict in status.models.values()):
+        raise DisaggError(f"{status.verdict} ({'; '.join(down)})")
+    return f"{len(status.nodes)} nodes, {status.verdict}"
 
 
 def _only(config: ClusterConfig, prefill: Server, decode: Server, **policies: Any) -> ClusterConfig:

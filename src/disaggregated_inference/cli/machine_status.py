@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from disaggregated_inference.api import PathStatus
 from disaggregated_inference.cli.machines import planned
 from disaggregated_inference.cli.screen import one_line, stdout_console
 from disaggregated_inference.cluster import ClusterConfig
@@ -107,14 +108,13 @@ def _kv_path(service: ServiceOverview) -> str:
         return "-"
     current = path_in_use(service.paths)
     gbps = next((_gbps(path) for path in service.paths if _address(path) == current), "")
-    failed = [f"{_address(path)} failed {path['failures']}x" for path in service.paths if path["failures"]]
+    failed = [f"{_address(path)} failed {path.failures}x" for path in service.paths if path.failures]
     return (current + gbps or "not used yet") + (f" ({', '.join(failed)})" if failed else "")
 
 
-def _address(path: dict[str, Any]) -> str:
-    return f"{path['host']}:{path['port']}"
+def _address(path: PathStatus) -> str:
+    return f"{path.host}:{path.port}"
 
 
-def _gbps(path: dict[str, Any]) -> str:
-    goodput = path.get("goodput_bytes_s")
-    return f", {goodput * 8 / 1e9:.2g} Gb/s" if goodput else ""
+def _gbps(path: PathStatus) -> str:
+    return f", {path.goodput_bytes_s * 8 / 1e9:.2g} Gb/s" if path.goodput_bytes_s else ""

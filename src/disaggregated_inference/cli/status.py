@@ -2,23 +2,20 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
+import msgspec
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from disaggregated_inference.api import ClusterLink, ClusterNode, ClusterStatus, KVMemoryStatus, ModelVerdict, Rate
 from disaggregated_inference.cli.screen import mute_logs, speed, stdout_console
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.cluster import load_config
-from disaggregated_inference.orchestrator import ModelVerdict
-
-Status = dict[str, Any]  # the client's status()
-Node = dict[str, Any]  # one entry of its `nodes`
 
 _AWAY = ("unreachable", "wrong token", "loading")
 _COLOURS = {"healthy": "green", "loading": "yellow", "draining": "yellow", "circuit half_open": "yellow"}
@@ -44,22 +41,22 @@ def run(config: str | None, token_file: str, watch_s: float | None, as_json: boo
     return bool(all_up)
 
 
-def _poll(client: DisaggregatedClient, watch_s: float | None) -> Iterator[Status]:
+def _poll(client: DisaggregatedClient, watch_s: float | None) -> Iterator[ClusterStatus]:
     while True:
         client.health()
-        yield client.status()
+        yield client.cluster_status()
         if watch_s is None:
             return
         time.sleep(watch_s)
 
 
 @contextmanager
-def _display(watch: bool, as_json: bool) -> Iterator[Callable[[Status], None]]:
+def _display(watch: bool, as_json: bool) -> Iterator[Callable[[ClusterStatus], None]]:
     """On a terminal --watch updates in place; elsewhere every status is printed below the last."""
     console = stdout_console()
     if as_json:
         indent = None if watch else 2
-        yield lambda status: print(json.dumps(status, indent=indent), flush=True)
+        yield lambda status: print(_as_json(status, indent), flush=True)
     elif watch and console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
             yield lambda status: live.update(render(status), refresh=True)
@@ -67,36 +64,39 @@ def _display(watch: bool, as_json: bool) -> Iterator[Callable[[Status], None]]:
         yield lambda status: console.print(render(status))
 
 
-def render(status: Status) -> RenderableType:
+def _as_json(status: ClusterStatus, indent: int | None) -> str:
+    return json.dumps(msgspec.to_builtins(status), indent=indent)
+
+
+def render(status: ClusterStatus) -> RenderableType:
     """Fits 80 columns with names of the usual length; narrower terminals get fewer columns."""
-    nodes: list[Node] = status["nodes"]
-    reasons = [Text(f"{node['name']}: {_reason(node)}", _colour(node)) for node in nodes if node["why"]]
+    nodes = status.nodes
+    reasons = [Text(f"{node.name}: {_reason(node)}", _colour(node)) for node in nodes if node.why]
     reasons += [
-        Text(f"{pair['decode']} refuses KV caches from {pair['prefill']}: {pair['why']}", "red")
-        for pair in status["refusals"]
+        Text(f"{pair.decode} refuses KV caches from {pair.prefill}: {pair.why}", "red") for pair in status.refusals
     ]
     reasons += [
-        Text(f"{node['name']}: plain, on a link declared trusted: {node['trusted_link']}", "yellow")
+        Text(f"{node.name}: plain, on a link declared trusted: {node.trusted_link}", "yellow")
         for node in nodes
-        if node.get("trusted_link") and not node.get("identity")
+        if node.trusted_link and not node.identity
     ]
-    links = ", ".join(_link(link) for link in status["links"])
-    models = [_model(model, nodes) for model in status["models"]] + ([f"links: {links}"] if links else [])
-    warnings = [Text(f"warning: {warning}", "yellow") for warning in status["warnings"]]
+    links = ", ".join(_link(link) for link in status.links)
+    models = [_model(model, nodes) for model in status.models] + ([f"links: {links}"] if links else [])
+    warnings = [Text(f"warning: {warning}", "yellow") for warning in status.warnings]
     colour = "red" if not _is_up(status) else "yellow" if warnings else "green"
-    verdict = Text(status["verdict"], f"bold {colour}")
+    verdict = Text(status.verdict, f"bold {colour}")
     return Group(_NodeTable(nodes), *reasons, *warnings, *map(Text, models), verdict)
 
 
-def _is_up(status: Status) -> bool:
+def _is_up(status: ClusterStatus) -> bool:
     """A warning does not count: with `strict_models` the node would be down."""
-    return all(verdict == ModelVerdict.ALL_UP for verdict in status["models"].values())
+    return all(verdict == ModelVerdict.ALL_UP for verdict in status.models.values())
 
 
 class _NodeTable:
     """As many columns as fit. Name and state are always whole, role and rates go first."""
 
-    def __init__(self, nodes: list[Node]) -> None:
+    def __init__(self, nodes: Sequence[ClusterNode]) -> None:
         self._nodes = nodes
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -111,7 +111,7 @@ class _NodeTable:
             yield Text(_LEGEND, "dim")
 
 
-def _table(nodes: list[Node], names: tuple[str, ...], separator: str = " ") -> Table:
+def _table(nodes: Sequence[ClusterNode], names: tuple[str, ...], separator: str = " ") -> Table:
     """`separator`: between the two decode rates, where the last column may wrap."""
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     may_wrap = names if len(names) == 2 else _NUMBER_COLUMNS[-1:]  # two columns are never cut
@@ -123,24 +123,24 @@ def _table(nodes: list[Node], names: tuple[str, ...], separator: str = " ") -> T
     return table
 
 
-def _cells(node: Node, separator: str) -> tuple[Text | str, ...]:
-    texts = node["name"], node["role"], node["engine"] or "-", Text(node["state"], _colour(node))
-    if node["state"] in _AWAY and not node["usable"]:  # old numbers no longer hold
+def _cells(node: ClusterNode, separator: str) -> tuple[Text | str, ...]:
+    texts = node.name, node.role, node.engine or "-", Text(node.state, _colour(node))
+    if node.state in _AWAY and not node.usable:  # old numbers no longer hold
         return *texts, *("-" for _ in _NUMBER_COLUMNS)
-    rates = node["rates"]
-    prefill, decode = rates["prefill"] or rates["local_prefill"], rates["decode"]
+    rates = node.rates
+    prefill, decode = rates.prefill or rates.local_prefill, rates.decode
     both = [*decode[:1], *decode[1:][-1:]]
-    return *texts, _queue(node), _memory(node["kv"]), _rates(prefill[-1:], separator), _rates(both, separator)
+    return *texts, _queue(node), _memory(node.kv), _rates(prefill[-1:], separator), _rates(both, separator)
 
 
-def _queue(node: Node) -> str:
-    slots = node["slots"]  # `waiting` counts running requests, too
-    return f"{max(0, node['waiting'] - slots['used'])}/{slots['used']}/{slots['most']}"
+def _queue(node: ClusterNode) -> str:
+    slots = node.slots  # `waiting` counts running requests, too
+    return f"{max(0, node.waiting - slots.used)}/{slots.used}/{slots.most}"
 
 
-def _memory(kv: dict[str, int]) -> str:
-    limit = kv.get("total_limit_bytes") or kv["limit_bytes"]
-    return f"{_gib(kv['held_bytes'])}/{_gib(limit)}" if limit else "-"
+def _memory(kv: KVMemoryStatus) -> str:
+    limit = kv.total_limit_bytes or kv.limit_bytes
+    return f"{_gib(kv.held_bytes)}/{_gib(limit)}" if limit else "-"
 
 
 def _gib(size_bytes: int) -> str:
@@ -148,32 +148,32 @@ def _gib(size_bytes: int) -> str:
     return f"{size:.2f}" if size < 10 else f"{size:.1f}"
 
 
-def _rates(rates: list[dict[str, Any]], separator: str) -> str:
-    return separator.join(f"{speed(rate['tokens_per_s'])}@{rate['size']}" for rate in rates) or "-"
+def _rates(rates: Sequence[Rate], separator: str) -> str:
+    return separator.join(f"{speed(rate.tokens_per_s)}@{rate.size}" for rate in rates) or "-"
 
 
-def _link(link: dict[str, Any]) -> str:
-    return f"{link['prefill']} -> {link['decode']} {link['bytes_per_s'] * 8 / 1e9:.3g} Gb/s"
+def _link(link: ClusterLink) -> str:
+    return f"{link.prefill} -> {link.decode} {link.bytes_per_s * 8 / 1e9:.3g} Gb/s"
 
 
-def _reason(node: Node) -> str:
-    place = f" ({node['url']})" if node["state"] in _AWAY else ""
-    return str(node["why"]).removeprefix(f"{node['name']}: ") + place
+def _reason(node: ClusterNode) -> str:
+    place = f" ({node.url})" if node.state in _AWAY else ""
+    return node.why.removeprefix(f"{node.name}: ") + place
 
 
-def _colour(node: Node) -> str:
-    return _COLOURS.get(node["state"], "red")
+def _colour(node: ClusterNode) -> str:
+    return _COLOURS.get(node.state, "red")
 
 
-def _model(name: str, nodes: list[Node]) -> str:
+def _model(name: str, nodes: Sequence[ClusterNode]) -> str:
     """Nodes that serve the model now, and nodes that should."""
-    nodes = [node for node in nodes if node["model"] == name]
-    parts = [_side(role, [node for node in nodes if node["role"] in (role, "both")]) for role in ("prefill", "decode")]
-    own = ", ".join(dict.fromkeys(node["node_model"] for node in nodes if node["node_model"] not in (None, name)))
+    nodes = [node for node in nodes if node.model == name]
+    parts = [_side(role, [node for node in nodes if node.role in (role, "both")]) for role in ("prefill", "decode")]
+    own = ", ".join(dict.fromkeys(node.node_model for node in nodes if node.node_model and node.node_model != name))
     return f"model {name}{f' (on nodes: {own})' if own else ''}: {'; '.join(parts)}"
 
 
-def _side(role: str, nodes: list[Node]) -> str:
-    usable = ", ".join(node["name"] for node in nodes if node["usable"])
-    missing = ", ".join(f"{node['name']}: {node['state']}" for node in nodes if not node["usable"])
+def _side(role: str, nodes: Sequence[ClusterNode]) -> str:
+    usable = ", ".join(node.name for node in nodes if node.usable)
+    missing = ", ".join(f"{node.name}: {node.state}" for node in nodes if not node.usable)
     return f"{role} on {usable or 'none'}" + (f" ({missing})" if missing else "")

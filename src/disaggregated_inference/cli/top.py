@@ -37,9 +37,9 @@ def _checked(url: str) -> str:
 
 
 def _print_once(state: TopState, token: str, as_json: bool) -> None:
-    cluster = asyncio.run(TopFeed(state, token, lambda: None).once())
+    content = asyncio.run(TopFeed(state, token, lambda: None).once())
     if as_json:
-        print(json.dumps(cluster, indent=2))
+        print(json.dumps(json.loads(content), indent=2))
         return
     console = stdout_console() if sys.stdout.isatty() else Console(width=_PIPED_COLUMNS, highlight=False, markup=False)
     console.print(render(state, console.width, _EVERYTHING))

@@ -1,17 +1,20 @@
 """What `disagg top` shows, from a gateway: first all of it, then its events. Reconnects when the gateway restarts."""
 
 import asyncio
-import json
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
 
 import aiohttp
+import msgspec
 
+from disaggregated_inference.api import Alarm, ClusterLink, ClusterPage, ClusterStatus, Summary, Target, TargetsPage
 from disaggregated_inference.errors import BadRequest, DisaggError, NotForThisKey, Unauthorized
 from disaggregated_inference.timeouts import TopTimeouts
+
+Content = TypeVar("Content")
 
 _KEPT = 50  # requests
 _LEAST_S = 0.5  # over which KV is counted: an event may follow another at once
@@ -24,45 +27,47 @@ class TopState:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.status: dict[str, Any] | None = None
+        self.status: ClusterStatus | None = None
         self.requests: deque[dict[str, Any]] = deque(maxlen=_KEPT)  # newest first
-        self.summary: dict[str, Any] = {}  # of the last requests: the figures of the cards
-        self.targets: list[dict[str, Any]] = []
-        self.alarms: list[dict[str, Any]] = []
+        self.summary = Summary()  # of the last requests: the figures of the cards
+        self.targets: tuple[Target, ...] = ()
+        self.alarms: tuple[Alarm, ...] = ()
         self.flows: dict[tuple[str, str], float] = {}  # KV bytes per second from a prefill to a decode node, now
         self.trouble = "connecting"
         self.heard_at = self._status_at = time.time()
 
-    def began(self, cluster: dict[str, Any], targets: dict[str, Any]) -> None:
-        self.requests = deque(cluster.pop("history", ()), maxlen=_KEPT)
-        self.summary = cluster.pop("summary", {})
+    def began(self, cluster: ClusterPage, targets: TargetsPage) -> None:
+        self.requests = deque(cluster.history, maxlen=_KEPT)
+        self.summary = cluster.summary
         self.status, self.trouble, self.heard_at = cluster, "", time.time()
         self.flows, self._status_at = {}, self.heard_at
         self.judged(targets)
 
-    def judged(self, targets: dict[str, Any]) -> None:
-        self.targets, self.alarms = targets.get("targets", []), targets.get("alarms", [])
+    def judged(self, targets: TargetsPage) -> None:
+        self.targets, self.alarms = targets.targets, targets.alarms
 
-    def happened(self, event: str, content: dict[str, Any]) -> None:
+    def happened(self, event: str, content: bytes) -> None:
+        """`content`: JSON."""
         self.heard_at = time.time()
         if event == "status":
-            self._measure_flows(content["links"])
-            self.status = content
+            status = _decoded(content, ClusterStatus)
+            self._measure_flows(status.links)
+            self.status = status
         elif event == "request":
-            self.requests.appendleft(content)
+            self.requests.appendleft(_decoded(content, dict))
         elif event == "summary":
-            self.summary = content
+            self.summary = _decoded(content, Summary)
 
-    def _measure_flows(self, links: list[dict[str, Any]]) -> None:
+    def _measure_flows(self, links: Sequence[ClusterLink]) -> None:
         """KV that arrived since the last status."""
-        before = _moved(self.status["links"]) if self.status else {}
+        before = _moved(self.status.links) if self.status else {}
         seconds, self._status_at = max(_LEAST_S, self.heard_at - self._status_at), self.heard_at
         more = {pair: moved - before.get(pair, moved) for pair, moved in _moved(links).items()}
         self.flows = {pair: each / seconds for pair, each in more.items() if each > 0}
 
 
-def _moved(links: list[dict[str, Any]]) -> dict[tuple[str, str], int]:
-    return {(link["prefill"], link["decode"]): link["payload_bytes"] for link in links}
+def _moved(links: Sequence[ClusterLink]) -> dict[tuple[str, str], int]:
+    return {(link.prefill, link.decode): link.payload_bytes for link in links}
 
 
 class TopFeed:
@@ -74,15 +79,19 @@ class TopFeed:
         self._state, self._changed, self._timeouts = state, changed, timeouts
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
-    async def once(self) -> dict[str, Any]:
-        """Everything, now. Raises DisaggError if the gateway does not give it."""
+    async def once(self) -> bytes:
+        """Everything, now: the gateway's own JSON. Raises DisaggError if the gateway does not give it."""
         async with self._session() as session:
             try:
-                cluster, targets = await self._get(session, "/cluster"), await self._get(session, "/cluster/targets")
+                content = await self._get(session, "/cluster")
+                await self._begin(session, content)
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 raise DisaggError(f"{self._state.url}: no gateway answers there: {_reason(error)}; {_START}") from error
-        self._state.began(dict(cluster), targets)
-        return cluster
+        return content
+
+    async def _begin(self, session: aiohttp.ClientSession, content: bytes) -> None:
+        targets = _decoded(await self._get(session, "/cluster/targets"), TargetsPage)
+        self._state.began(_decoded(content, ClusterPage), targets)
 
     async def follow(self) -> None:
         """For ever. Raises DisaggError if the gateway refuses: trying again would not help."""
@@ -97,7 +106,7 @@ class TopFeed:
             await asyncio.sleep(self._timeouts.retry_s)
 
     async def _connected(self, session: aiohttp.ClientSession) -> None:
-        self._state.began(await self._get(session, "/cluster"), await self._get(session, "/cluster/targets"))
+        await self._begin(session, await self._get(session, "/cluster"))
         self._changed()
         judging = asyncio.create_task(self._keep_judging(session))
         try:
@@ -112,7 +121,7 @@ class TopFeed:
         """Targets and alarms are no events: they change slowly."""
         while True:
             await asyncio.sleep(self._timeouts.targets_s)
-            self._state.judged(await self._get(session, "/cluster/targets"))
+            self._state.judged(_decoded(await self._get(session, "/cluster/targets"), TargetsPage))
             self._changed()
 
     def _session(self) -> aiohttp.ClientSession:
@@ -121,15 +130,12 @@ class TopFeed:
         )
         return aiohttp.ClientSession(timeout=timeout, headers=self._headers)
 
-    async def _get(self, session: aiohttp.ClientSession, path: str) -> dict[str, Any]:
+    async def _get(self, session: aiohttp.ClientSession, path: str) -> bytes:
         async with session.get(self._state.url + path) as response:
             self._require_answer(response)
-            found = json.loads(await response.read())
-        if not isinstance(found, dict):
-            raise ValueError("it answers as no gateway of ours")
-        return found
+            return await response.read()
 
-    async def _events(self, session: aiohttp.ClientSession) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    async def _events(self, session: aiohttp.ClientSession) -> AsyncIterator[tuple[str, bytes]]:
         async with session.get(f"{self._state.url}/cluster/events") as response:
             self._require_answer(response)
             waiting = b""
@@ -154,10 +160,17 @@ class TopFeed:
         response.raise_for_status()
 
 
-def _parsed(event: bytes) -> tuple[str, dict[str, Any]] | None:
+def _decoded(content: bytes, kind: type[Content]) -> Content:
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"it answers as no gateway of ours: {error}") from error
+
+
+def _parsed(event: bytes) -> tuple[str, bytes] | None:
     """None: a comment."""
     fields = dict(line.split(b": ", 1) for line in event.split(b"\n") if b": " in line and not line.startswith(b":"))
-    return (fields[b"event"].decode(), json.loads(fields[b"data"])) if b"data" in fields else None
+    return (fields[b"event"].decode(), fields[b"data"]) if b"data" in fields else None
 
 
 def _reason(error: Exception) -> str:

@@ -8,6 +8,16 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from disaggregated_inference.api import (
+    Alarm,
+    ClusterNode,
+    ClusterStatus,
+    CombinedSummary,
+    GpuReading,
+    ModelSummary,
+    ModelVerdict,
+    Readings,
+)
 from disaggregated_inference.cli.screen import one_line, speed
 from disaggregated_inference.cli.top_feed import TopState
 from disaggregated_inference.cli.top_links import links_part
@@ -39,7 +49,7 @@ def render(state: TopState, width: int, height: int, now: float | None = None) -
         cards, taken = _cards(state, width, max(1, left // _CARDS_SHARE // _CARD_LINES))
         lines.append(cards)
         left -= taken
-    nodes: Sequence[Record] = state.status["nodes"]
+    nodes = state.status.nodes
     shown = min(len(nodes), max(1, left - 4)) if len(nodes) > left - 3 else len(nodes)
     lines.append(_nodes(nodes[:shown], width, hidden=len(nodes) - shown))
     left -= shown + (2 if shown < len(nodes) else 1)
@@ -64,41 +74,44 @@ def _title(state: TopState, width: int, now: float) -> Text:
         verdict, colour = f"{word}: {one_line(state.trouble)}" if state.trouble != word else word, "bold yellow"
     else:
         assert state.status
-        verdict = one_line(state.status["verdict"])
-        colour = "bold green" if verdict == "all up" else "bold red"
+        verdict = one_line(state.status.verdict)
+        colour = "bold green" if _is_up(state.status) else "bold red"
     text = Text.assemble(("disagg top  ", "bold"), (verdict, colour), "  ", one_line(state.url))
     text.truncate(max(1, width - len(at) - len(_HELP) - 4), overflow="ellipsis", pad=True)
     text.append(f"  {at}  {_HELP}", "dim").truncate(width)
     return text
 
 
+def _is_up(status: ClusterStatus) -> bool:
+    verdicts = status.models.values()
+    return all(each is ModelVerdict.ALL_UP for each in verdicts) and not any(node.warning for node in status.nodes)
+
+
 def _notes(state: TopState) -> list[RenderableType]:
     """Alarms first, then why nodes are down or refuse each other, then warnings, one line each."""
-    found = [
-        f"{alarm['what']}: {_figure(alarm)}; {alarm['why']}" for alarm in state.alarms if alarm["state"] == "alarm"
-    ]
+    found = [f"{alarm.what}: {_figure(alarm)}; {alarm.why}" for alarm in state.alarms if alarm.state == "alarm"]
     notes = [Text(one_line(f"ALARM {text}"), "bold red", no_wrap=True, overflow="ellipsis") for text in found]
-    nodes = state.status["nodes"] if state.status else []
-    down = [f"{node['name']}: {node['why']}" for node in nodes if node["why"]]
-    refusals = state.status["refusals"] if state.status else []
-    down += [f"{each['decode']} refuses KV of {each['prefill']}: {each['why']}" for each in refusals]
-    down += state.status["warnings"] if state.status else []
+    nodes = state.status.nodes if state.status else ()
+    down = [f"{node.name}: {node.why}" for node in nodes if node.why]
+    refusals = state.status.refusals if state.status else ()
+    down += [f"{each.decode} refuses KV of {each.prefill}: {each.why}" for each in refusals]
+    down += state.status.warnings if state.status else ()
     return [*notes, *(Text(one_line(text), "yellow", no_wrap=True, overflow="ellipsis") for text in down)]
 
 
-def _figure(alarm: Record) -> str:
-    return f"{alarm['measured']:.3g} {alarm['unit']}, limit {alarm['limit']:g}"
+def _figure(alarm: Alarm) -> str:
+    return f"{alarm.measured or 0.0:.3g} {alarm.unit}, limit {alarm.limit:g}"
 
 
 def _cards(state: TopState, width: int, most: int) -> tuple[RenderableType, int]:
     """As many as fit in `most` rows: the models, and the last place for all of them together. Also their lines."""
     assert state.status
-    models, across = list(state.status["models"]), max(1, width // _CARD)
+    models, across = list(state.status.models), max(1, width // _CARD)
     shown = models[: across * most - 1]
-    figures = state.summary.get("models", {})
-    cards = [_card(model, _model_lines(figures.get(model, {}))) for model in shown]
+    figures = state.summary.models
+    cards = [_card(model, _model_lines(figures.get(model, ModelSummary()))) for model in shown]
     title = f"All of {len(models)} models" if len(models) > max(1, len(shown)) else "All requests"
-    cards.append(_card(title, _combined_lines(state.summary.get("combined", {}))))
+    cards.append(_card(title, _combined_lines(state.summary.combined)))
     across = min(across, len(cards))
     table = Table.grid(padding=0)
     for _ in range(across):
@@ -114,63 +127,63 @@ def _card(title: str, lines: list[str]) -> Panel:
     return Panel(Group(*body), title=Text(one_line(title), "bold", no_wrap=True, overflow="ellipsis"), padding=0)
 
 
-def _model_lines(figures: Record) -> list[str]:
+def _model_lines(figures: ModelSummary) -> list[str]:
     """Medians, as the gateway computes them for every screen."""
-    if not figures.get("answered"):
+    if not figures.answered:
         return ["no answer yet", "", ""]
-    read = "   cached" if figures.get("all_cached") else f"{_rate(figures, 'prefill_speed'):>5} t/s"
+    read = "   cached" if figures.all_cached else f"{_rate(figures.prefill_speed):>5} t/s"
     return [
-        f"Prefill {_seconds(figures.get('prefill_time')):>6} {read}",
-        f"Decode  {_seconds(figures.get('decode_time')):>6} {_rate(figures, 'decode_speed'):>5} t/s",
-        f"Total   {_seconds(figures.get('total_time')):>6} med of {figures['answered']}",
+        f"Prefill {_seconds(figures.prefill_time):>6} {read}",
+        f"Decode  {_seconds(figures.decode_time):>6} {_rate(figures.decode_speed):>5} t/s",
+        f"Total   {_seconds(figures.total_time):>6} med of {figures.answered}",
     ]
 
 
-def _combined_lines(figures: Record) -> list[str]:
+def _combined_lines(figures: CombinedSummary) -> list[str]:
     """The time in which at least one of the last requests ran, and how much longer one after the other would take."""
-    if not figures.get("busy_time"):
+    if not figures.busy_time:
         return ["no answer yet", "", ""]
     return [
-        f"Total   {_seconds(figures['busy_time']):>6}  last {figures['answered']}",
-        f"Speedup {figures['speedup']:>5.2f}x",
-        f"Output  {_rate(figures, 'tokens_per_s'):>6} t/s",
+        f"Total   {_seconds(figures.busy_time):>6}  last {figures.answered}",
+        f"Speedup {figures.speedup or 0.0:>5.2f}x",
+        f"Output  {_rate(figures.tokens_per_s):>6} t/s",
     ]
 
 
-def _rate(figures: Record, name: str) -> str:
-    return speed(figures.get(name) or 0.0)
+def _rate(per_s: float | None) -> str:
+    return speed(per_s or 0.0)
 
 
-def _nodes(nodes: Sequence[Record], width: int, hidden: int) -> RenderableType:
+def _nodes(nodes: Sequence[ClusterNode], width: int, hidden: int) -> RenderableType:
     table = fitted([_node_cells(node) for node in nodes], _NODE_COLUMNS, ("node",), width)
     return Group(table, Text(f"+{hidden} more", "dim", no_wrap=True)) if hidden else table
 
 
-def _node_cells(node: Record) -> Cells:
-    readings, colour = node.get("readings") or {}, _STATES.get(node["state"], "red")
-    gpu: Record = next(iter(readings.get("gpus") or ()), {})
-    slots = node["slots"]  # `waiting` counts those in a slot, too
-    queue = f"{max(0, node['waiting'] - slots['used'])}/{slots['used']}/{slots['most']}"
+def _node_cells(node: ClusterNode) -> Cells:
+    readings, colour = node.readings or Readings(), _STATES.get(node.state, "red")
+    gpu = next(iter(readings.gpus), GpuReading())
+    slots = node.slots  # `waiting` counts those in a slot, too
+    queue = f"{max(0, node.waiting - slots.used)}/{slots.used}/{slots.most}"
     return {
-        "node": one_line(node["name"]),
-        "role": node["role"],
-        "state": Text(f"{'●' if node['usable'] else '○'} {one_line(node['state'])}", colour),
+        "node": one_line(node.name),
+        "role": node.role,
+        "state": Text(f"{'●' if node.usable else '○'} {one_line(node.state)}", colour),
         "queue": queue,
-        "address": one_line(node["url"].partition("//")[2]),
-        "cpu": share(readings.get("cpu_share")),
+        "address": one_line(node.url.partition("//")[2]),
+        "cpu": share(readings.cpu_share),
         "mem": _memory(readings),
-        "gpu": share(gpu.get("utilisation")),
+        "gpu": share(gpu.utilisation),
         "power": _power(readings),
-        "temp": NONE if gpu.get("temperature_c") is None else f"{gpu['temperature_c']:.0f}°C",
+        "temp": NONE if gpu.temperature_c is None else f"{gpu.temperature_c:.0f}°C",
     }
 
 
-def _power(readings: Record) -> str:
-    return NONE if readings.get("power_w") is None else f"{readings['power_w']:.0f}W"
+def _power(readings: Readings) -> str:
+    return NONE if readings.power_w is None else f"{readings.power_w:.0f}W"
 
 
-def _memory(readings: Record) -> str:
-    used, total = readings.get("memory_used_bytes"), readings.get("memory_total_bytes")
+def _memory(readings: Readings) -> str:
+    used, total = readings.memory_used_bytes, readings.memory_total_bytes
     return NONE if used is None or not total else f"{used / _GIB:.0f}/{total / _GIB:.0f}G"
 
 

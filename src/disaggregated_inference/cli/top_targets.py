@@ -7,8 +7,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from disaggregated_inference.api import Target
 from disaggregated_inference.cli.screen import one_line
-from disaggregated_inference.cli.top_table import NONE, Record
+from disaggregated_inference.cli.top_table import NONE
 
 Row = tuple[Text, Text, Text, Text]  # by _HEADS
 
@@ -19,7 +20,7 @@ _WORDS = {True: "met", None: "not known", False: "not met"}
 _GAP = 2  # between blocks
 
 
-def targets_part(targets: Sequence[Record], width: int, room: int) -> tuple[RenderableType | None, int]:
+def targets_part(targets: Sequence[Target], width: int, room: int) -> tuple[RenderableType | None, int]:
     """All of them, in blocks side by side; or one line that counts them, where that would take more than `room`."""
     if not targets or room < 1:
         return None, 0
@@ -32,15 +33,15 @@ def targets_part(targets: Sequence[Record], width: int, room: int) -> tuple[Rend
     return _counted(targets), 1
 
 
-def _row(target: Record) -> Row:
-    goal, unit = target["goal"], target["unit"]
-    sign = "<" if target["better"] == "lower" else ">"
-    measured = NONE if target["measured"] is None else _value(target["measured"], unit, goal)
-    return Text(_name(target)), Text(f"{sign}{_value(goal, unit, None)}"), Text(measured), _MET[target["met"]]
+def _row(target: Target) -> Row:
+    goal, unit = target.goal, target.unit
+    sign = "<" if target.better == "lower" else ">"
+    measured = NONE if target.measured is None else _value(target.measured, unit, goal)
+    return Text(_name(target)), Text(f"{sign}{_value(goal, unit, None)}"), Text(measured), _MET[target.met]
 
 
-def _name(target: Record) -> str:
-    return one_line(target["name"]).replace("_", " ").capitalize().replace("kwh", "kWh")
+def _name(target: Target) -> str:
+    return one_line(target.name).replace("_", " ").capitalize().replace("kwh", "kWh")
 
 
 def _value(value: float, unit: str, goal: float | None) -> str:
@@ -78,9 +79,9 @@ def _table(blocks: list[list[Row]]) -> Table:
     return table
 
 
-def _counted(targets: Sequence[Record]) -> Text:
+def _counted(targets: Sequence[Target]) -> Text:
     """Says which are not met: that is what must not be missed."""
-    names = {met: [_name(target) for target in targets if target["met"] is met] for met in _WORDS}
+    names = {met: [_name(target) for target in targets if target.met is met] for met in _WORDS}
     parts = ", ".join(f"{len(names[met])} {word}" for met, word in _WORDS.items() if names[met])
     missed = f": {', '.join(names[False])}" if names[False] else ""
     return Text(f"targets: {parts}{missed}", no_wrap=True, overflow="ellipsis")

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from disaggregated_inference.doctor.catalogue import CHECKS
+from disaggregated_inference.doctor.checks import CHECKS
 
 Severity = Literal["ok", "note", "warning", "error", "unknown"]
 

@@ -5,24 +5,24 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
 
+import msgspec
+
+from disaggregated_inference.api import NodeStatus
 from disaggregated_inference.cluster import ClusterConfig, Server
 from disaggregated_inference.doctor.findings import Finding, found, ok
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.identity import open_identity
 from disaggregated_inference.timeouts import DoctorTimeouts
 
-_NO_ROUTE = "no route to host"
 _MOST_BYTES = 1 << 22
 
 
-class NodeAnswer(dict[str, Any]):
-    """A node's /status, or {"error": why there is none}."""
+class NodeAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A node's /status, or why there is none."""
 
-    @property
-    def error(self) -> str:
-        return str(self.get("error", ""))
+    status: NodeStatus | None = None
+    error: str = ""
 
 
 def read_status(config: ClusterConfig, server: Server, timeouts: DoctorTimeouts = DoctorTimeouts()) -> NodeAnswer:
@@ -31,7 +31,7 @@ def read_status(config: ClusterConfig, server: Server, timeouts: DoctorTimeouts 
     request = urllib.request.Request(server.url + "/status", headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=timeouts.connect_s, context=_tls(config, server)) as response:
-            return NodeAnswer(json.loads(response.read(_MOST_BYTES)))
+            return NodeAnswer(status=msgspec.json.decode(response.read(_MOST_BYTES), type=NodeStatus))
     except urllib.error.HTTPError as error:
         with error:
             return NodeAnswer(error=_refusal(error, server))
@@ -54,18 +54,19 @@ def _refusal(error: urllib.error.HTTPError, server: Server) -> str:
     return str(words)
 
 
-def judge_node(server: Server, status: NodeAnswer) -> Finding:
-    if status.error:
-        return found("error", "node-answers", f"{server.name} at {server.address}: {status.error}")
-    if status.get("status") != "healthy":
-        reason = f": {status['reason']}" if status.get("reason") else ""
-        return found("warning", "node-answers", f"{server.name} at {server.address} is {status.get('status')}{reason}")
-    return ok("node-answers", f"{server.name} at {server.address} is healthy, {status.get('backend')}")
+def judge_node(server: Server, answer: NodeAnswer) -> Finding:
+    where, status = f"{server.name} at {server.address}", answer.status
+    if status is None:
+        return found("error", "node-answers", f"{where}: {answer.error}")
+    if status.status != "healthy":
+        reason = f": {status.reason}" if status.reason else ""
+        return found("warning", "node-answers", f"{where} is {status.status}{reason}")
+    return ok("node-answers", f"{where} is healthy, {status.backend}")
 
 
-def judge_local_network(server: Server, status: NodeAnswer) -> Iterator[Finding]:
+def judge_local_network(server: Server, answer: NodeAnswer) -> Iterator[Finding]:
     """A node that has no route to a prefill node, although it answers us over the same network."""
-    for path in status.get("paths", ()):
-        if _NO_ROUTE in str(path.get("last_error") or "").lower():
-            what = f"{server.name} has no route to {path['host']}"
+    for path in answer.status.paths if answer.status else ():
+        if path.last_error_code == "no_route":
+            what = f"{server.name} has no route to {path.host}"
             yield found("warning", "local-network", f"{what}: if it is a Mac that reaches it by ssh, macOS forbids it")

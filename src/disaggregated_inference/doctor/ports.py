@@ -68,7 +68,7 @@ def _speaks_tls(host: str, port: int, timeouts: DoctorTimeouts) -> bool:
         with socket.create_connection((host, port), timeouts.connect_s) as plain, context.wrap_socket(plain):
             return True
     except ssl.SSLError as error:
-        return "CERTIFICATE_REQUIRED" in str(error).upper()
+        return "CERTIFICATE_REQUIRED" in (error.reason or "")  # OpenSSL's name of the alert
     except OSError:
         return False
 

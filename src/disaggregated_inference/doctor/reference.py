@@ -3,7 +3,7 @@
 import textwrap
 from importlib.resources import files
 
-from disaggregated_inference.doctor.catalogue import CHECKS, CheckKind
+from disaggregated_inference.doctor.checks import CHECKS, CheckKind
 
 _COLUMNS = 100
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from disaggregated_inference.engines.base import Engine, Logits, Tokens, chunks
 from disaggregated_inference.engines.memory import available_bytes
-from disaggregated_inference.engines.rows import RowAllocator
+from disaggregated_inference.engines.row_allocator import RowAllocator
 from disaggregated_inference.engines.scoring import Scoring, chunk_scoring
 from disaggregated_inference.engines.sequence import Sequence
 from disaggregated_inference.engines.versions import EnginePackage, engine_packages

@@ -64,7 +64,8 @@ class Counters:
 
 
 class Engine(ABC):
-    """One loaded model. Subclasses implement the abstract methods; checks are here, once.
+    """One loaded model. Subclasses implement the abstract methods, which only the methods of this class call; checks
+    are here, once.
 
     A refused call changes nothing. A call that fails half-way breaks its sequences: the model may have written a part
     of a chunk, and continuing would silently give a wrong answer. Broken sequences can only be closed.
@@ -93,7 +94,7 @@ class Engine(ABC):
             raise ContextTooLong(capacity, self.spec.context_window)
         if capacity < 1:
             raise KVMemoryFull(f"a sequence needs a capacity of at least one token, not {capacity}")
-        sequence = Sequence(capacity=capacity, placed=[0] * len(self.spec.layout.layers), state=self._open(capacity))
+        sequence = Sequence(capacity=capacity, placed=[0] * len(self.spec.layout.layers), state=self.allocate(capacity))
         self.live.add(sequence)
         return sequence
 
@@ -102,14 +103,14 @@ class Engine(ABC):
         if not sequence.closed:
             sequence.closed = True
             self.live.discard(sequence)
-            self._close(sequence)
+            self.release(sequence)
 
     def kv_cost(self, capacity: int) -> int:
         """The most bytes that a sequence of this capacity takes, in any batch.
 
         A sliding layer counts its window twice: while slices arrive, committed and new rows exist side by side.
         """
-        rows = sum(2 * plan.window or self._kv_rows(capacity) for plan in self.spec.layout.layers)
+        rows = sum(2 * plan.window or self.kv_rows(capacity) for plan in self.spec.layout.layers)
         return rows * self.spec.layout.row_bytes(self.dtype)
 
     def slice_copy_bytes(self, tokens: int) -> int:
@@ -123,7 +124,7 @@ class Engine(ABC):
     @property
     def kv_held_bytes(self) -> int:
         """What the open sequences take now, measured."""
-        return self._kv_held() if self.loaded else 0
+        return self.measure_kv() if self.loaded else 0
 
     def prefill(
         self, sequence: Sequence, tokens: Items[int], emit: Emit | None = None, scoring: Scoring | None = None
@@ -143,7 +144,7 @@ class Engine(ABC):
             self.require_vocabulary(scoring.targets)
         with broken_on_error(sequence):
             sequence.computed += len(tokens)
-            logits = self._prefill(sequence, tokens, emit, scoring if scoring and scoring.targets else None)
+            logits = self.run_prefill(sequence, tokens, emit, scoring if scoring and scoring.targets else None)
         sequence.advance(len(tokens))
         return logits
 
@@ -154,7 +155,7 @@ class Engine(ABC):
         sequence.require_next(piece, self.spec.layout.layers[piece.layer])
         piece.wait()
         with broken_on_error(sequence):
-            self._place(sequence, piece)
+            self.write_slice(sequence, piece)
         sequence.placed[piece.layer] = piece.stop
 
     def commit(self, sequence: Sequence, length: int) -> None:
@@ -164,14 +165,14 @@ class Engine(ABC):
         if short:
             raise SliceRefused(f"commit of {length} tokens: layer {short[0]} has {sequence.placed[short[0]]}")
         with broken_on_error(sequence):
-            self._commit(sequence, length)
+            self.commit_rows(sequence, length)
         sequence.length = length
 
     def rollback(self, sequence: Sequence) -> None:
         """Discard what was placed since the last commit."""
         sequence.require_usable()
         with broken_on_error(sequence):
-            self._rollback(sequence)
+            self.discard_rows(sequence)
         sequence.advance(0)
 
     def export(self, sequence: Sequence, start: int = 0) -> Iterator[KVSlice]:
@@ -179,7 +180,7 @@ class Engine(ABC):
         sequence.require_room(0)
         if not 0 <= start < sequence.length:
             raise SliceRefused(f"export from token {start} of a sequence of {sequence.length}")
-        return self._export(sequence, start)
+        return self.read_slices(sequence, start)
 
     def step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits:
         """Feed one token to each sequence and return the logits of the next. Every call may have other sequences."""
@@ -187,7 +188,7 @@ class Engine(ABC):
         if isinstance(tokens, Items):
             self.require_vocabulary(tokens)
         with broken_on_error(*sequences):
-            logits = self._step(sequences, tokens)
+            logits = self.run_step(sequences, tokens)
         for sequence in sequences:
             sequence.advance(1)
         return logits
@@ -195,7 +196,7 @@ class Engine(ABC):
     def unload(self) -> None:
         """Free weights and KV memory; no sequence may be open. Spec, fingerprint, costs and counters stay."""
         self.loaded = False
-        self._unload()
+        self.release_model()
 
     def replace(self, unloaded: "Engine") -> None:
         """Continue the counters of an unloaded engine. It must have the same model: prefixes and peers rely on it."""
@@ -204,7 +205,7 @@ class Engine(ABC):
         self.counters = unloaded.counters
 
     @abstractmethod
-    def _unload(self) -> None:
+    def release_model(self) -> None:
         """Drop every reference to weights and KV memory, and make the library free what it keeps for reuse."""
 
     def set_threads(self, count: int) -> None:  # noqa: B027  most devices are no CPU
@@ -213,38 +214,38 @@ class Engine(ABC):
     def leave_thread(self) -> None:  # noqa: B027  most engines have no state per thread
         """Called on the engine's thread before that thread ends."""
 
-    def _kv_rows(self, capacity: int) -> int:
+    def kv_rows(self, capacity: int) -> int:
         """The most rows of a full layer that a sequence of this capacity takes."""
         return capacity
 
     @abstractmethod
-    def _kv_held(self) -> int: ...
+    def measure_kv(self) -> int: ...
 
     @abstractmethod
-    def _open(self, capacity: int) -> Any: ...
+    def allocate(self, capacity: int) -> Any: ...
 
     @abstractmethod
-    def _close(self, sequence: Sequence) -> None: ...
+    def release(self, sequence: Sequence) -> None: ...
 
     @abstractmethod
-    def _prefill(
+    def run_prefill(
         self, sequence: Sequence, tokens: Items[int], emit: Emit | None, scoring: Scoring | None
     ) -> Logits: ...
 
     @abstractmethod
-    def _place(self, sequence: Sequence, piece: KVSlice) -> None: ...
+    def write_slice(self, sequence: Sequence, piece: KVSlice) -> None: ...
 
     @abstractmethod
-    def _commit(self, sequence: Sequence, length: int) -> None: ...
+    def commit_rows(self, sequence: Sequence, length: int) -> None: ...
 
     @abstractmethod
-    def _rollback(self, sequence: Sequence) -> None: ...
+    def discard_rows(self, sequence: Sequence) -> None: ...
 
     @abstractmethod
-    def _export(self, sequence: Sequence, start: int) -> Iterator[KVSlice]: ...
+    def read_slices(self, sequence: Sequence, start: int) -> Iterator[KVSlice]: ...
 
     @abstractmethod
-    def _step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits: ...
+    def run_step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits: ...
 
     def require_prompt_logprobs(self) -> None:
         if not self.prompt_logprobs:

@@ -3,10 +3,12 @@
 A decode node that reads prompts itself gives right answers, only slower: no error shows it.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
+from disaggregated_inference.api import Alarm
 from disaggregated_inference.orchestrator import FALLBACK_WARNING, HistoryFilter, HistoryReader, ModelVerdict
 
 Record = dict[str, Any]
@@ -21,19 +23,6 @@ _COLUMNS = {
     "transfers": "SUM(kv_bytes > 0)",
     "slow_transfers": "SUM(kv_bytes > 0 AND exposed_transfer_time > 1)",
 }
-
-
-class Alarm(msgspec.Struct, frozen=True, kw_only=True):
-    """`measured` above `limit` is an alarm; `why` then says what to look at. Unknown: too few requests."""
-
-    name: str
-    unit: str
-    limit: float
-    what: str
-    state: Literal["ok", "alarm", "unknown"] = "unknown"
-    measured: float | None = None
-    why: str = ""
-
 
 _RECOMPUTED = Alarm(
     name="prompt_recomputed",
@@ -53,15 +42,15 @@ _WHY = {
 }
 
 
-def alarms(reader: HistoryReader, wanted: HistoryFilter, models: dict[str, str]) -> list[Alarm]:
+def alarms(reader: HistoryReader, wanted: HistoryFilter, models: Mapping[str, ModelVerdict]) -> tuple[Alarm, ...]:
     """`models`: the verdict of each, as in the orchestrator's status."""
     found: Record = next(iter(reader.grouped(wanted, "0", _COLUMNS).values()), {})
-    return [
+    return (
         _share(_RECOMPUTED, found, "recomputed", "prompt_tokens", enough="disaggregated"),
         _share(_FALLBACK, found, "fallback", "answered", enough="answered"),
         _share(_SLOW, found, "slow_transfers", "transfers", enough="transfers"),
         _prefill_down(models),
-    ]
+    )
 
 
 def _share(alarm: Alarm, found: Record, part: str, whole: str, enough: str) -> Alarm:
@@ -71,7 +60,7 @@ def _share(alarm: Alarm, found: Record, part: str, whole: str, enough: str) -> A
     return _judged(alarm, measured, _WHY[alarm.name])
 
 
-def _prefill_down(models: dict[str, str]) -> Alarm:
+def _prefill_down(models: Mapping[str, ModelVerdict]) -> Alarm:
     down = [name for name, verdict in models.items() if verdict == ModelVerdict.PREFILL_DOWN]
     return _judged(_PREFILL, len(down), f"decode nodes read all prompts of {', '.join(down)}: start a prefill node")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from disaggregated_inference.api import RequestRecord
+from disaggregated_inference.api import ClusterStatus, RequestRecord
 from disaggregated_inference.errors import QueueFull
-from disaggregated_inference.gateway.cluster.seen import seen_request, seen_status, seen_summary
+from disaggregated_inference.gateway.cluster.visibility import seen_request, seen_status, seen_summary
 from disaggregated_inference.orchestrator import DisaggregatedInference
 from disaggregated_inference.timeouts import GatewayTimeouts
 
@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 
 _MAX_QUEUED = 256  # events for a subscriber that does not read; then it is dropped
 _MAX_QUEUED_BYTES = 2 << 20
-_CHANGING_FIELDS = ("heard_s_ago", "warmth", "readings")  # of a node: they always change and are no news
 
 
 class Subscriber:
@@ -108,10 +107,10 @@ class EventStream:
     async def _snapshot(self, sees_all: bool) -> bytes:
         """The status for a new subscriber: of the last poll, if that was a moment ago."""
         if time.monotonic() - self._status_at >= self._timeouts.event_poll_s:
-            self._keep(await self._core().status())
+            self._keep(await self._core().cluster_status())
         return self._status[sees_all]
 
-    def _keep(self, status: dict[str, Any]) -> None:
+    def _keep(self, status: ClusterStatus) -> None:
         seen = {True: status, False: seen_status(status, "")}
         self._status = {sees_all: encode_event("status", each) for sees_all, each in seen.items()}
         self._status_at = time.monotonic()
@@ -160,7 +159,7 @@ class EventStream:
         while True:
             await asyncio.sleep(self._timeouts.event_poll_s)
             try:
-                status = await self._core().status()
+                status = await self._core().cluster_status()
             except Exception:  # the next poll may succeed
                 log.exception("the cluster's status is not known")
                 continue
@@ -176,6 +175,7 @@ def encode_event(name: str, content: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(content))
 
 
-def _without_changing_fields(status: dict[str, Any]) -> bytes:
-    nodes = [{name: value for name, value in node.items() if name not in _CHANGING_FIELDS} for node in status["nodes"]]
-    return msgspec.json.encode(status | {"nodes": nodes, "uptime": None})
+def _without_changing_fields(status: ClusterStatus) -> bytes:
+    """These always change and are no news."""
+    nodes = tuple(msgspec.structs.replace(node, heard_s_ago=None, warmth=0.0, readings=None) for node in status.nodes)
+    return msgspec.json.encode(msgspec.structs.replace(status, nodes=nodes, uptime=None))

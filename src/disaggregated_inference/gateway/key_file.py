@@ -66,7 +66,9 @@ def keys_of(entries: Any, place: str) -> tuple[Key, ...]:
     try:
         found = msgspec.convert(entries, tuple[Key, ...])
     except msgspec.ValidationError as error:
-        hint = "the file has hashes, never keys; " if '"key"' in str(error) or "`key`" in str(error) else ""
+        listed = entries if isinstance(entries, list) else []
+        has_keys = any(isinstance(entry, dict) and "key" in entry for entry in listed)
+        hint = "the file has hashes, never keys; " if has_keys else ""
         raise ConfigError(f"{place}: {error}; {hint}{HOW}") from None
     for field, values in (("name", {key.name for key in found}), ("key_hash", {key.digest for key in found})):
         if len(values) < len(found):

@@ -7,16 +7,15 @@ orchestrator; else "other".
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from disaggregated_inference import errors
-from disaggregated_inference.api import RequestRecord
+from disaggregated_inference.api import ClusterNode, ClusterStatus, QueueStatus, RequestRecord
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.observe import memory_in_use, reading_gauges
 from disaggregated_inference.orchestrator import (
@@ -42,7 +41,6 @@ _SHARE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
 
 _PROVIDER = "disaggregated_inference"
 _OPERATIONS = ("chat", "text_completion")
-_INFO = ("name", "role", "engine", "model", "node_model")  # of a node's status: the labels of disagg_node_info
 _BREAKER = {"closed": 0, "half_open": 1, "open": 2}
 _NODE_CODES = ("unreachable", "unauthorized", "stuck", "stream_ended", "bad_answer", "internal_error", "failed")
 
@@ -80,7 +78,7 @@ class GatewayMetrics:
     async def text(self) -> bytes:
         core = self._core()
         nodes = (await core.start()).nodes.values()
-        self._gauges.families = [*_gauges_of(core, await core.status()), *_readings_of(nodes)]
+        self._gauges.families = [*_gauges_of(core, await core.cluster_status()), *_readings_of(nodes)]
         self.count_ended()
         self._add_sums()
         return generate_latest(self.registry)
@@ -232,35 +230,43 @@ class _Gauges(Collector):
 
 
 def _gauges_of(
-    core: DisaggregatedInference, status: dict[str, Any]
+    core: DisaggregatedInference, status: ClusterStatus
 ) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
     names = {server.name for server in core.config.servers}
-    nodes = [node for node in status["nodes"] if node["name"] in names]
-    queues = [(model, status["queue"].get(model, {})) for model in core.config.names]
-    waiting = [([model], queue.get("waiting", 0)) for model, queue in queues]
+    nodes = [node for node in status.nodes if node.name in names]
+    queues = [(model, status.queue.get(model, QueueStatus())) for model in core.config.names]
+    waiting = [([model], queue.waiting) for model, queue in queues]
     yield _gauge("disagg_queue_waiting", waiting)
     yield _gauge("vllm:num_requests_waiting", waiting)
-    yield _gauge("vllm:num_requests_running", [([model], queue.get("running", 0)) for model, queue in queues])
+    yield _gauge("vllm:num_requests_running", [([model], queue.running) for model, queue in queues])
     yield _gauge("vllm:kv_cache_usage_perc", [([model], _kv_usage(nodes, model)) for model in core.config.names])
-    for name, value in (
-        ("disagg_node_usable", lambda node: node["usable"]),
-        ("disagg_node_misnamed", lambda node: node["misnamed"]),
-        ("disagg_breaker_state", lambda node: _BREAKER[node["breaker"]]),
-        ("disagg_node_slots", lambda node: node["slots"]["most"]),
-        ("disagg_node_slots_used", lambda node: node["slots"]["used"]),
-        ("disagg_node_kv_held_bytes", lambda node: node["kv"]["held_bytes"]),
-        ("disagg_node_kv_reserved_bytes", lambda node: node["kv"]["reserved_bytes"]),
-        ("disagg_node_kv_limit_bytes", lambda node: node["kv"]["total_limit_bytes"] or node["kv"]["limit_bytes"]),
-    ):
-        yield _gauge(name, [([node["name"]], value(node)) for node in nodes])
-    yield _gauge("disagg_node_info", [([node[name] or "" for name in _INFO], 1.0) for node in nodes])
-    yield _gauge("disagg_uptime_share", [] if status["uptime"] is None else [([], status["uptime"])])
+    for name, value in _NODE_GAUGES.items():
+        yield _gauge(name, [([node.name], value(node)) for node in nodes])
+    yield _gauge("disagg_node_info", [(_node_info(node), 1.0) for node in nodes])
+    yield _gauge("disagg_uptime_share", [] if status.uptime is None else [([], status.uptime)])
     yield CounterMetricFamily("disagg_busy_seconds", "Time in which at least one request ran", core.busy_s)
     in_use = memory_in_use()
     yield _gauge("disagg_gateway_python_blocks", [([], in_use.python_blocks)])
     yield _gauge("disagg_gateway_malloc_bytes", [] if in_use.malloc_bytes is None else [([], in_use.malloc_bytes)])
-    links = [([link["prefill"], link["decode"]], link["bytes_per_s"]) for link in status["links"]]
+    links = [([link.prefill, link.decode], link.bytes_per_s) for link in status.links]
     yield _gauge("disagg_link_goodput_bytes_per_second", links)
+
+
+_NODE_GAUGES: dict[str, Callable[[ClusterNode], float]] = {
+    "disagg_node_usable": lambda node: node.usable,
+    "disagg_node_misnamed": lambda node: node.misnamed,
+    "disagg_breaker_state": lambda node: _BREAKER[node.breaker],
+    "disagg_node_slots": lambda node: node.slots.most,
+    "disagg_node_slots_used": lambda node: node.slots.used,
+    "disagg_node_kv_held_bytes": lambda node: node.kv.held_bytes,
+    "disagg_node_kv_reserved_bytes": lambda node: node.kv.reserved_bytes,
+    "disagg_node_kv_limit_bytes": lambda node: node.kv.total_limit_bytes or node.kv.limit_bytes,
+}
+
+
+def _node_info(node: ClusterNode) -> list[str]:
+    """The values of `_INFO_LABELS`."""
+    return [node.name, node.role, node.engine, node.model, node.node_model or ""]
 
 
 def _readings_of(nodes: Iterable[NodeState]) -> Iterator[GaugeMetricFamily]:
@@ -269,14 +275,14 @@ def _readings_of(nodes: Iterable[NodeState]) -> Iterator[GaugeMetricFamily]:
     return reading_gauges([(labels, readings) for labels, readings in found if readings], ["node"])
 
 
-def _kv_usage(nodes: list[dict[str, Any]], model: str) -> float:
+def _kv_usage(nodes: list[ClusterNode], model: str) -> float:
     """The share of the decode nodes' KV memory that is reserved."""
-    memory = [node["kv"] for node in nodes if node["model"] == model and node["role"] != "prefill"]
-    limit = sum(kv["limit_bytes"] for kv in memory)
-    return sum(kv["reserved_bytes"] for kv in memory) / limit if limit else 0.0
+    memory = [node.kv for node in nodes if node.model == model and node.role != "prefill"]
+    limit = sum(kv.limit_bytes for kv in memory)
+    return sum(kv.reserved_bytes for kv in memory) / limit if limit else 0.0
 
 
-def _gauge(name: str, values: list[tuple[list[str], float]]) -> GaugeMetricFamily:
+def _gauge(name: str, values: Sequence[tuple[list[str], float]]) -> GaugeMetricFamily:
     text, labels = GAUGES[name]
     family = GaugeMetricFamily(name, text, labels=labels)
     for each, value in values:
@@ -286,6 +292,7 @@ def _gauge(name: str, values: list[tuple[list[str], float]]) -> GaugeMetricFamil
 
 _GENAI = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", "gen_ai_response_model")
 _VLLM, _MODEL, _NODE = ("model_name",), ("model",), ("node",)
+_INFO_LABELS = ("node", "role", "engine", "model", "node_model")
 # Descriptions and labels, and the buckets of histograms.
 # fmt: off
 HISTOGRAMS: dict[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
@@ -348,7 +355,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "disagg_queue_waiting": ("Requests in the request queue", _MODEL),
     "disagg_node_info":
         ("1; the labels say what the node is: `node_model` is its own name of its model",
-         ("node", *_INFO[1:])),
+         _INFO_LABELS),
     "disagg_node_misnamed": ("Whether the node's own name of its model is none of the cluster file", _NODE),
     "disagg_node_usable": ("Whether requests go to the node", _NODE),
     "disagg_breaker_state": ("The node's circuit breaker: 0 closed, 1 half open, 2 open", _NODE),

@@ -13,7 +13,7 @@ from disaggregated_inference.cluster import load_config
 from disaggregated_inference.gateway import dashboard
 from disaggregated_inference.gateway.app import gateway_app
 from disaggregated_inference.gateway.auth import Keys, require_keys
-from disaggregated_inference.gateway.free_memory import keep_releasing
+from disaggregated_inference.gateway.memory_release import keep_releasing
 from disaggregated_inference.gateway.openai.errors import error_body
 from disaggregated_inference.gateway.reload import Reloader
 from disaggregated_inference.gateway.tracing import Collector

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from disaggregated_inference.api import ClusterNode, ClusterStatus, Target
 from disaggregated_inference.gateway.metrics import STATUS_OF
 from disaggregated_inference.orchestrator import HistoryFilter, HistoryReader, speedup
 
@@ -17,18 +18,6 @@ Record = dict[str, Any]
 
 parallel_efficiency = speedup  # the name of the target
 _RECENT_S = 60.0
-
-
-class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """Met below `goal` or above it, by `better`."""
-
-    name: str
-    unit: str
-    goal: float
-    better: str  # "lower" or "higher"
-    what: str  # what `measured` is
-    measured: float | None = None
-    met: bool | None = None
 
 
 _TARGETS = (
@@ -51,8 +40,8 @@ _TARGETS = (
 
 
 def targets(
-    records: Sequence[Record], nodes: Sequence[Record], now: float | None = None, uptime: float | None = None
-) -> list[Record]:
+    records: Sequence[Record], nodes: Sequence[ClusterNode], now: float | None = None, uptime: float | None = None
+) -> tuple[Target, ...]:
     """`records`: the history. `nodes`, `uptime`: as in the orchestrator's status."""
     recent = [record for record in records if _span(record)[1] > (now or time.time()) - _RECENT_S]
     answered = [record for record in records if record.get("ok")]
@@ -72,7 +61,7 @@ def targets(
     found = {target.name: _measured(target, measured.get(target.name)) for target in _TARGETS}
     if partial:
         found["cost_per_request"] = _at_least(found["cost_per_request"])
-    return [msgspec.to_builtins(target) for target in found.values()]
+    return tuple(found.values())
 
 
 _MOST = 20_000  # requests of which targets are computed: the newest
@@ -82,10 +71,10 @@ _FIGURES = (
 )
 
 
-def targets_of(reader: HistoryReader, wanted: HistoryFilter, status: Record) -> list[Record]:
-    """Of the requests in the history that are wanted. `status`: the orchestrator's."""
+def targets_of(reader: HistoryReader, wanted: HistoryFilter, status: ClusterStatus) -> tuple[Target, ...]:
+    """Of the requests in the history that are wanted."""
     records = [_record_of(figures) for figures in reader.figures(wanted, _FIGURES, _MOST)]
-    return targets(records, status["nodes"], uptime=status.get("uptime"))
+    return targets(records, status.nodes, uptime=status.uptime)
 
 
 def _record_of(figures: Record) -> Record:
@@ -142,7 +131,7 @@ def _mean(values: Any) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _utilisation(nodes: Sequence[Record]) -> float | None:
-    slots = [node["slots"] for node in nodes if node["usable"] and node["role"] != "prefill"]
-    total = sum(each["most"] for each in slots)
-    return 100 * sum(each["used"] for each in slots) / total if total else None
+def _utilisation(nodes: Sequence[ClusterNode]) -> float | None:
+    slots = [node.slots for node in nodes if node.usable and node.role != "prefill"]
+    total = sum(each.most for each in slots)
+    return 100 * sum(each.used for each in slots) / total if total else None

@@ -11,7 +11,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from disaggregated_inference.errors import ForeignSite, NodeDraining, Unauthorized
-from disaggregated_inference.http.own_site import require_own_site
+from disaggregated_inference.http.cross_site import require_own_site
 from disaggregated_inference.http.responses import error_response
 
 log = logging.getLogger(__name__)

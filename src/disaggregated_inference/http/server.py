@@ -22,11 +22,11 @@ from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from disaggregated_inference.http.body_writer import has_chunks, offered_body_writer
 from disaggregated_inference.http.chunked_head import ChunkedHeads
-from disaggregated_inference.http.handshake import TlsHandshake
 from disaggregated_inference.http.limits import Connections, HttpLimits, UnfinishedBodies, within_file_limit
 from disaggregated_inference.http.protocol import DescribeHeadError, HeadDeadlineProtocol, RequirePeer
 from disaggregated_inference.http.responses import error_body
 from disaggregated_inference.http.tls import Certificate
+from disaggregated_inference.http.tls_handshake import TlsHandshake
 from disaggregated_inference.timeouts import HttpTimeouts
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ All little endian. A reader decides from the header alone whether it takes the p
 header has its own check: otherwise a flipped bit would look like a peer that violates the protocol. The checksum comes
 last so that both sides compute it block by block, while a block is in the processor's cache.
 
-In the authenticated mode (keyed.py) the magic is b"DKVA", and a keyed tag of 16 bytes takes the checksum's place.
+In the authenticated mode (authenticated_frames.py) the magic is b"DKVA", and a keyed tag of 16 bytes takes the
+checksum's place.
 """
 
 import select
@@ -36,7 +37,7 @@ import xxhash
 
 from disaggregated_inference.errors import Cancelled, ChecksumMismatch, PeerGone, ProtocolError, VersionUnsupported
 from disaggregated_inference.kv import Array
-from disaggregated_inference.kv_transfer.keyed import TAG_BYTES, FrameKeys, FrameMac
+from disaggregated_inference.kv_transfer.authenticated_frames import TAG_BYTES, FrameKeys, FrameMac
 from disaggregated_inference.kv_transfer.messages import encode_error
 from disaggregated_inference.kv_transfer.tls_socket import TlsSocket
 from disaggregated_inference.timeouts import TransferTimeouts

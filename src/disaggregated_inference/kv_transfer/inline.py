@@ -12,9 +12,9 @@ import numpy as np
 from disaggregated_inference.errors import BadRequest, ProtocolError
 from disaggregated_inference.kv import Fingerprint, KVLayout, KVSlice, LogprobRows, as_dtype, require_same_model
 from disaggregated_inference.kv_transfer import codecs
-from disaggregated_inference.kv_transfer.fetch import Sink
 from disaggregated_inference.kv_transfer.frames import Connection, Frame, Kind, bytes_of
 from disaggregated_inference.kv_transfer.messages import End, Hello, Welcome, decode_message
+from disaggregated_inference.kv_transfer.placement import Sink
 from disaggregated_inference.kv_transfer.receiver import ConnectionFetch, receive_tokens
 from disaggregated_inference.kv_transfer.sender import Outbox, send_slice, send_tokens
 

@@ -1,5 +1,6 @@
 """Network paths to other nodes: one KV address each, with its failures and its measured goodput."""
 
+import errno
 import logging
 import socket
 import ssl
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from disaggregated_inference.errors import IdentityRefused, PeerGone
+from disaggregated_inference.errors import DisaggError, IdentityRefused, PeerGone
 from disaggregated_inference.kv_transfer.frames import Connection, no_answer
 from disaggregated_inference.kv_transfer.tls_socket import TlsSocket, start_tls
 from disaggregated_inference.timeouts import TransferTimeouts
@@ -20,6 +21,7 @@ Address = tuple[str, int]
 
 _SLOW_PEER_FACTOR = 8  # a probe may take this many times as long as the handshake: a busy machine answers late
 _MAX_PATHS = 256
+_CODES = {errno.EHOSTUNREACH: "no_route", errno.ENETUNREACH: "no_network", errno.ECONNREFUSED: "refused"}
 # What one slice may add to the time counted, as a share of that time or of the whole average: a line that stalls once
 # is not a slow line.
 _MAX_SHARE, _SHORT_SHARE = 0.5, 0.05
@@ -59,6 +61,7 @@ class NetworkPath:
         self._used_at: float | None = None
         self._failed_at: float | None = None
         self.last_error: str | None = None
+        self.last_error_code: str | None = None
 
     def dial(self, timeout_s: float | None = None) -> Connection:
         """A new connection. `timeout_s` also limits every read and write on it."""
@@ -128,6 +131,7 @@ class NetworkPath:
         with self._lock:
             self.failures += 1
             self._failed_at, self.last_error = self._clock(), str(error)[:300]
+            self.last_error_code = failure_code(error)
 
     @property
     def failed_recently(self) -> bool:
@@ -143,6 +147,20 @@ class NetworkPath:
         """Only the time in which slices arrive counts, not the waits between."""
         with self._lock:
             return self._recent_bytes / self._recent_s if self._recent_s else None
+
+
+def failure_code(error: BaseException) -> str:
+    """By what the system said, which an error for clients does not repeat."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, socket.gaierror):
+            return "unknown_host"
+        if isinstance(cause, TimeoutError):
+            return "timeout"
+        if isinstance(cause, OSError) and cause.errno in _CODES:
+            return _CODES[cause.errno]
+        cause = cause.__cause__
+    return error.code if isinstance(error, DisaggError) else "failed"
 
 
 class Paths:

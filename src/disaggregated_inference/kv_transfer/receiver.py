@@ -20,8 +20,8 @@ from disaggregated_inference.errors import (
 )
 from disaggregated_inference.kv import LOWEST_LOGPROB, Array, KVLayout, KVSlice, LogprobRows
 from disaggregated_inference.kv_transfer import codecs
+from disaggregated_inference.kv_transfer.authenticated_frames import FrameKeys, is_nonce, new_nonce
 from disaggregated_inference.kv_transfer.frames import Connection, Frame, Kind, bytes_of, no_answer
-from disaggregated_inference.kv_transfer.keyed import FrameKeys, is_nonce, new_nonce
 from disaggregated_inference.kv_transfer.messages import End, ErrorMessage, Hello, Welcome, decode_message
 
 log = logging.getLogger(__name__)

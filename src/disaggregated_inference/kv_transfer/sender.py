@@ -11,8 +11,8 @@ import numpy as np
 from disaggregated_inference.errors import Cancelled, ChecksumMismatch, DisaggError, PeerGone, ProtocolError
 from disaggregated_inference.kv import Array, KVSlice, LogprobRows
 from disaggregated_inference.kv_transfer import codecs
+from disaggregated_inference.kv_transfer.authenticated_frames import FrameKeys, is_nonce, new_nonce
 from disaggregated_inference.kv_transfer.frames import Connection, Frame, Kind, bytes_of
-from disaggregated_inference.kv_transfer.keyed import FrameKeys, is_nonce, new_nonce
 from disaggregated_inference.kv_transfer.messages import End, ErrorMessage, Hello, Welcome, decode_message, encode_error
 
 _MAX_STREAMS = 64

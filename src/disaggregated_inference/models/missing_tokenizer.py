@@ -28,7 +28,7 @@ class MissingTokenizer(ModelTokenizer):
     def encode_within(self, text: str, window: int) -> list[int]:
         self._refuse()
 
-    def _chat_pieces(self, messages: Sequence[Message], options: dict[str, Any]) -> list[str]:
+    def chat_pieces(self, messages: Sequence[Message], options: dict[str, Any]) -> list[str]:
         self._refuse()
 
     def decode(self, tokens: Iterable[int], special: bool = False) -> str:

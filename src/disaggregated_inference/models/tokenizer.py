@@ -97,13 +97,13 @@ class ModelTokenizer:
 
     def encode_chat(self, messages: Sequence[Message], window: int | None = None, **options: Any) -> list[int]:
         """The tokens of the prompt. Refuses what cannot fit into the window."""
-        return self._encode(self._chat_pieces(messages, options), window)
+        return self._encode(self.chat_pieces(messages, options), window)
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt from the chat template. `options` are the template's variables: `tools`, `reasoning_effort`."""
-        return "".join(self._chat_pieces(messages, options))
+        return "".join(self.chat_pieces(messages, options))
 
-    def _chat_pieces(self, messages: Sequence[Message], options: dict[str, Any]) -> list[str]:
+    def chat_pieces(self, messages: Sequence[Message], options: dict[str, Any]) -> list[str]:
         """The prompt in pieces that are tokenized one by one."""
         if not self.chat_template and not self.harmony:
             raise ModelUnsupported("this model has no chat template; send a plain prompt")

@@ -25,7 +25,7 @@ from disaggregated_inference.node.server import (
     run_node,
     start_readings,
 )
-from disaggregated_inference.node.starting import Begin, NodeStart, peer_tls
+from disaggregated_inference.node.startup import Begin, NodeStart, peer_tls
 from disaggregated_inference.node.streaming import respond
 from disaggregated_inference.node.trust import Trust, require_trusted_link
 

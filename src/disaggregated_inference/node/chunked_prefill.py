@@ -30,7 +30,7 @@ class ChunkedPrefill:
         self.chunk_tokens, self._on_end = chunk_tokens, on_end
         self.rates = RateMeter()
         self.canary_tokens = 0  # computed for peer checks
-        self.prefix_writer = PrefixWriter(kv_memory, self._close)
+        self.prefix_writer = PrefixWriter(kv_memory, self.close_job)
 
     @property
     def engine(self) -> Engine:
@@ -52,7 +52,7 @@ class ChunkedPrefill:
             try:
                 if self._open(job):
                     job.set_admitted()
-                    self._begin(job, requested_at).add_done_callback(lambda done: self._settle(job, done))
+                    self.begin(job, requested_at).add_done_callback(lambda done: self._settle(job, done))
             except DisaggError as error:
                 refuse(error)
             except Exception as error:
@@ -97,9 +97,9 @@ class ChunkedPrefill:
 
     def close_soon(self, job: PrefillJob) -> None:
         with suppress(NodeBusy):  # the engine has stopped: there is no memory to free
-            self._scheduler.post(lambda: self._close(job))
+            self._scheduler.post(lambda: self.close_job(job))
 
-    def _begin(self, job: PrefillJob, requested_at: float) -> "Future[PrefillMetrics]":
+    def begin(self, job: PrefillJob, requested_at: float) -> "Future[PrefillMetrics]":
         """On the scheduler's thread, with the job's memory open."""
         return self._scheduler.submit(self._compute(job, requested_at))
 
@@ -129,7 +129,7 @@ class ChunkedPrefill:
         finally:
             self._tickets.hold(job.ticket)
             if job.ended or job.outbox.failed:
-                self._close(job)
+                self.close_job(job)
         return metrics
 
     def _open(self, job: PrefillJob) -> bool:
@@ -189,7 +189,7 @@ class ChunkedPrefill:
         at = job.sequence.length
         return chunk_scoring(job.tokens, at, count, scored, outbox.prompt_logprobs, outbox.put_logprobs)
 
-    def _close(self, job: PrefillJob) -> None:
+    def close_job(self, job: PrefillJob) -> None:
         """On the scheduler's thread."""
         if job.saving or job.outbox.readers:  # the prefix writer or the last reader calls again
             return

@@ -23,11 +23,11 @@ from disaggregated_inference.node.decode import DecodeNode
 from disaggregated_inference.node.engine_threads import EngineThreads
 from disaggregated_inference.node.kv_listener import listen, parse_address
 from disaggregated_inference.node.kv_memory import KVMemory
-from disaggregated_inference.node.measuring import measure, rescale_rates, warm_up
 from disaggregated_inference.node.node import Node
 from disaggregated_inference.node.prefill import PrefillNode
+from disaggregated_inference.node.rate_measurement import measure, rescale_rates, warm_up
 from disaggregated_inference.node.scheduler import Scheduler
-from disaggregated_inference.node.starting import Begin, NodeStart
+from disaggregated_inference.node.startup import Begin, NodeStart
 from disaggregated_inference.node.trust import Trust, choose_security, require_trusted_link
 from disaggregated_inference.observe import Computes, ReadingsSampler
 from disaggregated_inference.timeouts import NodeTimeouts

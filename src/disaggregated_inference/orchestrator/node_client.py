@@ -28,10 +28,10 @@ from disaggregated_inference.api import (
     checksum_text,
 )
 from disaggregated_inference.cluster import Server
+from disaggregated_inference.orchestrator.connection_errors import why_unreachable
 from disaggregated_inference.orchestrator.connections import post, without_frames
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats, MonitoredStream, PendingRequest, StreamSilent
 from disaggregated_inference.orchestrator.leg_errors import LegBusy, LegFailed, NodeRefused, refusal
-from disaggregated_inference.orchestrator.strangers import why_unreachable
 from disaggregated_inference.orchestrator.stream_check import BadEvents, StreamCheck
 
 _PATIENCE = 8  # times its recent latency: a busy machine is slow for all clients, a frozen one is silent

@@ -4,22 +4,21 @@ import asyncio
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import aiohttp
 import msgspec
 
-from disaggregated_inference.api import ModelInfo, NodeStatus, PeerStatus, Rate, Rates, Role
+from disaggregated_inference.api import ClusterNode, ModelInfo, NodeStatus, PeerStatus, Rate, Rates, Role
 from disaggregated_inference.cluster import Policies, Server
 from disaggregated_inference.models import is_same_model
-from disaggregated_inference.orchestrator.alone import MachineFacts
 from disaggregated_inference.orchestrator.breaker import Breaker
 from disaggregated_inference.orchestrator.cluster_view import NodeView
+from disaggregated_inference.orchestrator.connection_errors import what_answers
 from disaggregated_inference.orchestrator.energy import PowerLog, price_per_hour
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats
 from disaggregated_inference.orchestrator.leg_errors import LegFailed
 from disaggregated_inference.orchestrator.node_client import WRONG_TOKEN, NodeClient
-from disaggregated_inference.orchestrator.strangers import what_answers
+from disaggregated_inference.orchestrator.single_machine import MachineFacts
 
 _UNREACHABLE = "unreachable"
 _CONDITIONS = {WRONG_TOKEN: "wrong token", "node_loading": "loading"}  # by the code of a failed poll
@@ -275,41 +274,41 @@ class NodeState:
             warmth=self.breaker.warmth(),
         )
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> ClusterNode:
         """For status pages."""
         status = self.status or NodeStatus()
-        return {
-            "name": self.name,
-            "url": self.server.url,
-            "role": self.role,
-            "configured_role": self.server.role,
-            "model": self.model,
-            "node_model": self.own_model or None,
-            "engine": status.backend or self.server.engine,
-            "state": self.state,
-            "why": self.why,
-            "warning": self.warning,
-            "misnamed": bool(self.misnamed),
-            "usable": self.usable,
-            "epoch": self.epoch,
-            "breaker": self.breaker.state,
-            "warmth": round(self.breaker.warmth(), 2),
-            "open": self.open,
-            "waiting": status.waiting,
-            "running": status.running,
-            "working": status.working,
-            "slots": msgspec.to_builtins(status.slots),
-            "kv": msgspec.to_builtins(status.kv),
-            "rates": msgspec.to_builtins(status.rates),
-            "paths": msgspec.to_builtins(status.paths),
-            "peers": msgspec.to_builtins(status.peers),
-            "readings": msgspec.to_builtins(status.readings) if self.reachable else None,
-            "configured_power_w": self.server.power_w,
-            "idle_power_w": self.server.idle_power_w,
-            "identity": status.identity,
-            "trusted_link": status.trusted_link,
-            "heard_s_ago": round(time.monotonic() - self.polled_at, 3) if self.polled_at else None,
-        }
+        return ClusterNode(
+            name=self.name,
+            url=self.server.url,
+            role=self.role,
+            configured_role=self.server.role,
+            model=self.model,
+            node_model=self.own_model or None,
+            engine=status.backend or self.server.engine,
+            state=self.state,
+            why=self.why,
+            warning=self.warning,
+            misnamed=bool(self.misnamed),
+            usable=self.usable,
+            epoch=self.epoch,
+            breaker=self.breaker.state,
+            warmth=round(self.breaker.warmth(), 2),
+            open=self.open,
+            waiting=status.waiting,
+            running=status.running,
+            working=status.working,
+            slots=status.slots,
+            kv=status.kv,
+            rates=status.rates,
+            paths=status.paths,
+            peers=status.peers,
+            readings=status.readings if self.reachable else None,
+            configured_power_w=self.server.power_w,
+            idle_power_w=self.server.idle_power_w,
+            identity=status.identity,
+            trusted_link=status.trusted_link,
+            heard_s_ago=round(time.monotonic() - self.polled_at, 3) if self.polled_at else None,
+        )
 
 
 def _kinds(rates: Rates) -> Iterator[tuple[str, tuple[Rate, ...]]]:

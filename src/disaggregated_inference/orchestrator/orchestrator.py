@@ -12,11 +12,14 @@ import aiohttp
 import msgspec
 
 from disaggregated_inference.api import (
+    ClusterNode,
+    ClusterStatus,
     Completion,
     Delta,
     ErrorDetail,
     GenerateOptions,
     GenerateRequest,
+    LatencyStatus,
     PromptLogprob,
     Rates,
     RequestOptions,
@@ -30,7 +33,6 @@ from disaggregated_inference.cluster import ClusterConfig, Policies, load_config
 from disaggregated_inference.errors import ClusterError, DeadlineExceeded, DisaggError
 from disaggregated_inference.identity import Identity, open_identity
 from disaggregated_inference.models import ModelTokenizer
-from disaggregated_inference.orchestrator.causes import no_decode_node
 from disaggregated_inference.orchestrator.connections import NodeConnector
 from disaggregated_inference.orchestrator.continuation import with_seed
 from disaggregated_inference.orchestrator.defaults import require_defaults
@@ -45,13 +47,13 @@ from disaggregated_inference.orchestrator.request_queue import RequestQueue
 from disaggregated_inference.orchestrator.results import Outcomes, merge_results, outcome_of
 from disaggregated_inference.orchestrator.runner import Put, RequestRunner
 from disaggregated_inference.orchestrator.threads import in_thread
+from disaggregated_inference.orchestrator.unavailable_nodes import no_decode_node
 from disaggregated_inference.orchestrator.verdict import cluster_verdict, model_verdict, warnings_of
 from disaggregated_inference.timeouts import OrchestratorTimeouts
 
 _TIMEOUT_REMEDY = "ask for less, or give more time: timeout, or the config's prefill_timeout_s and decode_timeout_s"
 _PLACES = 64  # of a model whose nodes have not answered yet
 _PLACES_PER_SLOT = 2  # so that a node has the next request there when a slot is free
-_BRIEF = ("state", "why", "warning", "role", "model", "node_model", "engine", "url", "usable")  # of a node
 
 
 class DisaggregatedInference:
@@ -219,26 +221,32 @@ class DisaggregatedInference:
         nodes = [node.summary() for node in registry.nodes.values()]
         return {
             "verdict": cluster_verdict(list(registry.nodes.values())),
-            "nodes": {node["name"]: _brief(node) for node in nodes},
+            "nodes": {node.name: _brief(node) for node in nodes},
             "warnings": warnings_of(registry.nodes.values()),
         }
 
     async def status(self) -> dict[str, Any]:
         """What is known, without polling; see `health`."""
-        registry = await self.start()
-        links = [link for model in self.config.names for link in registry.links(model)]
-        return {
-            "verdict": cluster_verdict(list(registry.nodes.values())),
-            "models": {model: model_verdict(registry.of(model)) for model in self.config.names},
-            "nodes": [node.summary() for node in registry.nodes.values()],
-            "links": links,
-            "refusals": [refusal for model in self.config.names for refusal in registry.refusals(model)],
-            "warnings": warnings_of(registry.nodes.values()) + [each["warning"] for each in links if each["warning"]],
-            "queue": msgspec.to_builtins(self.queue.status()),
-            "served": dict(self._outcomes.counts),
-            "uptime": registry.uptime.share,
-            "latency": {"total_time": self.history.percentiles("total_time")},
-        }
+        status: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(await self.cluster_status()))
+        return status
+
+    async def cluster_status(self) -> ClusterStatus:
+        """The same, typed."""
+        registry, names = await self.start(), self.config.names
+        nodes = list(registry.nodes.values())
+        links = tuple(link for model in names for link in registry.links(model))
+        return ClusterStatus(
+            verdict=cluster_verdict(nodes),
+            models={model: model_verdict(registry.of(model)) for model in names},
+            nodes=tuple(node.summary() for node in nodes),
+            links=links,
+            refusals=tuple(refusal for model in names for refusal in registry.refusals(model)),
+            warnings=(*warnings_of(nodes), *(link.warning for link in links if link.warning)),
+            queue=self.queue.status(),
+            served={outcome: count for outcome, count in self._outcomes.counts.items()},
+            uptime=registry.uptime.share,
+            latency=LatencyStatus(total_time=self.history.percentiles("total_time")),
+        )
 
     async def require_decode_node(self, model: str) -> None:
         """Raises NoDecodeNode if the model's nodes cannot serve now."""
@@ -373,5 +381,15 @@ def _places(nodes: list[NodeState]) -> int:
     return _PLACES_PER_SLOT * sum(slots) or _PLACES
 
 
-def _brief(node: dict[str, Any]) -> dict[str, Any]:
-    return {name: node[name] for name in _BRIEF}
+def _brief(node: ClusterNode) -> dict[str, Any]:
+    return {
+        "state": node.state,
+        "why": node.why,
+        "warning": node.warning,
+        "role": node.role,
+        "model": node.model,
+        "node_model": node.node_model,
+        "engine": node.engine,
+        "url": node.url,
+        "usable": node.usable,
+    }

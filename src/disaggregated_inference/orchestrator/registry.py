@@ -6,11 +6,11 @@ import random
 import time
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import aiohttp
 
-from disaggregated_inference.api import NodeStatus
+from disaggregated_inference.api import ClusterLink, KVRefusal, NodeStatus
 from disaggregated_inference.cluster import ClusterConfig
 from disaggregated_inference.orchestrator.cluster_view import ClusterView
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats
@@ -184,32 +184,31 @@ class NodeRegistry:
             found = self._pairs[model] = _Pairs(statuses, links, checked, refused)
         return found
 
-    def refusals(self, model: str) -> list[dict[str, str]]:
+    def refusals(self, model: str) -> list[KVRefusal]:
         """Which decode node refuses KV of which prefill node, and why, for people."""
         return [
-            {"prefill": p.name, "decode": d.name, "why": peer.refused}
+            KVRefusal(prefill=p.name, decode=d.name, why=peer.refused)
             for p in self.of(model)
             for d in self.of(model)
             if p.reachable and d.reachable and (peer := d.peer_status(p)) and peer.refused
         ]
 
-    def links(self, model: str) -> list[dict[str, Any]]:
+    def links(self, model: str) -> list[ClusterLink]:
         """Every link whose speed is known, for people."""
         return [self._link(p, d, speed) for (p, d), speed in self.view(model).links.items()]
 
-    def _link(self, prefill: str, decode: str, speed: float) -> dict[str, Any]:
-        """`line_rate_bytes_s`: what the config expects of the link. `payload_bytes`: since the decode node started."""
+    def _link(self, prefill: str, decode: str, speed: float) -> ClusterLink:
         paths = paths_between(self.nodes[prefill], self.nodes[decode])
-        return {
-            "prefill": prefill,
-            "decode": decode,
-            "bytes_per_s": speed,
-            "line_rate_bytes_s": self.line_rate(prefill, decode),
-            "measured": any(path.goodput_bytes_s for path in paths),
-            "payload_bytes": sum(path.payload_bytes for path in paths),
-            "connections": sum(path.connections for path in paths),
-            "warning": link_warning(prefill, decode, paths, self.line_rate(prefill, decode)),
-        }
+        return ClusterLink(
+            prefill=prefill,
+            decode=decode,
+            bytes_per_s=speed,
+            line_rate_bytes_s=self.line_rate(prefill, decode),
+            measured=any(path.goodput_bytes_s for path in paths),
+            payload_bytes=sum(path.payload_bytes for path in paths),
+            connections=sum(path.connections for path in paths),
+            warning=link_warning(prefill, decode, paths, self.line_rate(prefill, decode)),
+        )
 
     def _speed(self, prefill: NodeState, decode: NodeState) -> float | None:
         """Bytes per second: measured if there is a measurement, else from the config."""

@@ -9,20 +9,11 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
-
+from disaggregated_inference.api import QueueStatus
 from disaggregated_inference.errors import DeadlineExceeded, QueueFull
 from disaggregated_inference.timeouts import OrchestratorTimeouts
 
 _LAST_SERVED = 32
-
-
-class QueueStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One model's queue, for status pages."""
-
-    waiting: int
-    running: int
-    places: int
 
 
 @dataclass(slots=True, eq=False)

@@ -3,15 +3,15 @@
 import time
 from enum import Enum
 
-from disaggregated_inference.api import LocalPrefill, ModelInfo
+from disaggregated_inference.api import LocalPrefill, ModelInfo, ModelVerdict
 from disaggregated_inference.errors import ClusterError
-from disaggregated_inference.orchestrator.causes import prefill_causes
 from disaggregated_inference.orchestrator.cluster_view import Plan, Route, RouteRequest
 from disaggregated_inference.orchestrator.failover import FailoverState
 from disaggregated_inference.orchestrator.node_state import NodeState
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 from disaggregated_inference.orchestrator.router import plan
-from disaggregated_inference.orchestrator.verdict import ModelVerdict, model_verdict
+from disaggregated_inference.orchestrator.unavailable_nodes import prefill_causes
+from disaggregated_inference.orchestrator.verdict import model_verdict
 
 _MAX_EXPLORATION = 4.0  # times the best route's time, at most
 _QUICK_EXPLORATIONS = 6

@@ -17,7 +17,6 @@ import msgspec
 from disaggregated_inference.api import Failover, GenerateRequest, PrefillRequest, Progress, StreamEvent, seal_for
 from disaggregated_inference.errors import ClusterError, NoDecodeNode
 from disaggregated_inference.orchestrator.attempt import Attempt
-from disaggregated_inference.orchestrator.causes import no_decode_node, prefill_causes
 from disaggregated_inference.orchestrator.continuation import Continuation, Numbers
 from disaggregated_inference.orchestrator.failover import FailoverState
 from disaggregated_inference.orchestrator.leg_errors import LegBusy, LegFailed, NodeRefused, refusal
@@ -25,6 +24,7 @@ from disaggregated_inference.orchestrator.node_state import NodeState
 from disaggregated_inference.orchestrator.recorder import RequestRecorder
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 from disaggregated_inference.orchestrator.route_picker import RoutePicker
+from disaggregated_inference.orchestrator.unavailable_nodes import no_decode_node, prefill_causes
 
 log = logging.getLogger(__name__)
 

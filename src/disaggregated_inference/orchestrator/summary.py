@@ -7,41 +7,11 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
+from disaggregated_inference.api import CombinedSummary, ModelSummary, Summary
 from disaggregated_inference.orchestrator.history_table import Record, is_number
 
 RECENT_REQUESTS = 50  # that a summary is about
 _CACHED = 0.9  # of a prompt: the speed of the rest says nothing of the machine
-
-
-class ModelSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Medians of the answered requests of one model. None: nothing was measured."""
-
-    answered: int = 0
-    all_cached: bool = False  # every prompt was in a prefix cache: no speed says anything
-    prefill_time: float | None = None
-    prefill_speed: float | None = None  # of prompts that a prefix cache did not hold
-    decode_time: float | None = None
-    decode_speed: float | None = None
-    total_time: float | None = None
-    first_token_time: float | None = None
-    exposed_transfer_time: float | None = None  # of requests whose KV moved
-
-
-class CombinedSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Answered requests of all models together."""
-
-    answered: int = 0
-    busy_time: float | None = None  # at least one of them ran
-    sequential_time: float | None = None  # one after the other, each with the cluster to itself
-    speedup: float | None = None
-    tokens_per_s: float | None = None
-
-
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    models: dict[str, ModelSummary]
-    combined: CombinedSummary
 
 
 def summary(records: Sequence[Record], models: Sequence[str]) -> Summary:

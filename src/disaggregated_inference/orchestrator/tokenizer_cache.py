@@ -14,10 +14,10 @@ import msgspec
 from disaggregated_inference.api import GenerateRequest, ModelInfo
 from disaggregated_inference.errors import BadRequest, DisaggError, NoDecodeNode
 from disaggregated_inference.models import MissingTokenizer, ModelTokenizer, default_home
-from disaggregated_inference.orchestrator.causes import no_decode_node
 from disaggregated_inference.orchestrator.leg_errors import LegBusy, LegFailed
 from disaggregated_inference.orchestrator.node_state import NodeState
 from disaggregated_inference.orchestrator.threads import in_thread
+from disaggregated_inference.orchestrator.unavailable_nodes import no_decode_node
 
 log = logging.getLogger(__name__)
 

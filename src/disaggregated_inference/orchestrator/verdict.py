@@ -1,22 +1,9 @@
 """Verdicts: whether a model's nodes can serve, in one of six phrases."""
 
 from collections.abc import Iterable, Sequence
-from enum import StrEnum
 
+from disaggregated_inference.api import ModelVerdict
 from disaggregated_inference.orchestrator.node_state import NodeState
-
-
-class ModelVerdict(StrEnum):
-    ALL_UP = "all up"
-    SOME_DOWN = "a node is down, others serve"
-    PREFILL_DOWN = "prefill down: decode-only"
-    DECODE_DOWN = "decode down: cannot serve"
-    WHOLE_ANSWERS = "decode down: prefill nodes write the answers"
-    NOTHING_UP = "nothing is up"
-
-    @property
-    def serves(self) -> bool:
-        return self not in (ModelVerdict.DECODE_DOWN, ModelVerdict.NOTHING_UP)
 
 
 def model_verdict(nodes: list[NodeState]) -> ModelVerdict:

@@ -20,8 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
-from disaggregated_inference.vllm_connector import current, lifeline
-from disaggregated_inference.vllm_connector.link import NodeLink
+from disaggregated_inference.vllm_connector import current_worker, parent_watch
+from disaggregated_inference.vllm_connector.connection import NodeLink
 from disaggregated_inference.vllm_connector.messages import (
     DECODES_OPTION,
     PROTOCOL,
@@ -45,7 +45,7 @@ class StepSpans(KVConnectorMetadata):  # type: ignore[misc]
 
 class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        lifeline.watch()
+        parent_watch.watch()
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._config, self._caches = vllm_config, kv_cache_config
         self._options = vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -108,7 +108,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         layout = RegionLayout(model.get_total_num_hidden_layers(), total, dim, vocabulary, attach.dtype)
         path = self._options[SOCKET_OPTION]
         self._worker = WorkerHalf(path, attach, layout, layers, self._groups, found, first.device)
-        current.worker = self._worker if attach.sends_logits else None
+        current_worker.worker = self._worker if attach.sends_logits else None
         modules = self._config.compilation_config.static_forward_context
         self._written_early = frozenset(name for name in layers if _is_written_before_attention(modules.get(name)))
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from disaggregated_inference.vllm_connector import current, lifeline
+from disaggregated_inference.vllm_connector import current_worker, parent_watch
 from disaggregated_inference.vllm_connector.scheduler import ticket_of
 
 _Bases: tuple[type, ...]
@@ -21,7 +21,7 @@ except ImportError:  # older than 0.32: with a logits processor, vLLM takes its 
 
 class FirstToken(*_Bases):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, *_: Any) -> None:
-        lifeline.watch()  # before the weights are loaded; the connector comes after them
+        parent_watch.watch()  # before the weights are loaded; the connector comes after them
         self._tickets: dict[int, str] = {}  # by row of the batch, or by request slot
 
     def is_argmax_invariant(self) -> bool:
@@ -48,7 +48,7 @@ class FirstToken(*_Bases):  # type: ignore[misc]
         return req_idx in self._tickets
 
     def apply(self, logits: torch.Tensor, context: Any = None) -> torch.Tensor:
-        worker = current.worker
+        worker = current_worker.worker
         if worker and worker.ending:
             slots = context.idx_mapping_np.tolist() if context else range(len(logits))
             for row, slot in enumerate(slots):

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from disaggregated_inference.vllm_connector.link import NodeLink
+from disaggregated_inference.vllm_connector.connection import NodeLink
 from disaggregated_inference.vllm_connector.messages import (
     QUESTION_PARAM,
     STATE_PARAM,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from disaggregated_inference.vllm_connector.link import NodeLink
+from disaggregated_inference.vllm_connector.connection import NodeLink
 from disaggregated_inference.vllm_connector.messages import (
     Accept,
     Attach,

@@ -2,11 +2,11 @@
 
 from disaggregated_inference.vllm_node.arguments import EngineOptions, serve_arguments, serve_environment
 from disaggregated_inference.vllm_node.attach import VllmPrefillNode, open_vllm_prefill
-from disaggregated_inference.vllm_node.border import Border
 from disaggregated_inference.vllm_node.client import Computed, VllmAddress
-from disaggregated_inference.vllm_node.completion import Completions
+from disaggregated_inference.vllm_node.connector_server import ConnectorServer
 from disaggregated_inference.vllm_node.engine import VllmEngine
 from disaggregated_inference.vllm_node.loading import VllmLoader
+from disaggregated_inference.vllm_node.prefill_requests import Completions
 from disaggregated_inference.vllm_node.process import VllmProcess
 from disaggregated_inference.vllm_node.settings import LOGITS_PROCESSOR, kv_transfer_config
 from disaggregated_inference.vllm_node.staging import Staging
@@ -14,9 +14,9 @@ from disaggregated_inference.vllm_node.versions import find_python, probe
 
 __all__ = [
     "LOGITS_PROCESSOR",
-    "Border",
     "Completions",
     "Computed",
+    "ConnectorServer",
     "EngineOptions",
     "Staging",
     "VllmAddress",

@@ -9,10 +9,10 @@ from disaggregated_inference.kv_transfer import Address
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node import Begin, KVMemory, PrefillJob, PrefillNode, Scheduler, Trust
 from disaggregated_inference.timeouts import VllmBorderTimeouts
-from disaggregated_inference.vllm_node.border import Border
-from disaggregated_inference.vllm_node.completion import Completions
+from disaggregated_inference.vllm_node.connector_server import ConnectorServer
 from disaggregated_inference.vllm_node.engine import VllmEngine
 from disaggregated_inference.vllm_node.prefill import VllmPrefill
+from disaggregated_inference.vllm_node.prefill_requests import Completions
 from disaggregated_inference.vllm_node.staging import Staging
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class VllmPrefillNode(PrefillNode):
 
     def __init__(
         self,
-        border: Border,
+        border: ConnectorServer,
         completions: Completions,
         kv_memory: KVMemory,
         kv_addresses: Sequence[Address],
@@ -71,7 +71,7 @@ class VllmPrefillNode(PrefillNode):
 
 def open_vllm_prefill(
     model: ModelFiles,
-    border: Border,
+    border: ConnectorServer,
     staging: Staging,
     completions: Completions,
     *,

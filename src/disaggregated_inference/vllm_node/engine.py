@@ -37,32 +37,32 @@ class VllmEngine(Engine):
     def kv_cost(self, capacity: int) -> int:
         return self.region.ticket_bytes(capacity)
 
-    def _kv_held(self) -> int:
+    def measure_kv(self) -> int:
         return self.staging.used_bytes
 
-    def _open(self, capacity: int) -> int:
+    def allocate(self, capacity: int) -> int:
         return self.staging.take(self.region.ticket_bytes(capacity))
 
-    def _close(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         self.staging.give_back(sequence.state)
 
-    def _unload(self) -> None:
+    def release_model(self) -> None:
         raise NotOffered("vLLM keeps its model in memory: stop this node to free it")
 
-    def _prefill(self, sequence: Sequence, tokens: Items[int], emit: Any, scoring: Scoring | None) -> Logits:
+    def run_prefill(self, sequence: Sequence, tokens: Items[int], emit: Any, scoring: Scoring | None) -> Logits:
         raise NotOffered(_NOT_HERE)
 
-    def _place(self, sequence: Sequence, piece: KVSlice) -> None:
+    def write_slice(self, sequence: Sequence, piece: KVSlice) -> None:
         raise NotOffered(_NOT_HERE)
 
-    def _commit(self, sequence: Sequence, length: int) -> None:
+    def commit_rows(self, sequence: Sequence, length: int) -> None:
         raise NotOffered(_NOT_HERE)
 
-    def _rollback(self, sequence: Sequence) -> None:
+    def discard_rows(self, sequence: Sequence) -> None:
         raise NotOffered(_NOT_HERE)
 
-    def _export(self, sequence: Sequence, start: int) -> Iterator[KVSlice]:
+    def read_slices(self, sequence: Sequence, start: int) -> Iterator[KVSlice]:
         raise NotOffered(_NOT_HERE)
 
-    def _step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits:
+    def run_step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits:
         raise NotOffered(_NOT_HERE)

@@ -21,7 +21,7 @@ from contextlib import suppress
 _POLL_S = 0.1
 _TRACKERS_S = 3.0  # for the resource trackers to remove what is left
 _PDEATHSIG, _SUBREAPER = 1, 36  # of Linux's prctl
-GUARD_VARIABLE = "DISAGG_VLLM_GUARD"  # as in `vllm_connector/lifeline.py`
+GUARD_VARIABLE = "DISAGG_VLLM_GUARD"  # as in `vllm_connector/parent_watch.py`
 
 
 def main() -> int:

@@ -12,15 +12,15 @@ from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.kv_transfer import Address
 from disaggregated_inference.models import ModelFiles, ModelStore
 from disaggregated_inference.node import Begin, Node, NodeSettings, Trust, parse_size, start_readings
-from disaggregated_inference.vllm_node.answers import WholeAnswers
 from disaggregated_inference.vllm_node.arguments import SEQUENCES
 from disaggregated_inference.vllm_node.attach import VllmPrefillNode, open_vllm_prefill
 from disaggregated_inference.vllm_node.attached import AttachedVllm
-from disaggregated_inference.vllm_node.border import Border
 from disaggregated_inference.vllm_node.client import VllmAddress, VllmClient
-from disaggregated_inference.vllm_node.completion import Completions
-from disaggregated_inference.vllm_node.diagnosis import ConnectorWatch
+from disaggregated_inference.vllm_node.connector_check import ConnectorWatch
+from disaggregated_inference.vllm_node.connector_server import ConnectorServer
+from disaggregated_inference.vllm_node.generation import WholeAnswers
 from disaggregated_inference.vllm_node.node import VllmNode, VllmServer, vllm_app
+from disaggregated_inference.vllm_node.prefill_requests import Completions
 from disaggregated_inference.vllm_node.settings import VllmSettings, open_server
 from disaggregated_inference.vllm_node.staging import Staging
 
@@ -65,7 +65,7 @@ class VllmLoader:
         files = ModelStore().resolve(name, lambda step, part: begin(f"{name}: {step} {part:.0%}"), "safetensors")
         staging = Staging(self._staging_bytes)
         self._opened.callback(staging.close)
-        border = Border(self._vllm.socket_path(), files.spec, staging)
+        border = ConnectorServer(self._vllm.socket_path(), files.spec, staging)
         self._opened.callback(border.close)
         server = open_server(self._vllm, files, border.path)
         self._opened.callback(server.stop)

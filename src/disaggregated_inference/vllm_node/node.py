@@ -23,8 +23,8 @@ from disaggregated_inference.node import (
     respond,
 )
 from disaggregated_inference.timeouts import VllmTimeouts
-from disaggregated_inference.vllm_node.answers import WholeAnswers
 from disaggregated_inference.vllm_node.attached import AttachedVllm
+from disaggregated_inference.vllm_node.generation import WholeAnswers
 from disaggregated_inference.vllm_node.process import VllmProcess
 
 VllmServer = VllmProcess | AttachedVllm

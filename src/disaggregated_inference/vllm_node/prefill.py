@@ -19,10 +19,10 @@ from disaggregated_inference.node import ChunkedPrefill, KVMemory, OnEnd, Prefil
 from disaggregated_inference.timeouts import VllmBorderTimeouts
 from disaggregated_inference.vllm_connector.messages import ExportedRows
 from disaggregated_inference.vllm_node.assembly import Assembly
-from disaggregated_inference.vllm_node.border import Border
 from disaggregated_inference.vllm_node.client import Computed
-from disaggregated_inference.vllm_node.completion import Completions
+from disaggregated_inference.vllm_node.connector_server import ConnectorServer
 from disaggregated_inference.vllm_node.engine import VllmEngine
+from disaggregated_inference.vllm_node.prefill_requests import Completions
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class VllmPrefill(ChunkedPrefill):
 
     def __init__(
         self,
-        border: Border,
+        border: ConnectorServer,
         completions: Completions,
         timeouts: VllmBorderTimeouts,
         kv_memory: KVMemory,
@@ -94,12 +94,12 @@ class VllmPrefill(ChunkedPrefill):
 
         def start() -> None:
             self._open(job)
-            self._begin(job, time.perf_counter()).add_done_callback(partial(_pass_on, result))
+            self.begin(job, time.perf_counter()).add_done_callback(partial(_pass_on, result))
 
         self._scheduler.post(start).add_done_callback(lambda done: _fail(result, done.exception()))
         return result
 
-    def _begin(self, job: PrefillJob, requested_at: float) -> "Future[PrefillMetrics]":
+    def begin(self, job: PrefillJob, requested_at: float) -> "Future[PrefillMetrics]":
         """vLLM may have gone since the job was admitted: then the job fails, as if it went now."""
         assert job.sequence
         id, tokens = secrets.token_urlsafe(12), len(job.tokens)
@@ -217,11 +217,11 @@ class VllmPrefill(ChunkedPrefill):
                 what = running.assembly.missing() if not running.assembly.complete else rest
                 self._fail(running, EngineFailed(f"vLLM computed the prompt, but its KV did not arrive: {what}"))
 
-    def _close(self, job: PrefillJob) -> None:
+    def close_job(self, job: PrefillJob) -> None:
         """On the scheduler's thread. The memory is free when vLLM's workers say that they write no more."""
         running = next((each for each in list(self._running.values()) if each.job is job), None)
         if not running:
-            return super()._close(job)
+            return super().close_job(job)
         if job.outbox.readers or running.released:
             return
         running.released = True
@@ -236,7 +236,7 @@ class VllmPrefill(ChunkedPrefill):
         with self._lock:
             self._running.pop(running.id, None)
         with suppress(NodeBusy):  # the engine has stopped: there is no memory to free
-            self._scheduler.post(lambda: super(VllmPrefill, self)._close(running.job))
+            self._scheduler.post(lambda: super(VllmPrefill, self).close_job(running.job))
 
 
 def _pass_on(result: "Future[PrefillMetrics]", done: "Future[PrefillMetrics]") -> None:

@@ -1,13 +1,13 @@
 """From stored results to a grade, and what people do with it."""
 
-from grader.grading.alike import resemblances
 from grader.grading.cards import AnswerRecord, CombinedCard, ModelCard, answer_records, combined_card, model_card
 from grader.grading.checks import check_notebook, rerun_notebook
+from grader.grading.class_similarity import resemblances
 from grader.grading.compare import GradeChange, ItemChange, changes_since
 from grader.grading.decisions import Approved, DecisionRefused, approve_all, approve_grade, for_graders, override
-from grader.grading.figures import ModelFigures, figures_line, model_figures
 from grader.grading.final import Grade, grade_of, grades, overridden, parse_rubric
 from grader.grading.merge import merged
+from grader.grading.model_costs import ModelFigures, figures_line, model_figures
 from grader.grading.results import ChecksResult, GradeRecord, GradeSettings, grading_key, record_of
 
 __all__ = [

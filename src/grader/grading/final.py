@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import msgspec
 
-from grader.grading.alike import resemblances
+from grader.grading.class_similarity import resemblances
 from grader.grading.merge import merged
 from grader.grading.results import ChecksResult, GradeRecord
 from grader.models import FEEDBACK_CONTRADICTS, Feedback, ModelsResult, contradictions

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from grader.injection.disguises import disguises
 from grader.injection.patterns import FAMILIES
+from grader.injection.text_variants import disguises
 from grader.notebook import Cell, Notebook
 from grader.verdicts import Evidence, Flag, Part
 

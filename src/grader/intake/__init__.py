@@ -3,8 +3,8 @@
 from grader.intake.archives import read_archive
 from grader.intake.file_names import Owner, Roster, RosterInvalid, owner_of, read_roster
 from grader.intake.files import read_files, read_uploads
+from grader.intake.import_files import TakenIn, take_in
 from grader.intake.incoming import FileRefused, Incoming, IntakeLimits
-from grader.intake.take_in import TakenIn, take_in
 
 __all__ = [
     "FileRefused",

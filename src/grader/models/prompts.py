@@ -4,7 +4,7 @@ The order is: assignment, rubric, solution (for both models), the task (for one 
 """
 
 from grader.models.fences import fence, mark_for
-from grader.models.names import without_names as without_names
+from grader.models.name_redaction import without_names as without_names
 from grader.notebook import Cell, Notebook
 from grader.rubric import Item, Manual, ModelJudged, Rubric
 from grader.verdicts import Verdict

@@ -42,7 +42,7 @@ def run_web(settings: WebSettings, host: str, port: int, password_file: Path | N
         ) from None
     from starlette.middleware import Middleware
 
-    from grader.web.gate import PasswordGate
+    from grader.web.password import PasswordGate
 
     page = Path(__file__).with_name("app.py")
     app = streamlit.App(page, middleware=[Middleware(PasswordGate, password=password)])

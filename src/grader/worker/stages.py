@@ -49,7 +49,7 @@ from grader.store import (
     rubric_version,
     submission,
 )
-from grader.worker.known_readings import copy_answers, unchanged_readings
+from grader.worker.answer_reuse import copy_answers, unchanged_readings
 
 
 class AssignmentChanged(GraderError):

@@ -13,13 +13,13 @@ from disaggregated_inference.cluster.deploy.lock import machine_lock
 from disaggregated_inference.cluster.deploy.plan import MachinePlan
 from disaggregated_inference.cluster.deploy.release import Release, link_script, prune_script
 from disaggregated_inference.cluster.deploy.rollout import roll_out, rolling_waves
-from disaggregated_inference.cluster.deploy.session import MachineSession, Outcome, Tell, named, open_machine
-from disaggregated_inference.cluster.deploy.starting import (
+from disaggregated_inference.cluster.deploy.service_start import (
     outdated_services,
     restart_services,
     start_services,
     wait_healthy,
 )
+from disaggregated_inference.cluster.deploy.session import MachineSession, Outcome, Tell, named, open_machine
 from disaggregated_inference.cluster.deploy.steps import CommandStep, Step
 from disaggregated_inference.errors import CommandFailed, DisaggError
 from disaggregated_inference.timeouts import DeployTimeouts

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from disaggregated_inference.cluster.deploy.fit import FitStep
+from disaggregated_inference.cluster.deploy.memory_fit import FitStep
 from disaggregated_inference.cluster.deploy.model_source import model_step
 from disaggregated_inference.cluster.deploy.plan import (
     MachinePlan,

@@ -9,13 +9,13 @@ from disaggregated_inference.cluster.deploy.lock import machine_lock
 from disaggregated_inference.cluster.deploy.plan import MachinePlan
 from disaggregated_inference.cluster.deploy.release import Release
 from disaggregated_inference.cluster.deploy.rollout import roll_out, rolling_waves
-from disaggregated_inference.cluster.deploy.session import MachineSession, Outcome, Tell, on_machines
-from disaggregated_inference.cluster.deploy.starting import (
+from disaggregated_inference.cluster.deploy.service_start import (
     restart_services,
     start_services,
     stop_services,
     wait_healthy,
 )
+from disaggregated_inference.cluster.deploy.session import MachineSession, Outcome, Tell, on_machines
 from disaggregated_inference.cluster.services import Service
 from disaggregated_inference.errors import CommandFailed, DeployRefused, DisaggError
 from disaggregated_inference.timeouts import DeployTimeouts

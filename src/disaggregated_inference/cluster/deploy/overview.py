@@ -2,10 +2,10 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
+from disaggregated_inference.api import PathStatus
 from disaggregated_inference.cluster.deploy.session import MachineSession
 from disaggregated_inference.cluster.services import MANAGERS
 from disaggregated_inference.cluster.services.report import ServiceReport
@@ -25,7 +25,7 @@ class ServiceOverview(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     engine: str
     url: str
-    paths: tuple[dict[str, Any], ...] = ()
+    paths: tuple[PathStatus, ...] = ()
 
 
 class MachineOverview(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,8 +90,8 @@ def _health(report: ServiceReport) -> str:
     return "degraded" if report.is_healthy and report.view else report.health
 
 
-def path_in_use(paths: Sequence[dict[str, Any]]) -> str:
+def path_in_use(paths: Sequence[PathStatus]) -> str:
     """The KV path with the youngest payload: `HOST:PORT`; empty: none had any yet."""
-    used = [path for path in paths if path.get("idle_s") is not None]
-    newest = min(used, key=lambda path: float(path["idle_s"]), default=None)
-    return f"{newest['host']}:{newest['port']}" if newest else ""
+    used = [(path.idle_s, path) for path in paths if path.idle_s is not None]
+    _, newest = min(used, key=lambda each: each[0], default=(None, None))
+    return f"{newest.host}:{newest.port}" if newest else ""

@@ -1,14 +1,14 @@
 """From one release to another on a machine, and only onto health: a release that does not come up is taken back."""
 
 from disaggregated_inference.cluster.deploy.release import Release, link_script, unlink_script
-from disaggregated_inference.cluster.deploy.session import MachineSession
-from disaggregated_inference.cluster.deploy.starting import (
+from disaggregated_inference.cluster.deploy.service_start import (
     outdated_services,
     require_free_ports,
     start_services,
     stop_services,
     wait_healthy,
 )
+from disaggregated_inference.cluster.deploy.session import MachineSession
 from disaggregated_inference.cluster.services import Service
 from disaggregated_inference.errors import DisaggError
 

@@ -4,10 +4,10 @@ import json
 import time
 import urllib.error
 import urllib.request
-from typing import Any
 
 import msgspec
 
+from disaggregated_inference.api import ErrorDetail, ModelVerdict
 from disaggregated_inference.cluster.config import Server, load_config
 from disaggregated_inference.cluster.services.machine_http import Access, ask, open_url
 from disaggregated_inference.cluster.services.service import Service
@@ -17,7 +17,19 @@ from disaggregated_inference.timeouts import ServiceTimeouts
 
 _PROMPT = "Say one word about the sea."
 _MAX_TOKENS = 8
-_ALL_UP = "all up"
+
+
+class GatewayReadiness(msgspec.Struct, frozen=True, kw_only=True):
+    """`/ready`."""
+
+    verdict: str = ""
+
+
+class NodeAnswerToGateway(msgspec.Struct, frozen=True, kw_only=True):
+    """`/status` of a node, or its error."""
+
+    status: str = ""
+    error: ErrorDetail | None = None
 
 
 class GatewayAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,10 +84,10 @@ def _refusal(error: urllib.error.HTTPError) -> str:
 def gateway_view(service: Service) -> str:
     """Why the gateway cannot use all nodes; empty: it can."""
     try:
-        verdict = str(ask(f"{service.url}/ready", Access()).get("verdict", ""))
+        verdict = ask(f"{service.url}/ready", Access(), GatewayReadiness).verdict
     except (OSError, ValueError) as error:
         return str(getattr(error, "reason", error))
-    if verdict == _ALL_UP:
+    if verdict == ModelVerdict.ALL_UP:
         return ""
     reasons = [reason for server in _servers(service) if (reason := _not_reached(server, service))]
     return f"{verdict} ({'; '.join(reasons)})" if reasons else verdict
@@ -94,9 +106,9 @@ def _not_reached(server: Server, service: Service) -> str:
     identity = open_identity(service.environment.get("DISAGG_IDENTITY", "")) if server.tls else None
     access = Access(server.token, identity.client_context if identity else None)
     try:
-        told: dict[str, Any] = ask(f"{server.url}/status", access)
+        told = ask(f"{server.url}/status", access, NodeAnswerToGateway)
     except (OSError, ValueError, DisaggError) as error:
         return f"{server.name}: {getattr(error, 'reason', error)}"
-    if "status" in told:
-        return "" if told["status"] == "healthy" else f"{server.name}: {told['status']}"
-    return f"{server.name}: {told.get('error', {}).get('message', 'no status')}"
+    if told.status:
+        return "" if told.status == "healthy" else f"{server.name}: {told.status}"
+    return f"{server.name}: {told.error.message if told.error else 'no status'}"

@@ -1,13 +1,16 @@
 """HTTP from a machine to its own services."""
 
-import json
 import ssl
 import urllib.error
 import urllib.request
 from http.client import HTTPResponse
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
+
+import msgspec
 
 from disaggregated_inference.timeouts import ServiceTimeouts
+
+Kind = TypeVar("Kind")
 
 
 class Access(NamedTuple):
@@ -17,14 +20,15 @@ class Access(NamedTuple):
     tls: ssl.SSLContext | None = None
 
 
-def ask(url: str, access: Access, timeouts: ServiceTimeouts = ServiceTimeouts()) -> dict[str, Any]:
+def ask(url: str, access: Access, kind: type[Kind], timeouts: ServiceTimeouts = ServiceTimeouts()) -> Kind:
+    """What a service answers. Raises OSError, or ValueError if it is something else."""
     headers = {"Authorization": f"Bearer {access.token}"} if access.token else {}
     try:
         with open_url(urllib.request.Request(url, headers=headers), access.tls, timeouts.ask_s) as response:
-            return dict(json.load(response))
+            return msgspec.json.decode(response.read(), type=kind)
     except urllib.error.HTTPError as error:
         with error:  # a node that loads or drains answers 503, and says which
-            return dict(json.load(error))
+            return msgspec.json.decode(error.read(), type=kind)
 
 
 def open_url(request: urllib.request.Request, tls: ssl.SSLContext | None, timeout_s: float) -> HTTPResponse:

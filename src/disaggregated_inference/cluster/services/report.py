@@ -13,12 +13,23 @@ from typing import Any
 
 import msgspec
 
+from disaggregated_inference.api import NodeStatus, PathStatus
 from disaggregated_inference.cluster.services.gateway_probe import gateway_view, prompt_through
 from disaggregated_inference.cluster.services.machine_http import Access, ask
 from disaggregated_inference.cluster.services.service import Service
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.identity import open_identity
 from disaggregated_inference.timeouts import ServiceTimeouts
+
+
+class ServiceHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """`/health` of a node or of a gateway, of any version."""
+
+    status: str = "unhealthy"
+    reason: str = ""
+    backend: str = ""
+    model: str = ""
+    epoch: str = ""
 
 
 class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +42,7 @@ class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = ""
     model: str = ""
     epoch: str = ""
-    paths: tuple[dict[str, Any], ...] = ()
+    paths: tuple[PathStatus, ...] = ()
     view: str = ""
 
     @property
@@ -63,16 +74,16 @@ def report_all(request: ReportRequest, timeouts: ServiceTimeouts = ServiceTimeou
 def _report(service: Service, with_view: bool = False) -> ServiceReport:
     try:
         access = _access(service)
-        health = ask(f"{service.url}/health", access)
+        health = ask(f"{service.url}/health", access, ServiceHealth)
     except (OSError, ValueError, DisaggError) as error:
         return ServiceReport(name=service.name, why=str(getattr(error, "reason", error)))
     return ServiceReport(
         name=service.name,
-        health="healthy" if health.get("status") in ("healthy", "ok") else str(health.get("status", "unhealthy")),
-        why=str(health.get("reason", "")),
-        engine=str(health.get("backend", "")),
-        model=str(health.get("model", "")),
-        epoch=str(health.get("epoch", "")),
+        health="healthy" if health.status == "ok" else health.status,
+        why=health.reason,
+        engine=health.backend,
+        model=health.model,
+        epoch=health.epoch,
         paths=_paths(service, access) if service.role in ("decode", "both") else (),
         view=gateway_view(service) if with_view and not service.node else "",
     )
@@ -86,9 +97,9 @@ def _access(service: Service) -> Access:
     return Access(token, identity.client_context if identity else None)
 
 
-def _paths(service: Service, access: Access) -> tuple[dict[str, Any], ...]:
+def _paths(service: Service, access: Access) -> tuple[PathStatus, ...]:
     try:
-        return tuple(ask(f"{service.url}/status", access).get("paths", ()))
+        return ask(f"{service.url}/status", access, NodeStatus).paths
     except (OSError, ValueError):
         return ()
 

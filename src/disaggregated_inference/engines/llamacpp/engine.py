@@ -97,16 +97,16 @@ class LlamaEngine(Engine):
             self.model.set_threads(count)
             self.threads = count
 
-    def _unload(self) -> None:
+    def release_model(self) -> None:
         del self.model, self.codec, self._before
         gc.collect()
 
-    def _kv_held(self) -> int:
+    def measure_kv(self) -> int:
         live = tuple(self.live)
         rows = sum(self.spec.kv_bytes(sequence.length, self.dtype) for sequence in live)
         return rows + sum(sequence.state.arriving_bytes for sequence in live)
 
-    def _open(self, capacity: int) -> LlamaSequence:
+    def allocate(self, capacity: int) -> LlamaSequence:
         """llama.cpp takes cells as tokens come, so free cells follow from the open sequences' capacities."""
         free = self.model.size.cells - sum(sequence.capacity for sequence in self.live)
         if capacity > free:
@@ -115,12 +115,12 @@ class LlamaEngine(Engine):
             raise KVMemoryFull(f"all {self.max_batch} sequences of this engine are open")
         return LlamaSequence(self._numbers.pop())
 
-    def _close(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         self.model.forget(sequence.state.number)
         self._numbers.append(sequence.state.number)
         sequence.state.arriving.clear()
 
-    def _prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None, scoring: Scoring | None) -> Logits:
+    def run_prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None, scoring: Scoring | None) -> Logits:
         start, stop = sequence.length, sequence.length + len(tokens)
         self.counters.prompt_tokens += len(tokens)
         at, size = start, self.model.size
@@ -137,7 +137,7 @@ class LlamaEngine(Engine):
                 emit(piece)
         return logits
 
-    def _step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits:
+    def run_step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits:
         self.counters.step_tokens += len(sequences)
         numbers = [sequence.state.number for sequence in sequences]
         positions = [sequence.length for sequence in sequences]
@@ -158,10 +158,10 @@ class LlamaEngine(Engine):
             self.model.forget(self._spare)
         return self.codec.decode(state, start, stop)
 
-    def _export(self, sequence: Sequence, start: int) -> Iterator[KVSlice]:
+    def read_slices(self, sequence: Sequence, start: int) -> Iterator[KVSlice]:
         return self._read(sequence, start, sequence.length)
 
-    def _place(self, sequence: Sequence, piece: KVSlice) -> None:
+    def write_slice(self, sequence: Sequence, piece: KVSlice) -> None:
         pair = self._own(piece.keys, piece.dtype), self._own(piece.values, piece.dtype)
         pieces = sequence.state.arriving.setdefault(piece.layer, [])
         pieces.append(pair)
@@ -176,8 +176,8 @@ class LlamaEngine(Engine):
             except FloatingPointError as error:
                 raise SliceRefused(f"the rows have values beyond the range of {self.dtype}") from error
 
-    def _commit(self, sequence: Sequence, length: int) -> None:
-        """llama.cpp takes all layers of a range at once, so rows are written here, not in `_place`."""
+    def commit_rows(self, sequence: Sequence, length: int) -> None:
+        """llama.cpp takes all layers of a range at once, so rows are written here, not in `write_slice`."""
         held: LlamaSequence = sequence.state
         if held.arriving:
             rows = [held.arriving[layer] for layer in range(len(sequence.placed))]
@@ -186,7 +186,7 @@ class LlamaEngine(Engine):
             self.model.forget(self._spare)
             held.arriving = {}
 
-    def _rollback(self, sequence: Sequence) -> None:
+    def discard_rows(self, sequence: Sequence) -> None:
         sequence.state.arriving.clear()
 
 

@@ -88,7 +88,7 @@ class MlxEngine(Engine):
         """Slices are copies in the portable layout, in the memory that CPU and GPU share."""
         return self.spec.layout.total_bytes(tokens, self.dtype)
 
-    def _unload(self) -> None:
+    def release_model(self) -> None:
         del self.model, self._batches
         gc.collect()
         mx.clear_cache()
@@ -98,22 +98,22 @@ class MlxEngine(Engine):
         mx.synchronize()
         mx.clear_streams()
 
-    def _kv_rows(self, capacity: int) -> int:
+    def kv_rows(self, capacity: int) -> int:
         """A batch gives each member the capacity of its largest, which has the same class and fits the context."""
         return max(capacity, min(capacity_class(capacity), self.spec.context_window))
 
-    def _kv_held(self) -> int:
+    def measure_kv(self) -> int:
         own = sum(layer.nbytes for sequence in tuple(self.live) for layer in sequence.state or ())
         return own + self._batches.nbytes
 
-    def _open(self, capacity: int) -> Any:
+    def allocate(self, capacity: int) -> Any:
         return make_layers(self.spec.layout, self.dtype, capacity)
 
-    def _close(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         self._batches.drop(sequence)
         sequence.state = None
 
-    def _prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None, scoring: Scoring | None) -> Logits:
+    def run_prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None, scoring: Scoring | None) -> Logits:
         self._batches.take_back(sequence)
         self.counters.prompt_tokens += len(tokens)
         caches = [layer.cache for layer in sequence.state]
@@ -152,7 +152,7 @@ class MlxEngine(Engine):
             tap.fresh = None
             emit(KVSlice(index, first, self.dtype, keys, values))
 
-    def _step(self, sequences: Items[Sequence], tokens: Any) -> Logits:
+    def run_step(self, sequences: Items[Sequence], tokens: Any) -> Logits:
         self.counters.step_tokens += len(sequences)
         arranged = self._batches.arrange(sequences)
         inputs = tokens if isinstance(tokens, mx.array) else mx.array(token_list(tokens))
@@ -166,19 +166,19 @@ class MlxEngine(Engine):
             return self.model.model.embed_tokens.as_linear(hidden)
         return self.model.lm_head(hidden)
 
-    def _place(self, sequence: Sequence, piece: KVSlice) -> None:
+    def write_slice(self, sequence: Sequence, piece: KVSlice) -> None:
         self._batches.take_back(sequence)
         sequence.state[piece.layer].place(piece)
 
-    def _commit(self, sequence: Sequence, length: int) -> None:
+    def commit_rows(self, sequence: Sequence, length: int) -> None:
         for layer in sequence.state:
             layer.commit(length)
 
-    def _rollback(self, sequence: Sequence) -> None:
+    def discard_rows(self, sequence: Sequence) -> None:
         for layer in sequence.state:
             layer.rollback()
 
-    def _export(self, sequence: Sequence, start: int) -> Iterator[KVSlice]:
+    def read_slices(self, sequence: Sequence, start: int) -> Iterator[KVSlice]:
         self._batches.take_back(sequence)
         for index, (layer, plan) in enumerate(zip(sequence.state, self.spec.layout.layers, strict=True)):
             first = plan.first_row(start, sequence.length)

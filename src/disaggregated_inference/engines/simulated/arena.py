@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from disaggregated_inference.engines.rows import RowAllocator
+from disaggregated_inference.engines.row_allocator import RowAllocator
 from disaggregated_inference.errors import KVMemoryFull
 from disaggregated_inference.kv import Array, KVDType, KVLayout, storage_dtype
 

@@ -16,7 +16,7 @@ from disaggregated_inference.engines.scoring import Scoring
 from disaggregated_inference.engines.sequence import Sequence
 from disaggregated_inference.engines.simulated.arena import SimulatedArena, SimulatedRows
 from disaggregated_inference.engines.simulated.device import Device, wait_until
-from disaggregated_inference.engines.simulated.head import SimulatedHead, SimulatedLogits, SimulatedTokens
+from disaggregated_inference.engines.simulated.lm_head import SimulatedHead, SimulatedLogits, SimulatedTokens
 from disaggregated_inference.engines.simulated.profiles import INSTANT, Profile, parse_profile
 from disaggregated_inference.engines.simulated.row_tags import MAX_LAYERS, MAX_TOKENS, TAG, HashChain, RowTags, words
 from disaggregated_inference.errors import ModelUnsupported, SliceRefused
@@ -49,19 +49,19 @@ class SimulatedEngine(Engine):
         full = [layer for layer, plan in enumerate(spec.layout.layers) if not plan.window]
         self._reference = full[0] if full else 0  # the layer that others are compared with
 
-    def _kv_held(self) -> int:
+    def measure_kv(self) -> int:
         return self._arena.used_bytes() + sum(sequence.state.ring_bytes for sequence in tuple(self.live))
 
-    def _unload(self) -> None:
+    def release_model(self) -> None:
         del self._arena
 
-    def _open(self, capacity: int) -> SimulatedRows:
+    def allocate(self, capacity: int) -> SimulatedRows:
         return self._arena.take(capacity, self._chain.start)
 
-    def _close(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         self._arena.give_back(sequence.state)
 
-    def _prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None, scoring: Scoring | None) -> Logits:
+    def run_prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None, scoring: Scoring | None) -> Logits:
         start, stop = sequence.length, sequence.length + len(tokens)
         self.counters.prompt_tokens += len(tokens)
         seconds = self.model.prefill_s(start, stop)
@@ -80,7 +80,7 @@ class SimulatedEngine(Engine):
         sequence.state.hash = int(hashes[-1])
         return SimulatedLogits(self._head, hashes[-1:], begin + seconds)
 
-    def _step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits:
+    def run_step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits:
         """Rows are written later, when they are needed: writing one row in every layer of every sequence would take
         longer than the rest of the step."""
         self.counters.step_tokens += len(sequences)
@@ -118,14 +118,14 @@ class SimulatedEngine(Engine):
         keys, values = (area[kind, where].reshape(-1, layout.kv_heads, layout.head_dim) for kind in (0, 1))
         return KVSlice(layer, first, self.dtype, keys, values)
 
-    def _place(self, sequence: Sequence, piece: KVSlice) -> None:
+    def write_slice(self, sequence: Sequence, piece: KVSlice) -> None:
         self._write_steps(sequence)
         area = self._arena.arriving(sequence.state, piece.layer)
         where = self._arena.where(piece.layer, piece.start, piece.stop)
         for kind, rows in enumerate((piece.keys, piece.values)):
             area[kind, where] = as_dtype(rows, piece.dtype, self.dtype).reshape(piece.tokens, -1)
 
-    def _commit(self, sequence: Sequence, length: int) -> None:
+    def commit_rows(self, sequence: Sequence, length: int) -> None:
         held: SimulatedRows = sequence.state
         if length > sequence.length:
             held.hash = self._read(held, sequence.length, length)
@@ -155,10 +155,10 @@ class SimulatedEngine(Engine):
         marks: Array = self._arena.area(held, layer)[kind, self._arena.where(layer, first, stop), :TAG]
         return marks
 
-    def _rollback(self, sequence: Sequence) -> None:
+    def discard_rows(self, sequence: Sequence) -> None:
         sequence.state.arriving.clear()
 
-    def _export(self, sequence: Sequence, start: int) -> Iterator[KVSlice]:
+    def read_slices(self, sequence: Sequence, start: int) -> Iterator[KVSlice]:
         self._write_steps(sequence)
         for layer in range(len(sequence.placed)):
             yield self._slice(sequence.state, layer, start, sequence.length)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disaggregated_inference.engines.rows import RowAllocator
+from disaggregated_inference.engines.row_allocator import RowAllocator
 from disaggregated_inference.errors import KVMemoryFull
 from disaggregated_inference.kv import Array, KVDType, KVLayout
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from disaggregated_inference.engines.torch import fused
+from disaggregated_inference.engines.torch import fused_kernels
 
 # cuDNN plans (35 ms, measured) for every new shape, so it only gets multiples of this; the rest of a chunk goes to the
 # flash kernel, which is as fast for so few tokens.
@@ -138,8 +138,8 @@ def _cudnn_chunk(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> t
         return out, lse
     before, before_lse = _cudnn(query, keys[:past], values[:past], scale, causal=False)
     both_lse = torch.logaddexp(lse, before_lse)
-    if fused.work(out.device, out.dtype):
-        return fused.join(out, lse, before, before_lse), both_lse
+    if fused_kernels.work(out.device, out.dtype):
+        return fused_kernels.join(out, lse, before, before_lse), both_lse
     share = torch.sigmoid(before_lse - lse).transpose(0, 1).unsqueeze(-1)
     return torch.lerp(out.float(), before.float(), share).to(out.dtype), both_lse
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from disaggregated_inference.engines.torch import fused
+from disaggregated_inference.engines.torch import fused_kernels
 from disaggregated_inference.engines.torch.attention import has_flash
 from disaggregated_inference.engines.torch.engine import TorchEngine, require_device
-from disaggregated_inference.engines.torch.passes import ATTENTION_NAME
+from disaggregated_inference.engines.torch.forward_pass import ATTENTION_NAME
 
 
 class TorchBaseline:
@@ -70,9 +70,9 @@ class TorchBaseline:
         model = self.engine.model
         model.config._attn_implementation = attention
         if attention == ATTENTION_NAME and has_flash(model.device, model.dtype):
-            fused.install(model)
+            fused_kernels.install(model)
         else:
-            fused.remove(model)
+            fused_kernels.remove(model)
 
     def _now(self) -> float:
         if self.engine.device.type == "cuda":

@@ -17,12 +17,18 @@ from disaggregated_inference.engines.base import Emit, Engine, Logits, Tokens, t
 from disaggregated_inference.engines.memory import available_bytes
 from disaggregated_inference.engines.scoring import Scoring
 from disaggregated_inference.engines.sequence import Sequence
-from disaggregated_inference.engines.torch import fused
+from disaggregated_inference.engines.torch import fused_kernels
 from disaggregated_inference.engines.torch.arena import TORCH_DTYPES, Starts, TorchArena, host_array, host_tensor
 from disaggregated_inference.engines.torch.attention import has_flash
-from disaggregated_inference.engines.torch.graphs import ChunkGraphs, DecodeGraphs
-from disaggregated_inference.engines.torch.passes import ATTENTION_NAME, ChunkPass, DecodePass, HostCopies, PrefillPass
-from disaggregated_inference.engines.torch.tables import ChunkTable, Places
+from disaggregated_inference.engines.torch.cuda_graphs import ChunkGraphs, DecodeGraphs
+from disaggregated_inference.engines.torch.forward_pass import (
+    ATTENTION_NAME,
+    ChunkPass,
+    DecodePass,
+    HostCopies,
+    PrefillPass,
+)
+from disaggregated_inference.engines.torch.graph_inputs import ChunkTable, Places
 from disaggregated_inference.errors import EngineMismatch, EngineUnavailable, ModelDamaged
 from disaggregated_inference.kv import Fingerprint, KVDType, KVSlice, as_dtype
 from disaggregated_inference.models import ModelFiles, ModelSpec
@@ -86,7 +92,7 @@ class TorchEngine(Engine):
             self.chunk_tokens = 8192
         flash = has_flash(self.device, model.dtype)
         if flash:
-            fused.install(self.model)
+            fused_kernels.install(self.model)
         self._graphs = DecodeGraphs(self._decode, self._places, sequences) if flash else None
         self.chunk_graphs: ChunkGraphs | None = None
         if flash and not any(plan.window for plan in spec.layout.layers):
@@ -99,24 +105,24 @@ class TorchEngine(Engine):
             torch.set_num_threads(count)
             self.threads = count
 
-    def _kv_held(self) -> int:
+    def measure_kv(self) -> int:
         return self.arena.used_bytes + sum(sequence.state.shadow_bytes for sequence in tuple(self.live))
 
-    def _unload(self) -> None:
+    def release_model(self) -> None:
         del self.model, self.arena, self.host_copies, self._places, self._graphs, self.chunk_graphs
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
-    def _open(self, capacity: int) -> TorchState:
+    def allocate(self, capacity: int) -> TorchState:
         return TorchState(self.arena.take(capacity))
 
-    def _close(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         self.host_copies.finish()
         self.arena.give_back(sequence.state.starts)
 
     @torch.inference_mode()
-    def _prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None, scoring: Scoring | None) -> Logits:
+    def run_prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None, scoring: Scoring | None) -> Logits:
         count = len(tokens)
         self.counters.prompt_tokens += count
         if (
@@ -148,7 +154,7 @@ class TorchEngine(Engine):
         return logits
 
     @torch.inference_mode()
-    def _step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits:
+    def run_step(self, sequences: Items[Sequence], tokens: Items[int] | Tokens) -> Logits:
         size = len(sequences)
         self.counters.step_tokens += size
         ids = tokens if isinstance(tokens, Tensor) else torch.tensor(token_list(tokens))
@@ -171,7 +177,7 @@ class TorchEngine(Engine):
         return hidden
 
     @torch.inference_mode()
-    def _place(self, sequence: Sequence, piece: KVSlice) -> None:
+    def write_slice(self, sequence: Sequence, piece: KVSlice) -> None:
         window = self.spec.layout.layers[piece.layer].window
         if window:
             first, targets = 0, sequence.state.shadow(self.arena, piece.layer)
@@ -189,17 +195,17 @@ class TorchEngine(Engine):
         return KVSlice(piece.layer, piece.start, self.dtype, arrays[0], arrays[1])
 
     @torch.inference_mode()
-    def _commit(self, sequence: Sequence, length: int) -> None:
+    def commit_rows(self, sequence: Sequence, length: int) -> None:
         for layer, rows in sequence.state.shadows.items():
             for ring, fresh in zip(self.arena.ring(sequence.state.starts, layer), rows, strict=True):
                 ring.copy_(fresh)
         sequence.state.shadows.clear()
 
-    def _rollback(self, sequence: Sequence) -> None:
+    def discard_rows(self, sequence: Sequence) -> None:
         sequence.state.shadows.clear()
 
     @torch.inference_mode()
-    def _export(self, sequence: Sequence, start: int) -> Iterator[KVSlice]:
+    def read_slices(self, sequence: Sequence, start: int) -> Iterator[KVSlice]:
         for layer, plan in enumerate(self.spec.layout.layers):
             begin = plan.first_row(start, sequence.length)
             at = self.arena.where(sequence.state.starts[plan.window], plan.window, begin, sequence.length)

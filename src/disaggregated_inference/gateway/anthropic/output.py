@@ -14,7 +14,7 @@ from disaggregated_inference.gateway.anthropic.requests import (
     ToolUseBlock,
 )
 from disaggregated_inference.gateway.chat import ChatDelta
-from disaggregated_inference.gateway.open_content import ContentList, Event, OpenContent
+from disaggregated_inference.gateway.content_blocks import ContentList, Event, OpenContent
 from disaggregated_inference.gateway.tool_parsers.base import ReasoningDelta, TextDelta, ToolCallStart
 from disaggregated_inference.http import KEEPALIVE_COMMENT
 from disaggregated_inference.models import ModelTokenizer

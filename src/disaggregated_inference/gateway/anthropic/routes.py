@@ -12,7 +12,7 @@ from disaggregated_inference.gateway.anthropic.models import AnthropicRoute, is_
 from disaggregated_inference.gateway.anthropic.output import AnthropicMessageBuilder
 from disaggregated_inference.gateway.anthropic.requests import CountTokensRequest, MessagesRequest, read
 from disaggregated_inference.gateway.chat import ChatDeltas, consume, encode_prompt, stream_chat
-from disaggregated_inference.gateway.open_content import encode_event
+from disaggregated_inference.gateway.content_blocks import encode_event
 from disaggregated_inference.gateway.reasoning_effort import can_think
 from disaggregated_inference.gateway.request_context import RequestContext
 from disaggregated_inference.http import (

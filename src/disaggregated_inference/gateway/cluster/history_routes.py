@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from disaggregated_inference.api import TargetsPage
 from disaggregated_inference.errors import HistoryUnreadable, RequestNotFound
 from disaggregated_inference.gateway.alarms import alarms
 from disaggregated_inference.gateway.cluster.history_query import (
@@ -17,7 +18,7 @@ from disaggregated_inference.gateway.cluster.history_query import (
     read_duration,
     read_query,
 )
-from disaggregated_inference.gateway.cluster.seen import seen_request
+from disaggregated_inference.gateway.cluster.visibility import seen_request
 from disaggregated_inference.gateway.request_context import RequestContext
 from disaggregated_inference.gateway.slo import targets_of
 from disaggregated_inference.orchestrator import (
@@ -128,14 +129,13 @@ async def _series(request: Request) -> Response:
 
 async def _targets(request: Request) -> Response:
     context = _context(request)
-    query, status = read_query(context, "1h"), await context.core.status()
+    query, status = read_query(context, "1h"), await context.core.cluster_status()
 
     def read(reader: HistoryReader) -> Any:
-        found = {
-            "targets": targets_of(reader, query.wanted, status),
-            "alarms": alarms(reader, query.wanted, status["models"]),
-        }
-        return _of_time(query.wanted) | found
+        page = TargetsPage(
+            targets=targets_of(reader, query.wanted, status), alarms=alarms(reader, query.wanted, status.models)
+        )
+        return _of_time(query.wanted) | msgspec.structs.asdict(page)
 
     return await _aggregated(context, query, ("targets",), read)
 

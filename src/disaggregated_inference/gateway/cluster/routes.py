@@ -4,18 +4,19 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from disaggregated_inference.api import ModelInfo
+from disaggregated_inference.api import ClusterPage, ClusterStatus, ModelInfo
 from disaggregated_inference.errors import TokensRefused
 from disaggregated_inference.gateway import openapi
 from disaggregated_inference.gateway.auth import Caller, Keys
 from disaggregated_inference.gateway.cluster import history_routes
 from disaggregated_inference.gateway.cluster.requests import DetokenizeRequest, TokenizeRequest
-from disaggregated_inference.gateway.cluster.seen import seen_requests, seen_status, seen_summary
+from disaggregated_inference.gateway.cluster.visibility import seen_requests, seen_status, seen_summary
 from disaggregated_inference.gateway.event_stream import EventStream
 from disaggregated_inference.gateway.metrics import GatewayMetrics
 from disaggregated_inference.gateway.openai.errors import error_body
@@ -115,22 +116,22 @@ async def _health(request: Request) -> Response:
 
 
 async def _ready(request: Request) -> Response:
-    status = await request.app.state.core.status()
+    status: ClusterStatus = await request.app.state.core.cluster_status()
     draining = getattr(request.app.state, "draining", False)
-    ready = not draining and any(verdict.serves for verdict in status["models"].values())
+    ready = not draining and any(verdict.serves for verdict in status.models.values())
     state = "ready" if ready else "draining" if draining else "not ready"
-    worst = max(status["models"].values(), key=list(ModelVerdict).index)  # the cluster's own verdict would name models
+    worst = max(status.models.values(), key=list(ModelVerdict).index)  # the cluster's own verdict would name models
     content = {"status": state, "verdict": worst} | _models_for(request.state.caller, status)
     return json_response(content, 200 if ready else 503, {} if ready else {"Retry-After": "1"})
 
 
-def _models_for(caller: Caller, status: dict[str, Any]) -> dict[str, Any]:
+def _models_for(caller: Caller, status: ClusterStatus) -> dict[str, Any]:
     """Models are for callers with a key, where keys are needed. Load balancers have none and read the status."""
     if not caller.known:
         return {}
-    models = {name: each for name, each in status["models"].items() if caller.may_use(name)}
-    nodes = [node for node in status["nodes"] if node["warning"] and caller.may_use(node["model"])]
-    warnings = [f"{node['name']}: {node['warning']}" for node in nodes]
+    models = {name: each for name, each in status.models.items() if caller.may_use(name)}
+    nodes = [node for node in status.nodes if node.warning and caller.may_use(node.model)]
+    warnings = [f"{node.name}: {node.warning}" for node in nodes]
     return {"models": models} | ({"warnings": warnings} if warnings else {})
 
 
@@ -142,17 +143,16 @@ async def _metrics(request: Request) -> Response:
 async def _cluster(request: Request) -> Response:
     context = RequestContext(request)
     context.caller.require_all()
-    core, status, own = context.core, await context.core.status(), context.caller.only_own
+    core, status, own = context.core, await context.core.cluster_status(), context.caller.only_own
     records = core.history.recent(core.config.policies.history, caller=own)
-    return json_response(
-        seen_status(status, own)
-        | {
-            "history": seen_requests(core, own),
-            "summary": seen_summary(core, own),
-            "targets": targets(records, status["nodes"], uptime=status["uptime"]),
-            "sees_all": own is None,
-        }
+    page = ClusterPage(
+        **msgspec.structs.asdict(seen_status(status, own)),
+        history=tuple(seen_requests(core, own)),
+        summary=seen_summary(core, own),
+        targets=targets(records, status.nodes, uptime=status.uptime),
+        sees_all=own is None,
     )
+    return json_response(page)
 
 
 async def _events(request: Request) -> Response:

@@ -11,7 +11,7 @@ from starlette.routing import Route
 from disaggregated_inference.api import generate_request
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.chat import ChatRequest, consume, encode_all, stream_chat
-from disaggregated_inference.gateway.open_content import Event, encode_event
+from disaggregated_inference.gateway.content_blocks import Event, encode_event
 from disaggregated_inference.gateway.openai.errors import responses_error_body as error_body
 from disaggregated_inference.gateway.openai.responses_output import ResponseBuilder, new_response
 from disaggregated_inference.gateway.openai.responses_requests import (

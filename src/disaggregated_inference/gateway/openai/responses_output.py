@@ -8,7 +8,7 @@ import msgspec
 
 from disaggregated_inference.api import RequestRecord, SamplingParams
 from disaggregated_inference.gateway.chat import ChatDelta
-from disaggregated_inference.gateway.open_content import ContentList, Event, OpenContent
+from disaggregated_inference.gateway.content_blocks import ContentList, Event, OpenContent
 from disaggregated_inference.gateway.openai.errors import responses_error_body, status_of
 from disaggregated_inference.gateway.openai.responses_requests import (
     CreateResponse,

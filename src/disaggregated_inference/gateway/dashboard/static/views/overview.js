@@ -47,8 +47,10 @@ const Figure = ({ role, name, time, speed }) => html`
     <dd><strong class="num">${format.seconds(time)}</strong><span class="num">${speed}</span></dd>
   </div>`;
 
+const CANNOT_SERVE = new Set(["decode down: cannot serve", "nothing is up"]); // see ModelVerdict
+
 function ModelCard({ model, verdict, figures }) {
-  const kind = verdict === "all up" ? "ok" : /cannot serve|nothing/.test(verdict) ? "bad" : "warn";
+  const kind = verdict === "all up" ? "ok" : CANNOT_SERVE.has(verdict) ? "bad" : "warn";
   return html`
     <article class="card" data-model=${model}>
       <h2 title=${model}>${model}</h2>

@@ -4,7 +4,7 @@ from contextlib import suppress
 
 import pytest
 
-from disaggregated_inference.kv_transfer.arrivals import Arrivals
+from disaggregated_inference.kv_transfer.wire_time import Arrivals
 
 
 class Clock:

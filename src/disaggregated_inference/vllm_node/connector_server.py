@@ -87,7 +87,7 @@ class AttachedEngine:
     senders: tuple[int, ...]  # for each layer, how many workers send a part of its heads
 
 
-class Border:
+class ConnectorServer:
     """`spec` is the model that vLLM must have. One vLLM at a time."""
 
     def __init__(

@@ -16,7 +16,7 @@ from disaggregated_inference.engines.base import Emit
 from disaggregated_inference.engines.sequence import Sequence
 from disaggregated_inference.engines.torch.arena import TORCH_DTYPES, TorchArena, host_array
 from disaggregated_inference.engines.torch.attention import Rows, attend, attend_rows, flash_ranges, has_flash
-from disaggregated_inference.engines.torch.tables import ChunkTable, Places
+from disaggregated_inference.engines.torch.graph_inputs import ChunkTable, Places
 from disaggregated_inference.kv import KVSlice
 
 ATTENTION_NAME = "disagg_arena"

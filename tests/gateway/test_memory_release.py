@@ -7,12 +7,12 @@ import weakref
 
 import pytest
 
-from disaggregated_inference.gateway import free_memory
+from disaggregated_inference.gateway import memory_release
 from disaggregated_inference.timeouts import GatewayTimeouts
 
 FRAGMENTED = """
 from disaggregated_inference.bench.processes import resident_bytes
-from disaggregated_inference.gateway.free_memory import release_free_memory
+from disaggregated_inference.gateway.memory_release import release_free_memory
 import os
 blocks = [bytearray(os.urandom(20_000)) for _ in range(4_000)]
 kept = blocks[::100]
@@ -23,7 +23,7 @@ print(before - resident_bytes(os.getpid()))
 """
 
 
-@pytest.mark.skipif(free_memory._trim() is None, reason="this C library has no malloc_trim")
+@pytest.mark.skipif(memory_release._trim() is None, reason="this C library has no malloc_trim")
 def test_fragments_are_given_back() -> None:
     run = subprocess.run([sys.executable, "-c", FRAGMENTED], capture_output=True, text=True, check=True)
     assert int(run.stdout) > 40_000_000
@@ -47,8 +47,8 @@ def test_the_gateway_does_it_again_and_again(monkeypatch: pytest.MonkeyPatch) ->
                 loop.call_soon_threadsafe(third.set)
             return True
 
-        monkeypatch.setattr(free_memory, "release_free_memory", release)
-        releasing = asyncio.create_task(free_memory.keep_releasing(GatewayTimeouts(release_memory_s=0.001)))
+        monkeypatch.setattr(memory_release, "release_free_memory", release)
+        releasing = asyncio.create_task(memory_release.keep_releasing(GatewayTimeouts(release_memory_s=0.001)))
         await third.wait()
         assert ring() is None
         releasing.cancel()

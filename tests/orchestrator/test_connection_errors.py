@@ -18,7 +18,7 @@ import pytest
 from disaggregated_inference.cluster import Server
 from disaggregated_inference.node.kv_listener import KVListener
 from disaggregated_inference.orchestrator import DisaggregatedInference
-from disaggregated_inference.orchestrator.strangers import what_answers
+from disaggregated_inference.orchestrator.connection_errors import what_answers
 from tests.support.cluster import free_port
 from tests.support.gateway import served as served_gateway
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from disaggregated_inference.errors import BadRequest
-from disaggregated_inference.vllm_node.border import Border
+from disaggregated_inference.vllm_node.connector_server import ConnectorServer
 from disaggregated_inference.vllm_node.staging import Staging
 from tests.support.paged_model import spec
 
 
-def open_border(path: Path) -> Border:
-    return Border(path, spec(), Staging(1 << 20))
+def open_border(path: Path) -> ConnectorServer:
+    return ConnectorServer(path, spec(), Staging(1 << 20))
 
 
 def test_a_file_at_the_path_stays(tmp_path: Path) -> None:

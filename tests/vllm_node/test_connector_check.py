@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from disaggregated_inference.errors import BadRequest, EngineUnavailable
-from disaggregated_inference.vllm_connector.link import NodeLink
+from disaggregated_inference.vllm_connector.connection import NodeLink
 from disaggregated_inference.vllm_connector.messages import (
     PROTOCOL,
     QUESTION_PARAM,
@@ -22,9 +22,9 @@ from disaggregated_inference.vllm_connector.messages import (
 )
 from disaggregated_inference.vllm_connector.scheduler import SchedulerHalf
 from disaggregated_inference.vllm_node.attached import AttachedVllm, start_command
-from disaggregated_inference.vllm_node.border import Border
 from disaggregated_inference.vllm_node.client import Computed
-from disaggregated_inference.vllm_node.diagnosis import explanation
+from disaggregated_inference.vllm_node.connector_check import explanation
+from disaggregated_inference.vllm_node.connector_server import ConnectorServer
 from disaggregated_inference.vllm_node.staging import Staging
 from tests.support.paged_model import spec
 from tests.support.waiting import until
@@ -71,7 +71,7 @@ def test_no_socket_nobody_there_and_no_permission(tmp_path: Path) -> None:
             left.bind(str(path))
             assert _until_explained(half, path, "no node listens there")
         path.unlink()
-        with closing(Border(path, spec(), Staging(1 << 20))):
+        with closing(ConnectorServer(path, spec(), Staging(1 << 20))):
             assert _until_explained(half, path, "")
 
 
@@ -80,7 +80,7 @@ def test_another_user_is_told_to_use_the_nodes_user(tmp_path: Path) -> None:
     path, child = tmp_path / "s", 0
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o755)
-    with closing(Border(path, spec(), Staging(1 << 20))):
+    with closing(ConnectorServer(path, spec(), Staging(1 << 20))):
         read, write = os.pipe()
         if not (child := os.fork()):
             os.setuid(65534)
@@ -131,7 +131,7 @@ def test_what_a_worker_cannot_do_is_told_until_it_can(tmp_path: Path) -> None:
 
     from tests.support.paged_model import PagedModel
 
-    border = Border(tmp_path / "s", spec(), Staging(1 << 20))
+    border = ConnectorServer(tmp_path / "s", spec(), Staging(1 << 20))
     with closing(border):
         model = PagedModel(border.path)
         link = model.workers[0]._link

@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from disaggregated_inference.errors import ChecksumMismatch, DisaggError
 from disaggregated_inference.kv_transfer import Connection
+from disaggregated_inference.kv_transfer.authenticated_frames import TAG_BYTES, FrameKeys
 from disaggregated_inference.kv_transfer.frames import HEADER, KEYED_MAGIC, Frame, Kind, encode_header
-from disaggregated_inference.kv_transfer.keyed import TAG_BYTES, FrameKeys
 from tests.support.kv_frames import tcp_pair
 
 SECRET, RECEIVER, SENDER = "secret", "00" * 16, "11" * 16

@@ -11,9 +11,9 @@ import msgspec
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.timeouts import VllmTimeouts
 from disaggregated_inference.vllm_connector.messages import PROTOCOL, QUESTION_PARAM, STATE_PARAM, LinkState
-from disaggregated_inference.vllm_node.border import Border
 from disaggregated_inference.vllm_node.client import Computed, VllmClient
-from disaggregated_inference.vllm_node.completion import prompt_body
+from disaggregated_inference.vllm_node.connector_server import ConnectorServer
+from disaggregated_inference.vllm_node.prefill_requests import prompt_body
 
 
 class ConnectorWatch:
@@ -22,7 +22,7 @@ class ConnectorWatch:
 
     def __init__(
         self,
-        border: Border,
+        border: ConnectorServer,
         client: VllmClient,
         model: Callable[[], str],
         is_ready: Callable[[], bool],

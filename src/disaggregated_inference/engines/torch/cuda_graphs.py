@@ -15,8 +15,8 @@ from torch import Tensor
 from disaggregated_inference.engines.base import Emit
 from disaggregated_inference.engines.sequence import Sequence
 from disaggregated_inference.engines.torch.arena import TorchArena
-from disaggregated_inference.engines.torch.passes import ChunkPass, HostCopies
-from disaggregated_inference.engines.torch.tables import ChunkTable, Places
+from disaggregated_inference.engines.torch.forward_pass import ChunkPass, HostCopies
+from disaggregated_inference.engines.torch.graph_inputs import ChunkTable, Places
 
 log = logging.getLogger(__name__)
 

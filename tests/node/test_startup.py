@@ -24,7 +24,7 @@ from disaggregated_inference.http import listen_error, require_free_port
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node.kv_listener import listen
 from disaggregated_inference.node.node import Node
-from disaggregated_inference.node.starting import Begin, NodeStart
+from disaggregated_inference.node.startup import Begin, NodeStart
 from disaggregated_inference.orchestrator import DisaggregatedInference
 from tests.support.cluster import free_port
 from tests.support.node_pair import Pair

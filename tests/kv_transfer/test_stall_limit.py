@@ -7,7 +7,7 @@ import pytest
 from disaggregated_inference.cluster import Policies
 from disaggregated_inference.errors import PeerGone
 from disaggregated_inference.kv_transfer import Connection
-from disaggregated_inference.kv_transfer.silence import SilenceLimit
+from disaggregated_inference.kv_transfer.stall_limit import SilenceLimit
 from disaggregated_inference.timeouts import TransferTimeouts
 
 LIMITS = TransferTimeouts()

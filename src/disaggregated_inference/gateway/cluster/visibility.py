@@ -3,16 +3,19 @@ the nodes, and of requests its own alone: figures of all could be taken apart in
 
 from typing import Any
 
-from disaggregated_inference.orchestrator import RECENT_REQUESTS, DisaggregatedInference, Summary, summary
+import msgspec
+from msgspec import UNSET
+
+from disaggregated_inference.api import ClusterStatus, Summary
+from disaggregated_inference.orchestrator import RECENT_REQUESTS, DisaggregatedInference, summary
 
 Record = dict[str, Any]
-_OF_ALL = ("served", "latency")  # parts of the status that tell of the requests of all
 _HIDDEN = ("caller", "number")  # fields of a request: who else asks, and how often
 
 
-def seen_status(status: Record, own: str | None) -> Record:
+def seen_status(status: ClusterStatus, own: str | None) -> ClusterStatus:
     """`own`: whose requests alone are seen; None: all."""
-    return status if own is None else {name: value for name, value in status.items() if name not in _OF_ALL}
+    return status if own is None else msgspec.structs.replace(status, served=UNSET, latency=UNSET)
 
 
 def seen_request(row: Record, own: str | None) -> Record:
