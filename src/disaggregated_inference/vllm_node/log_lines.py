@@ -4,7 +4,7 @@ import logging
 import re
 import signal
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from disaggregated_inference.errors import BadRequest, DisaggError, EngineFailed, EngineOutOfMemory
 
@@ -39,12 +39,13 @@ _USAGE = re.compile(r"error: (?P<words>.+)")
 
 
 class VllmLog:
-    """Of one run. `step` is the step of the start that runs."""
+    """Of one run. `step` is the step of the start that runs. What vLLM says when this node ends it is no error, though
+    its processes may call it one: `is_ending` tells."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_ending: Callable[[], bool] = lambda: False) -> None:
         self.lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self.step = "starting"
-        self._level = logging.INFO
+        self._level, self._is_ending = logging.INFO, is_ending
 
     def add(self, line: str) -> None:
         line = line.rstrip()[:_MAX_LINE]
@@ -53,7 +54,7 @@ class VllmLog:
         self.lines.append(line)
         if found := _LINE.match(line):
             self._level = logging.getLevelNamesMapping()[found["level"]]
-        log.log(self._level, "%s", line)
+        log.log(min(self._level, logging.INFO) if self._is_ending() else self._level, "%s", line)
         self.step = next((step for pattern, step in _STEPS if pattern.search(line)), self.step)
 
 
