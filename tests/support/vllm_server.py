@@ -7,7 +7,8 @@ import signal
 import subprocess
 import time
 import urllib.request
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.vllm_connector.messages import DECODES_OPTION, SOCKET_OPTION
 from disaggregated_inference.vllm_node import VllmAddress, probe
 from disaggregated_inference.vllm_node.guard import end_session
-from tests.support.cluster import free_port
+from tests.support.cluster import free_port, state_of
+from tests.support.vllm_served import engine_cores
+from tests.support.waiting import until
 
 _ROOT = Path(__file__).parents[2]
 NO_VLLM = "DISAGG_VLLM_PYTHON is not set: `make vllm` runs these tests"
@@ -44,6 +47,7 @@ class VllmForker:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_CPU_CI_ENV": "1",  # no warm-up
+            "VLLM_SERVER_DEV_MODE": "1",  # requests can be aborted by hand
             "TORCHDYNAMO_DISABLE": "1",  # as a node starts it
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
@@ -139,6 +143,26 @@ class VllmServer:
     def get(self, path: str) -> str:
         with urllib.request.urlopen(self.address.url + path, timeout=10) as response:
             return str(response.read().decode())
+
+    def abort_requests(self) -> None:
+        """All that are open, by vLLM's own API."""
+        request = urllib.request.Request(f"{self.address.url}/abort_requests", b"{}", method="POST")
+        with urllib.request.urlopen(request, timeout=BUSY_S):
+            pass
+
+    @contextmanager
+    def frozen_engine(self) -> Iterator[None]:
+        """The engine computes nothing meanwhile; vLLM's HTTP API takes requests, and sees clients leave."""
+        engine = engine_cores(self.pid)
+        assert engine
+        for pid in engine:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            assert until(lambda: all(state_of(pid) == "T" for pid in engine))
+            yield
+        finally:
+            for pid in engine:
+                os.kill(pid, signal.SIGCONT)
 
     def metric(self, name: str) -> float:
         """The sum over its labels, from vLLM's own /metrics."""
