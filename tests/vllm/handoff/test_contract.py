@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from disaggregated_inference.engines import Engine, load_engine
@@ -24,13 +25,16 @@ from tests.support.engine_contract import (
     check_rollback_to_the_last_committed_chunk,
 )
 from tests.support.engines import ENGINE_OPTIONS, LLAMACPP, LLAMACPP_OPTIONS, LoadTiny, twin_of
-from tests.support.handoff import alone, prompt_of, read_prompt
+from tests.support.handoff import alone, forced_logits, prompt_of, read_prompt
 from tests.support.vllm_nodes import VllmHome
+from tests.support.vllm_prompts import LENGTHS, chosen_prompt
 from tests.support.vllm_reader import VllmReader
 
 pytestmark = pytest.mark.slow
 
 WHOLE = 4096  # vLLM cuts prompts into chunks of its own
+SHORT_ANSWER = 16  # of llama.cpp
+needs_llamacpp = pytest.mark.skipif(not LLAMACPP, reason="no llama.cpp is installed")
 
 
 @pytest.fixture(scope="session")
@@ -66,6 +70,19 @@ def test_handoff_is_token_exact(length: int, architecture: str, tiny_engine: Loa
     for target in ENGINES:
         engine = tiny_engine(target, architecture)
         check_handoff(engine, slices, logits, length, alone(engine, prompt_of(length), ANSWER))
+
+
+@needs_llamacpp
+def test_handoff_to_llamacpp(architecture: str, tiny_engine: LoadTiny) -> None:
+    """Of chosen prompts, which are good for that: half precision is far from changing their answers."""
+    engine, exact = tiny_engine("llamacpp", architecture), tiny_engine("torch", architecture)
+    for length in LENGTHS:
+        prompt = chosen_prompt(architecture, length)
+        answer = alone(engine, prompt, SHORT_ANSWER)
+        logits, mirror = (forced_logits(each, prompt, answer[:-1]) for each in (exact, engine))
+        second, first = np.sort(logits, axis=-1)[:, -2:].T
+        assert (first - second).min() > 2 * np.abs(logits - mirror).max(), f"prompt of {length}: a near-tie"
+        check_handoff(engine, *read_prompt(tiny_engine("vllm", architecture), prompt, WHOLE), length, answer)
 
 
 @pytest.mark.parametrize("target", ENGINES)
