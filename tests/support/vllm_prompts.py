@@ -1,7 +1,10 @@
-"""The prompts of the vLLM tests. llama.cpp computes attention in half precision, whatever its cache is in, and vLLM's KV
-is in float32: where two tokens are nearly as likely, or two experts, its answer may be another one without a fault of
-the KV. So it gets chosen prompts, without such ties, which tests/vllm/handoff/test_contract.py checks; a wrong cache
-changes their answers all the same. torch and MLX compute in float32 and get any prompts."""
+"""The prompts of the vLLM tests.
+
+llama.cpp computes attention in half precision, whatever its cache is in, and vLLM's KV is in float32: where two tokens
+are nearly as likely, or two experts, its answer may be another one without a fault of the KV. So it gets chosen
+prompts, without such ties, as tests/vllm/handoff/test_contract.py checks. A wrong cache changes their answers all the
+same. torch and MLX compute in float32 and get any prompts.
+"""
 
 from tests.support.handoff import prompt_of
 from tests.support.vllm_nodes import CHUNK

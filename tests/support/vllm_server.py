@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from disaggregated_inference.models import ModelFiles
-from disaggregated_inference.vllm_connector.messages import DECODES_OPTION, SOCKET_OPTION
+from disaggregated_inference.vllm_connector.messages import DECODES_OPTION, LOGITS_PROCESSOR, SOCKET_OPTION
 from disaggregated_inference.vllm_node import VllmAddress, probe
 from disaggregated_inference.vllm_node.guard import end_session
 from tests.support.cluster import free_port, state_of
@@ -103,7 +103,7 @@ class VllmServer:
     def address(self) -> VllmAddress:
         return VllmAddress(f"http://127.0.0.1:{self.port}")
 
-    def start(self, port: int = 0, *more: str) -> None:
+    def start(self, port: int = 0, *more: str, processors: str = LOGITS_PROCESSOR) -> None:
         """At this port, or at a free one, where no outgoing connection can be. `more` arguments, for this run."""
         if self.pid:
             end_session(self.pid)  # a killed one may still have the port for a moment
@@ -116,7 +116,7 @@ class VllmServer:
         }
         arguments = ["--model", str(self._model.path), "--host", "127.0.0.1", "--port", str(self.port)]
         arguments += ["--dtype", "float32", "--kv-transfer-config", json.dumps(transfer)]
-        arguments += ["--logits-processors", "disaggregated_inference.vllm_connector.first_token:FirstToken"]
+        arguments += ["--logits-processors", processors] if processors else []
         stages = "--pipeline-parallel-size" in self._arguments
         arguments += ["--compilation-config", '{"backend": "eager"}'] if stages else ["--enforce-eager"]
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1"} | (_WARM_UP if stages else {})
@@ -126,8 +126,11 @@ class VllmServer:
         """Empty while it runs."""
         return "" if _alive(self.pid) else f"vLLM has ended: {self.log_tail()}"
 
+    def log(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
     def log_tail(self) -> str:
-        return self._log.read_text(errors="replace")[-3000:] if self._log.exists() else ""
+        return self.log()[-3000:]
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_S

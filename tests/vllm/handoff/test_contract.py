@@ -1,5 +1,5 @@
-"""The contract suite with vLLM as the prefill engine: what tests/contract asks of every pair of engines, as far as it is
-about the engine that computes the prompt. vLLM takes no KV in, so the rest of the suite is about other engines.
+"""The contract suite with vLLM as the prefill engine: what tests/contract asks of every pair of engines, as far as it
+is about the engine that computes the prompt. vLLM takes no KV in, so the rest of the suite is about other engines.
 
 The models are those that vLLM's attention on the CPU can have, and that llama.cpp can load too.
 """
