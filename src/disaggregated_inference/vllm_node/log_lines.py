@@ -14,6 +14,7 @@ _LINE = re.compile(
     r"^(?:\([^)]*\)\s*)*(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL)\b:?\s*(?:[\d-]+ [\d:.]+)?\s*(?P<text>.*)"
 )
 _MAX_LINE = 2000
+_MAX_REASON = 600
 _KEPT_LINES = 400
 _STEPS = (
     (
@@ -31,6 +32,8 @@ _OUT_OF_MEMORY = re.compile(
     re.IGNORECASE,
 )
 _ERROR = re.compile(r"(?:^|\] |\s)(?P<words>(?:[\w.]*(?:Error|Exception)\b|pydantic\S*): .+)")
+_REFUSED = re.compile(r"ValidationError: (?P<count>\d+) validation errors? for \w+")  # of pydantic: reasons follow
+_REFUSED_END = "For further information visit"  # the last line of each of them
 _SECONDARY = ("Engine core initialization failed", "EngineDeadError", "Engine core proc", "cancelled")
 _MEMORY_ADVICE = (
     'give --vllm-args less: "--max-model-len N", "--kv-cache-memory-bytes N", "--gpu-memory-utilization SHARE"'
@@ -75,14 +78,31 @@ def failure(lines: Iterable[str], code: int) -> DisaggError:
 
 def _last_error(lines: list[str]) -> str:
     """The root cause, not the process that noticed it."""
+    if refused := _refused_values(lines):
+        return refused
     errors = [found["words"] for line in lines if (found := _ERROR.search(line))]
     causes = [words for words in errors if not any(part in words for part in _SECONDARY)]
     return (causes or errors or [_text(line) for line in lines[-1:]] or ["it wrote nothing"])[-1].strip()
 
 
+def _refused_values(lines: list[str]) -> str:
+    """What vLLM does not take, where its configuration refuses a value; empty: it is something else."""
+    heads = [(at, found) for at, line in enumerate(lines) if (found := _REFUSED.search(line))]
+    if not heads:
+        return ""
+    (at, head), reasons = heads[-1], list[str]()
+    rest = [_text(line) for line in lines[at + 1 :]]
+    for _ in range(int(head["count"])):
+        until = next((number for number, line in enumerate(rest) if _REFUSED_END in line), len(rest))
+        reasons.append(": ".join(rest[:until]).partition(" [type=")[0])
+        rest = rest[until + 1 :]
+    return "; ".join(filter(None, reasons))[:_MAX_REASON] or head[0]
+
+
 def _text(line: str) -> str:
+    """Without the name of its process, its level and its place in vLLM."""
     found = _LINE.match(line)
-    return re.sub(r"^\[[^\]]*\]\s*", "", found["text"] if found else line).strip()
+    return re.sub(r"^(?:\([^)]* pid=\d+\)|\[[^\]]*\])\s*", "", found["text"] if found else line).strip()
 
 
 def _signal_name(number: int) -> str:
