@@ -1,7 +1,8 @@
 """The contract suite: every engine, every pair. A new engine joins by adding its name to ENGINE_OPTIONS.
 
 llama.cpp keeps the contract too, and is in what a single engine must do; as one of a pair, which its half precision
-makes a matter of its own, it is in tests/test_llamacpp.py.
+makes a matter of its own, it is in tests/engines/test_llamacpp.py. A vLLM takes the place of the prefill engine in
+tests/vllm/handoff/test_contract.py (`make vllm`).
 """
 
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from tests.support.engine_contract import (
     check_bad_tokens_and_batches_are_refused_and_change_nothing,
     check_batched_decode_equals_one_by_one,
     check_export_in_the_middle_of_an_answer,
+    check_handoff,
     check_kept_prefix_takes_only_the_rest,
     check_no_near_ties,
     check_rollback_to_the_last_committed_chunk,
@@ -96,12 +98,7 @@ def test_handoff_is_token_exact(
 ) -> None:
     expected = oracle(target, architecture, length)
     slices, logits = prefilled(source, architecture, length, chunk)
-    engine = tiny_engine(target, architecture)
-    before = engine.counters.prompt_tokens, engine.counters.step_tokens
-    tokens = write_answer(engine, receive(engine, slices, length), logits, ANSWER)
-    assert tokens == expected
-    assert engine.counters.prompt_tokens == before[0], "the decode side read the prompt again"
-    assert engine.counters.step_tokens == before[1] + ANSWER - 1
+    check_handoff(tiny_engine(target, architecture), slices, logits, length, expected)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

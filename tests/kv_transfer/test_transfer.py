@@ -6,7 +6,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -49,23 +48,10 @@ from disaggregated_inference.kv_transfer.messages import ErrorMessage
 from disaggregated_inference.kv_transfer.receiver import ConnectionResult
 from disaggregated_inference.timeouts import TransferTimeouts
 from tests.support.engines import LoadTiny
-from tests.support.handoff import alone, prompt_of, write_answer
+from tests.support.handoff import HostLogits, alone, prompt_of, write_answer
 from tests.support.kv_frames import encode, message, tcp_pair
 
 ANSWER = 16
-
-
-class HostLogits:
-    """Logits that travelled."""
-
-    def __init__(self, rows: Array) -> None:
-        self.rows = rows[None]
-
-    def greedy(self) -> Array:
-        return self.rows.argmax(-1)
-
-    def numpy(self, rows: Items[int] | None = None) -> Array:
-        return self.rows if rows is None else self.rows[list(rows)]
 
 
 class Transfer:

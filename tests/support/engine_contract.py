@@ -1,4 +1,5 @@
-"""What every engine must do. tests/contract runs it for the real engines, tests/engines for the simulated one."""
+"""What every engine must do. tests/contract runs it for the real engines, tests/engines for the simulated one, and
+tests/vllm/handoff for a vLLM that computes the prompts."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -6,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from disaggregated_inference.engines import Sequence
+from disaggregated_inference.engines import Engine, Logits, Sequence
 from disaggregated_inference.errors import ContextTooLong, KVMemoryFull, SequenceBroken, SliceRefused, TokensRefused
 from disaggregated_inference.kv import KVSlice
 from tests.support.engines import ENGINE_OPTIONS, LLAMACPP, LoadTiny
@@ -28,6 +29,16 @@ OTHER_PROMPTS = (5, 30, 64, 100, 140, 150, 210, 250, 350)  # of other tests
 ANSWER = 32
 
 
+def check_handoff(engine: Engine, slices: list[KVSlice], logits: Logits, length: int, expected: list[int]) -> None:
+    """The KV of a prompt comes from another engine: the answer is the one of this engine alone, and no prompt token is
+    computed here."""
+    before = engine.counters.prompt_tokens, engine.counters.step_tokens
+    tokens = write_answer(engine, receive(engine, slices, length), logits, len(expected))
+    assert tokens == expected
+    assert engine.counters.prompt_tokens == before[0], "the decode side read the prompt again"
+    assert engine.counters.step_tokens == before[1] + len(expected) - 1
+
+
 def check_no_near_ties(architecture: str, tiny_engine: LoadTiny) -> None:
     """The oracle is worth something only if rounding cannot flip it (nor a router's choice), and the prompt matters."""
     engines = [tiny_engine(name, architecture) for name in (ENGINES[0], ENGINES[-1])]
@@ -43,7 +54,9 @@ def check_no_near_ties(architecture: str, tiny_engine: LoadTiny) -> None:
     assert all(a != b for a, b in pairwise(answers))
 
 
-def check_batched_decode_equals_one_by_one(architecture: str, target: str, tiny_engine: LoadTiny) -> None:
+def check_batched_decode_equals_one_by_one(
+    architecture: str, target: str, tiny_engine: LoadTiny, sources: tuple[str, ...] = ENGINES
+) -> None:
     """Eight sequences of different lengths and origins, joining every few steps and leaving when done."""
     engine = tiny_engine(target, architecture)
     lengths = (5, 300, 127, 1, 128, 64, 129, 210)
@@ -55,7 +68,7 @@ def check_batched_decode_equals_one_by_one(architecture: str, target: str, tiny_
     for step in range(200):
         while waiting and step >= 3 * waiting[0]:
             index = waiting.pop(0)
-            source = ("here", *ENGINES)[index % (1 + len(ENGINES))]
+            source = ("here", *sources)[index % (1 + len(sources))]
             prompt = prompt_of(lengths[index])
             if source == "here":
                 running[index] = engine.open(lengths[index] + answers[index])
@@ -242,18 +255,20 @@ def check_a_chunk_that_fails_half_way_breaks_its_sequence_only(
     assert alone(engine, prompt_of(300), 8) == alone(engine, prompt_of(300), 8)
 
 
-def check_rollback_to_the_last_committed_chunk(architecture: str, name: str, tiny_engine: LoadTiny) -> None:
+def check_rollback_to_the_last_committed_chunk(
+    architecture: str, name: str, tiny_engine: LoadTiny, reader: str = ENGINES[0]
+) -> None:
     """The transfer dies in the second chunk; the decode side reads the rest itself, from where it was whole."""
     engine = tiny_engine(name, architecture)
     prompt = prompt_of(300)
-    reader = name if name == "llamacpp" else ENGINES[0]
+    reader = name if name == "llamacpp" else reader
     slices, _ = read_prompt(tiny_engine(reader, architecture), prompt, 175)
-    layers = len(engine.spec.layout.layers)
+    first, second = ([piece for piece in slices if (piece.stop > 175) == late] for late in (False, True))
     sequence = engine.open(400)
-    for piece in slices[:layers]:
+    for piece in first:
         engine.place(sequence, piece)
     engine.commit(sequence, 175)
-    for piece in slices[layers : layers + 3]:
+    for piece in second[:3]:
         engine.place(sequence, piece)
     with pytest.raises(SliceRefused, match="roll back"):
         engine.prefill(sequence, prompt[175:])
@@ -262,9 +277,11 @@ def check_rollback_to_the_last_committed_chunk(architecture: str, name: str, tin
     assert write_answer(engine, sequence, logits, 16) == alone(engine, prompt, 16, chunk=175)
 
 
-def check_a_second_turn_after_decoding_in_a_batch(architecture: str, name: str, tiny_engine: LoadTiny) -> None:
+def check_a_second_turn_after_decoding_in_a_batch(
+    architecture: str, name: str, tiny_engine: LoadTiny, source: str = ENGINES[0]
+) -> None:
     """A chat goes on: the answer was written in a batch, the next question is handed over behind it."""
-    engine, reader = tiny_engine(name, architecture), tiny_engine(ENGINES[0], architecture)
+    engine, reader = tiny_engine(name, architecture), tiny_engine(source, architecture)
     chat, neighbour = engine.open(400), engine.open(100)
     tokens = prompt_of(150)
     last = [

@@ -1,10 +1,25 @@
 """A hand-off between two engines without nodes: prefill in one, decode in the other."""
 
+from collections.abc import Sequence as Items
+
 import numpy as np
 from numpy.typing import NDArray
 
 from disaggregated_inference.engines import Engine, Logits, Sequence, chunks
-from disaggregated_inference.kv import KVSlice
+from disaggregated_inference.kv import Array, KVSlice
+
+
+class HostLogits:
+    """Logits that travelled."""
+
+    def __init__(self, rows: Array) -> None:
+        self.rows = rows[None]
+
+    def greedy(self) -> Array:
+        return self.rows.argmax(-1)
+
+    def numpy(self, rows: Items[int] | None = None) -> Array:
+        return self.rows if rows is None else self.rows[list(rows)]
 
 
 def prompt_of(length: int, vocabulary: int = 512, seed: int = 0) -> list[int]:

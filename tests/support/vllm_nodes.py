@@ -96,7 +96,7 @@ class DecodeNodes:
         if engine == "llamacpp":
             model, options = ModelFiles("twin", twin_of(model.path)), LLAMACPP_OPTIONS
         kv_memory = KVMemory(Scheduler(partial(load_engine, engine, model, **options)), prefix_bytes=0)
-        return DecodeNode(kv_memory, model.tokenizer, 50, 2, ("raw",), ONE_PROCESS)
+        return DecodeNode(kv_memory, model.tokenizer, 50, codecs=("raw",), timeouts=ONE_PROCESS)
 
     def close(self) -> None:
         for node in self._made.values():

@@ -7,15 +7,18 @@ import signal
 import subprocess
 import time
 import urllib.request
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from disaggregated_inference.models import ModelFiles
-from disaggregated_inference.vllm_connector.messages import DECODES_OPTION, SOCKET_OPTION
+from disaggregated_inference.vllm_connector.messages import DECODES_OPTION, LOGITS_PROCESSOR, SOCKET_OPTION
 from disaggregated_inference.vllm_node import VllmAddress, probe
 from disaggregated_inference.vllm_node.guard import end_session
-from tests.support.cluster import free_port
+from tests.support.cluster import free_port, state_of
+from tests.support.vllm_served import engine_cores
+from tests.support.waiting import until
 
 _ROOT = Path(__file__).parents[2]
 NO_VLLM = "DISAGG_VLLM_PYTHON is not set: `make vllm` runs these tests"
@@ -44,6 +47,7 @@ class VllmForker:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_CPU_CI_ENV": "1",  # no warm-up
+            "VLLM_SERVER_DEV_MODE": "1",  # requests can be aborted by hand
             "TORCHDYNAMO_DISABLE": "1",  # as a node starts it
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
@@ -99,7 +103,7 @@ class VllmServer:
     def address(self) -> VllmAddress:
         return VllmAddress(f"http://127.0.0.1:{self.port}")
 
-    def start(self, port: int = 0, *more: str) -> None:
+    def start(self, port: int = 0, *more: str, processors: str = LOGITS_PROCESSOR) -> None:
         """At this port, or at a free one, where no outgoing connection can be. `more` arguments, for this run."""
         if self.pid:
             end_session(self.pid)  # a killed one may still have the port for a moment
@@ -112,7 +116,7 @@ class VllmServer:
         }
         arguments = ["--model", str(self._model.path), "--host", "127.0.0.1", "--port", str(self.port)]
         arguments += ["--dtype", "float32", "--kv-transfer-config", json.dumps(transfer)]
-        arguments += ["--logits-processors", "disaggregated_inference.vllm_connector.first_token:FirstToken"]
+        arguments += ["--logits-processors", processors] if processors else []
         stages = "--pipeline-parallel-size" in self._arguments
         arguments += ["--compilation-config", '{"backend": "eager"}'] if stages else ["--enforce-eager"]
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1"} | (_WARM_UP if stages else {})
@@ -122,8 +126,11 @@ class VllmServer:
         """Empty while it runs."""
         return "" if _alive(self.pid) else f"vLLM has ended: {self.log_tail()}"
 
+    def log(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
     def log_tail(self) -> str:
-        return self._log.read_text(errors="replace")[-3000:] if self._log.exists() else ""
+        return self.log()[-3000:]
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_S
@@ -139,6 +146,26 @@ class VllmServer:
     def get(self, path: str) -> str:
         with urllib.request.urlopen(self.address.url + path, timeout=10) as response:
             return str(response.read().decode())
+
+    def abort_requests(self) -> None:
+        """All that are open, by vLLM's own API."""
+        request = urllib.request.Request(f"{self.address.url}/abort_requests", b"{}", method="POST")
+        with urllib.request.urlopen(request, timeout=BUSY_S):
+            pass
+
+    @contextmanager
+    def frozen_engine(self) -> Iterator[None]:
+        """The engine computes nothing meanwhile; vLLM's HTTP API takes requests, and sees clients leave."""
+        engine = engine_cores(self.pid)
+        assert engine
+        for pid in engine:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            assert until(lambda: all(state_of(pid) == "T" for pid in engine))
+            yield
+        finally:
+            for pid in engine:
+                os.kill(pid, signal.SIGCONT)
 
     def metric(self, name: str) -> float:
         """The sum over its labels, from vLLM's own /metrics."""

@@ -12,11 +12,12 @@ import pytest
 
 from disaggregated_inference.engines import load_engine
 from disaggregated_inference.models import ModelFiles
+from disaggregated_inference.vllm_connector.messages import LOGITS_PROCESSOR
 from tests.support.cluster import Process
 from tests.support.engines import ENGINE_OPTIONS
 from tests.support.handoff import alone, prompt_of
 from tests.support.vllm_nodes import LIMITS
-from tests.support.vllm_server import START_S, VllmForker, VllmServer
+from tests.support.vllm_server import BUSY_S, START_S, VllmForker, VllmServer
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -70,7 +71,7 @@ def test_a_connector_that_waits_elsewhere_is_told_of(
     remedy = f"start this node with --vllm-socket {socket_path}"
     try:
         assert until(lambda: remedy in node.said(), START_S), node.said()
-        assert until(lambda: remedy in _loading(node)["reason"], 60), _loading(node)
+        assert until(lambda: remedy in _loading(node)["reason"], BUSY_S), _loading(node)
         assert _loading(node)["status"] == "loading"
     finally:
         node.end()
@@ -89,10 +90,15 @@ def test_a_running_vllm_is_used_as_it_is(attached: Process, served_folder: Path)
 def test_a_vllm_that_goes_makes_the_node_unhealthy_until_it_is_back(
     attached: Process, running_vllm: VllmServer
 ) -> None:
+    """It first comes back without our logits processor, which its user forgot: vLLM then does not start."""
     epoch, port = attached.status()["epoch"], running_vllm.port
     running_vllm.kill()
-    assert until(lambda: attached.status()["status"] == "unhealthy", 60)
+    assert until(lambda: attached.status()["status"] == "unhealthy", BUSY_S)
     assert "vLLM" in attached.status()["reason"]
+    running_vllm.start(port, processors="")
+    assert until(lambda: running_vllm.why_stopped() != "", START_S)
+    assert f"the connector needs vLLM's argument --logits-processors {LOGITS_PROCESSOR}" in running_vllm.log()
+    assert attached.status()["status"] == "unhealthy"
     running_vllm.start(port, "--served-model-name", "another-name")
     running_vllm.wait_until_ready()
     assert until(lambda: attached.status()["status"] == "healthy", START_S), attached.status()

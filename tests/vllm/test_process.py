@@ -55,11 +55,11 @@ def test_a_vllm_that_dies_is_restarted(served: Process) -> None:
     before, epoch = engine_cores(served.process.pid), served.status()["epoch"]
     assert before
     os.kill(before[0], signal.SIGKILL)
-    assert until(lambda: "vLLM" in _health(served) and "unhealthy" in _health(served), 120), _health(served)
+    assert until(lambda: "vLLM" in _health(served) and "unhealthy" in _health(served), RESTART_S), _health(served)
     assert until(lambda: bool(set(engine_cores(served.process.pid)) - set(before)), RESTART_S)
     old = descendants(served.process.pid)
     os.kill(guards(served.process.pid)[0], signal.SIGKILL)
-    assert until(lambda: not any(map(runs, old)), 60)
+    assert until(lambda: not any(map(runs, old)), RESTART_S)
     assert until(lambda: served.status()["status"] == "healthy", RESTART_S), _health(served)
     after = engine_cores(served.process.pid)
     assert after
@@ -68,6 +68,23 @@ def test_a_vllm_that_dies_is_restarted(served: Process) -> None:
     assert '"level": "error"' in served.said()
     assert "it starts again in 1 s" in served.said()
     assert "it starts again in 2 s" in served.said()
+
+
+def test_ctrl_c_while_vllm_loads(served: Process, served_folder: Path) -> None:
+    """vLLM is killed, as it is where the system has no memory: neither that nor what it says at its end is an error.
+    `served` sets the environment up."""
+    node = serve_vllm(served_folder, name="other")
+    try:
+        assert until(lambda: '"logger": "vllm_node.log_lines"' in node.said(), RESTART_S)
+        below = descendants(node.process.pid)
+        node.process.send_signal(signal.SIGINT)
+        assert node.process.wait(timeout=RESTART_S) == 0
+        assert not any(map(runs, below))
+        said = node.said()
+        assert "out of memory" not in said
+        assert not [line for line in said.splitlines() if line.startswith("error: ") or '"level": "error"' in line]
+    finally:
+        node.end()
 
 
 @pytest.mark.parametrize(

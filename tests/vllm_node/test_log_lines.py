@@ -53,6 +53,40 @@ def test_arguments_that_vllm_does_not_know_are_a_bad_request() -> None:
     assert str(error) == "--vllm-args: vLLM does not take them: unrecognized arguments: --no-such-thing"
 
 
+VISIT = "    For further information visit https://errors.pydantic.dev/2.14/v/greater_than_equal"
+REFUSED = "pydantic_core._pydantic_core.ValidationError: {} for {}"
+TWO_REFUSED = REFUSED.format("2 validation errors", "SchedulerConfig")
+RANGE = "Input should be greater than or equal to 1"
+TOO_LONG = "User-specified max_model_len (99999999) is greater than the derived max_model_len"
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (
+            [REFUSED.format("1 validation error", "ModelConfig"), f"  Value error, {TOO_LONG} [type=value_error, inp"],
+            TOO_LONG,
+        ),
+        (
+            [
+                TWO_REFUSED,
+                "max_num_batched_tokens",
+                f"  {RANGE} [type=g",
+                VISIT,
+                "max_num_seqs",
+                f"  {RANGE} [type=g",
+                VISIT,
+            ],
+            f"max_num_batched_tokens: {RANGE}; max_num_seqs: {RANGE}",
+        ),
+    ],
+)
+def test_a_value_that_vllm_refuses_is_named(lines: list[str], said: str) -> None:
+    """Of 0.32.0. The line with the error's name does not say which."""
+    written = [f"(APIServer pid=7) {line}" for line in ["Traceback (most recent call last):", *lines]]
+    assert str(failure(written, 1)).removeprefix("vLLM ended with exit code 1: ").removeprefix("Value error, ") == said
+
+
 def test_lines_keep_their_level_and_tracebacks_that_of_their_first_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     written = VllmLog()

@@ -53,7 +53,7 @@ class NodeStart:
         self._step, self._began_at = "starting", time.monotonic()
         self._served: Node | None = None
         self._error: BaseException | None = None
-        self._closes_at = 0.0
+        self._closes_at, self._stopped = 0.0, False
         self._server = HttpServer(
             self._loading_app(),
             *address,
@@ -86,6 +86,8 @@ class NodeStart:
         try:
             served = self._load_node(self._begin)
         except BaseException as error:
+            if self._stopped:
+                return  # what was loading has been ended
             self._error = error
             self._server.stop()
         else:
@@ -104,6 +106,7 @@ class NodeStart:
         self._announce("ready", port=port, host=self._host, scheme=self._scheme, **_about(served), seconds=seconds)
 
     def _stopping(self) -> None:
+        self._stopped = True
         self._announce("stopping")
         self._closes_at = time.monotonic() + self._drain_s
         if self._served:

@@ -24,6 +24,7 @@ from disaggregated_inference.vllm_connector import current_worker, parent_watch
 from disaggregated_inference.vllm_connector.connection import NodeLink
 from disaggregated_inference.vllm_connector.messages import (
     DECODES_OPTION,
+    LOGITS_PROCESSOR,
     PROTOCOL,
     SOCKET_OPTION,
     AttachScheduler,
@@ -195,6 +196,13 @@ def _require_supported(config: Any) -> None:
             raise ValueError(f"the connector does not support {option} {getattr(parallel, option)}: use 1")
     if config.speculative_config is not None:
         raise ValueError("the connector does not support speculative decoding: vLLM then calls no logits processor")
+    if not any(_is_first_token(each) for each in config.model_config.logits_processors or ()):
+        raise ValueError(f"the connector needs vLLM's argument --logits-processors {LOGITS_PROCESSOR}")
+
+
+def _is_first_token(processor: str | type) -> bool:
+    """vLLM takes the name of a class, or the class."""
+    return (processor if isinstance(processor, str) else processor.__name__).endswith("FirstToken")
 
 
 def _is_written_before_attention(module: Any) -> bool:

@@ -19,6 +19,7 @@ QUESTION_PARAM = "disagg_question"  # likewise: asks the connector for its `Link
 STATE_PARAM = "disagg_state"  # in `kv_transfer_params` of the response: the `LinkState`
 SOCKET_OPTION = "disagg_socket"  # in `kv_connector_extra_config`: the path of the node's socket
 DECODES_OPTION = "disagg_decodes"  # likewise: this vLLM also writes answers, so it keeps full CUDA graphs
+LOGITS_PROCESSOR = "disaggregated_inference.vllm_connector.first_token:FirstToken"  # of vLLM's `--logits-processors`
 
 KVDType = Literal["bfloat16", "float16", "float32"]
 

@@ -85,10 +85,20 @@ class _Models(msgspec.Struct, frozen=True):
     data: list[ServedModel] = []
 
 
+class _Finished(msgspec.Struct, frozen=True):
+    finish_reason: str | None = None
+
+
 class Computed(msgspec.Struct, frozen=True):
     """The answer to a prompt whose KV was exported. The connector may add its own words."""
 
+    choices: tuple[_Finished, ...] = ()
     kv_transfer_params: dict[str, Any] | None = None
+
+    @property
+    def aborted(self) -> bool:
+        """vLLM ended the request by itself, or someone asked it to: its answer is one like any other, with HTTP 200."""
+        return any(choice.finish_reason == "abort" for choice in self.choices)
 
 
 class VllmAddress(NamedTuple):

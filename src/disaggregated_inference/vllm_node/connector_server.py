@@ -173,7 +173,7 @@ class ConnectorServer:
         with suppress(OSError):
             if self.path.stat().st_ino == self._inode:  # it is not another node's by now
                 self.path.unlink()
-        self._lose("this node is stopping")
+        self._lose("this node is stopping", level=logging.INFO)
 
     def _accept_all(self) -> None:
         while True:
@@ -324,7 +324,7 @@ class ConnectorServer:
             del self._releasing[ticket]
         on_released()
 
-    def _lose(self, reason: str, peer: Peer | None = None) -> None:
+    def _lose(self, reason: str, peer: Peer | None = None, level: int = logging.WARNING) -> None:
         """One process of a vLLM without the others is of no use: all connections end."""
         with self._changed:
             if peer and peer not in self._peers():
@@ -336,7 +336,7 @@ class ConnectorServer:
         for each in peers:
             each.hang_up()
         if was_attached:
-            log.warning("%s", reason)
+            log.log(level, "%s", reason)
             if self.reports:
                 self.reports.lost(reason)
         for callback in released:

@@ -202,11 +202,9 @@ class VllmPrefill(ChunkedPrefill):
     def _answered(self, running: Running, done: "Future[Computed]") -> None:
         """vLLM's HTTP response. The KV may still be on its way: copies from a GPU end after the computing."""
         running.answered_at, running.computed_at = time.monotonic(), running.computed_at or time.perf_counter()
-        error = Cancelled("the prefill was cancelled") if done.cancelled() else done.exception()
-        if isinstance(error, DisaggError):
-            self._fail(running, error)
-        elif error:
-            self._fail(running, EngineFailed(f"the request to vLLM failed: {error}"))
+        with self._lock:  # a prompt that is complete needs no answer
+            if not running.future.done() and (error := _problem(done)):
+                self._fail(running, error)
 
     def _fail_incomplete(self) -> None:
         """A prompt of which vLLM believes that it is done, and of which rows are missing, must never stay silent."""
@@ -237,6 +235,15 @@ class VllmPrefill(ChunkedPrefill):
             self._running.pop(running.id, None)
         with suppress(NodeBusy):  # the engine has stopped: there is no memory to free
             self._scheduler.post(lambda: super(VllmPrefill, self).close_job(running.job))
+
+
+def _problem(answer: "Future[Computed]") -> DisaggError | None:
+    """Why vLLM will not compute the rest of a prompt."""
+    if answer.cancelled():
+        return Cancelled("the prefill was cancelled")
+    if error := answer.exception():
+        return error if isinstance(error, DisaggError) else EngineFailed(f"the request to vLLM failed: {error}")
+    return EngineFailed("vLLM aborted the request") if answer.result().aborted else None
 
 
 def _pass_on(result: "Future[PrefillMetrics]", done: "Future[PrefillMetrics]") -> None:

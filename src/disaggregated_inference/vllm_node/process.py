@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import disaggregated_inference
-from disaggregated_inference.errors import BadRequest, DisaggError, EngineFailed
+from disaggregated_inference.errors import BadRequest, DisaggError, EngineFailed, EngineUnavailable
 from disaggregated_inference.timeouts import VllmTimeouts
 from disaggregated_inference.vllm_node.client import UNIX, VllmAddress, VllmClient
 from disaggregated_inference.vllm_node.guard import end_session
@@ -104,7 +104,7 @@ class VllmProcess:
 
     def _run(self) -> float:
         """One run of vLLM, to its end; returns for how many seconds it was ready."""
-        written, self.starts = VllmLog(), self.starts + 1
+        written, self.starts = VllmLog(self._closing.is_set), self.starts + 1
         self._tell("loading", written.step)
         try:
             with _run_folder(self._build) as folder:
@@ -123,7 +123,9 @@ class VllmProcess:
         code = guard.wait()
         end_session(guard.pid)  # a guard that was killed could not
         reader.join(self._timeouts.kill_s)
-        self._error = failure(written.lines, _SIGNALLED - code if code > _SIGNALLED else code)
+        stopping = EngineUnavailable("vLLM was ended: this node is stopping")
+        failed = failure(written.lines, _SIGNALLED - code if code > _SIGNALLED else code)
+        self._error = stopping if self._closing.is_set() else failed
         return time.monotonic() - ready_at if ready_at else 0.0
 
     def _spawn(self, command: Sequence[str], environ: dict[str, str]) -> "subprocess.Popen[str]":

@@ -11,6 +11,7 @@ from disaggregated_inference.errors import BadRequest, ModelUnsupported
 from disaggregated_inference.kv import require_dtype
 from disaggregated_inference.models import ModelFiles, default_home
 from disaggregated_inference.private_files import make_private_folder
+from disaggregated_inference.vllm_connector.messages import LOGITS_PROCESSOR
 from disaggregated_inference.vllm_node.arguments import (
     EngineOptions,
     serve_arguments,
@@ -21,7 +22,6 @@ from disaggregated_inference.vllm_node.attached import AttachedVllm, base_url, s
 from disaggregated_inference.vllm_node.process import VllmProcess
 from disaggregated_inference.vllm_node.versions import find_python, probe
 
-LOGITS_PROCESSOR = "disaggregated_inference.vllm_connector.first_token:FirstToken"
 _MAX_SOCKET_BYTES = 100  # of a path: the system's limit is 104 or 108
 
 

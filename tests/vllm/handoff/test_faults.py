@@ -8,8 +8,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 
 import msgspec
@@ -17,12 +18,14 @@ import pytest
 
 from disaggregated_inference.api import GenerationParams
 from disaggregated_inference.errors import DisaggError, EngineFailed, EngineUnavailable, ModelNotFound, PeerFailed
+from disaggregated_inference.kv_transfer import format_address, sender
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node import DecodeNode, Generation, PrefillContext
 from disaggregated_inference.vllm_connector.messages import MAX_PACKET_BYTES, ExportedRows
 from disaggregated_inference.vllm_node.prefill import VllmPrefill
 from tests.support.handoff import prompt_of
 from tests.support.tcp_proxy import Fault, FaultyProxy
+from tests.support.vllm_http import gateway_over_http, vllm_over_http
 from tests.support.vllm_nodes import DecodeNodes, VllmHome, expected, hand_over, open_home
 from tests.support.vllm_server import BUSY_S, VllmForker
 from tests.support.waiting import until as until_soon
@@ -105,6 +108,13 @@ def striking(
         prefill.exported, prefill.logits_ready = exported, logits_ready  # type: ignore[method-assign]
 
 
+def computed_tokens(home: VllmHome) -> int:
+    """Of prompts, by vLLM's scheduler; those of peer checks left out."""
+    prefill = prefill_of(home)
+    assert until(lambda: not prefill.uncounted)
+    return home.node.engine.counters.prompt_tokens - prefill.canary_tokens
+
+
 def prefill_of(home: VllmHome) -> VllmPrefill:
     assert isinstance(home.node.chunked_prefill, VllmPrefill)
     return home.node.chunked_prefill
@@ -128,11 +138,14 @@ def test_vllm_is_killed(part: float, home: VllmHome, decode: DecodeNode) -> None
 
 
 def test_the_receiver_is_gone(home: VllmHome) -> None:
-    """Nobody fetches: vLLM finishes at its own speed and frees its blocks, the lease ends the rest."""
-    context, reading = home.node.submit(prompt_of(LONG, seed=1))
-    assert reading.result(BUSY_S).prompt_tokens == LONG
-    assert until(lambda: home.server.metric("vllm:kv_cache_usage_perc") == 0), "vLLM holds blocks for a receiver"
-    assert home.node.engine.kv_held_bytes > 0
+    """Nobody fetches: vLLM finishes at its own speed and frees its blocks, the lease ends the rest. The lease's time
+    stands still until the blocks are free."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(home.node.tickets, "clock", partial(float, time.monotonic()))
+        context, reading = home.node.submit(prompt_of(LONG, seed=1))
+        assert reading.result(BUSY_S).prompt_tokens == LONG
+        assert until(lambda: home.server.metric("vllm:kv_cache_usage_perc") == 0), "vLLM holds blocks for a receiver"
+        assert home.node.engine.kv_held_bytes > 0
     assert until(lambda: home.node.engine.kv_held_bytes == 0), "the lease of a cache that is not fetched does not end"
     assert not home.node.tickets.cancel(context.ticket)
 
@@ -147,11 +160,21 @@ def test_a_receiver_that_breaks_off(home: VllmHome, decode: DecodeNode) -> None:
             reading.result(BUSY_S)
 
 
+@pytest.fixture
+def one_connection(decode: DecodeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several connections, the one that breaks may have placed nothing yet: then none continues it."""
+    monkeypatch.setattr(decode.kv_source, "streams", 1)
+
+
+BREAKS_AT = 400_000  # bytes of about 1.2 million: after the peer check
+
+
+@pytest.mark.usefixtures("one_connection")
 @pytest.mark.parametrize("fault", ["cut", "flip"])
 def test_a_broken_connection_is_resumed(fault: Fault, home: VllmHome, decode: DecodeNode) -> None:
     """From the last whole chunk, out of the node's memory: vLLM computes nothing again."""
     prompt = prompt_of(600, seed=len(fault))  # its prefix must not be cached: it comes in one chunk then
-    with FaultyProxy(home.node.kv_addresses[0], fault, at=400_000, heals=True) as proxy:  # after the peer check
+    with FaultyProxy(home.node.kv_addresses[0], fault, BREAKS_AT, heals=True) as proxy:
         context, _ = home.node.submit(prompt)
         detour = msgspec.structs.replace(context, addresses=(proxy.address,))
         answer = decode.generate_from_kv(detour, GenerationParams(max_tokens=4))
@@ -161,9 +184,70 @@ def test_a_broken_connection_is_resumed(fault: Fault, home: VllmHome, decode: De
     assert answer.metrics.prompt_tokens_recomputed == 0
 
 
+@pytest.mark.parametrize("asked", ["gateway", "node"])
+def test_a_client_that_leaves_ends_its_prompt_in_vllm(asked: str, home: VllmHome, decode: DecodeNode) -> None:
+    """It closes its connection to the gateway, or to the node, in the middle of the prefill. vLLM's engine stands still
+    until the node knows, so that it cannot be done before."""
+    prompt = prompt_of(LONG, seed=70 + len(asked))
+    serving = gateway_over_http(home, decode) if asked == "gateway" else vllm_over_http(home)
+    path, body = {
+        "gateway": ("/v1/completions", {"model": "llama", "prompt": prompt, "max_tokens": 4, "stream": True}),
+        "node": ("/prefill", {"tokens": prompt}),
+    }[asked]
+    with serving as url, closing(HTTPConnection(url.removeprefix("http://"), timeout=BUSY_S)) as client:
+        before, gone = computed_tokens(home), threading.Event()
+
+        def leave() -> None:
+            with home.server.frozen_engine():
+                client.close()
+                if until(lambda: not home.node.tickets):
+                    gone.set()
+
+        with striking(home, 0.1, leave) as armed:
+            client.request("POST", path, msgspec.json.encode(body), {"Content-Type": "application/json"})
+            armed.set()
+            assert gone.wait(2 * BUSY_S)
+        assert 0.1 * LONG <= computed_tokens(home) - before < LONG, "vLLM computed the whole prompt, for nobody"
+
+
+def test_a_request_that_is_aborted_in_vllm(home: VllmHome, decode: DecodeNode) -> None:
+    """By vLLM's own API. The answer that vLLM then gives looks like any other, and its KV will never be complete."""
+
+    def abort() -> None:
+        with home.server.frozen_engine():
+            home.server.abort_requests()
+
+    with striking(home, 0.4, abort) as armed:
+        context, reading = home.node.submit(prompt_of(LONG, seed=8))
+        answer = decode.generate_from_kv(context, GenerationParams(max_tokens=4))
+        armed.set()
+        with pytest.raises(EngineFailed, match="vLLM aborted the request"):
+            reading.result(BUSY_S)
+        with pytest.raises(PeerFailed, match="vLLM aborted the request"):
+            list(answer)
+
+
+@pytest.mark.parametrize("min_part_bytes", [sender._MIN_PART_BYTES, 1], ids=["whole slices", "slices in parts"])
+def test_a_path_that_dies(
+    min_part_bytes: int, home: VllmHome, decode: DecodeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its connections break and no new one comes about: they go on over the other path, with what is missing."""
+    monkeypatch.setattr(sender, "_MIN_PART_BYTES", min_part_bytes)
+    before, direct = computed_tokens(home), home.node.kv_addresses[0]
+    prompt = prompt_of(600, seed=90 + min_part_bytes % 2)
+    with FaultyProxy(direct, "cut", BREAKS_AT) as proxy:
+        context, _ = home.node.submit(prompt)
+        both = msgspec.structs.replace(context, addresses=(proxy.address, direct))
+        answer = decode.generate_from_kv(both, GenerationParams(max_tokens=4))
+        assert list(answer) == expected(decode, prompt, 4)
+        assert proxy.struck.is_set()
+    assert answer.metrics.kv_paths == tuple(map(format_address, (proxy.address, direct)))
+    assert answer.metrics.prompt_tokens_recomputed == 0
+    assert computed_tokens(home) == before + len(prompt), "vLLM computed something again"
+
+
 @pytest.mark.parametrize("part", [0.0, 0.4])
 def test_a_cancelled_prompt_ends_in_vllm(part: float, home: VllmHome) -> None:
-    """The client is gone, or the request was aborted: both cancel the ticket."""
     contexts: list[PrefillContext] = []
     with striking(home, part, lambda: home.node.tickets.cancel(contexts[0].ticket)) as armed:
         context, reading = home.node.submit(prompt_of(LONG, seed=3))
@@ -175,10 +259,13 @@ def test_a_cancelled_prompt_ends_in_vllm(part: float, home: VllmHome) -> None:
 
 
 def test_out_of_blocks(home: VllmHome, decode: DecodeNode) -> None:
-    """Four prompts, two at a time, and blocks for one and a half: vLLM preempts some and computes them again."""
-    before = home.server.metric("vllm:num_preemptions_total")
+    """Four prompts, two at a time, and blocks for one and a half: vLLM preempts some and computes them again. They are
+    there before it begins."""
+    prefill, before = prefill_of(home), home.server.metric("vllm:num_preemptions_total")
     prompts = [prompt_of(2400, seed=20 + number) for number in range(4)]
-    answers = [hand_over(home, decode, prompt, 4) for prompt in prompts]
+    with home.server.frozen_engine():
+        answers = [hand_over(home, decode, prompt, 4) for prompt in prompts]
+        assert until(lambda: len(prefill.uncounted) == 4)
     assert [list(answer) for answer in answers] == [expected(decode, prompt, 4) for prompt in prompts]
     assert home.server.metric("vllm:num_preemptions_total") > before, "the test shows nothing"
 

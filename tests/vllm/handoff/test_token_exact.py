@@ -8,7 +8,8 @@ from disaggregated_inference.api import GenerationParams
 from disaggregated_inference.vllm_node.prefill import VllmPrefill
 from tests.support.engines import ENGINE_OPTIONS, LLAMACPP
 from tests.support.handoff import prompt_of
-from tests.support.vllm_nodes import CHUNK, DecodeNodes, VllmHome, expected, hand_over
+from tests.support.vllm_nodes import DecodeNodes, VllmHome, expected, hand_over
+from tests.support.vllm_prompts import LENGTHS, chosen_prompt
 from tests.support.vllm_server import BUSY_S
 from tests.support.waiting import until as until_soon
 
@@ -18,14 +19,14 @@ until = partial(until_soon, seconds=BUSY_S)
 
 TARGETS = (*ENGINE_OPTIONS, *LLAMACPP)
 ANSWER = 16
-# Around vLLM's block on the CPU, around its chunk, around and past the window of 128.
-PROMPTS = (1, 2, 31, 32, 33, CHUNK, CHUNK + 1, 127, 128, 129, 300, 1000)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("length", PROMPTS)
-def test_token_exact(length: int, target: str, home: VllmHome, decoders: DecodeNodes) -> None:
-    decode, prompt = decoders[target], prompt_of(length, seed=TARGETS.index(target))
+@pytest.mark.parametrize("length", LENGTHS)
+def test_token_exact(length: int, target: str, architecture: str, home: VllmHome, decoders: DecodeNodes) -> None:
+    """Over the wire, under tickets. llama.cpp gets chosen prompts: see tests/support/vllm_prompts.py."""
+    decode, any_prompt = decoders[target], prompt_of(length, seed=TARGETS.index(target))
+    prompt = chosen_prompt(architecture, length) if target == "llamacpp" else any_prompt
     before = decode.engine.counters.prompt_tokens - decode.kv_source.peer_checks.tokens_computed
     answer = hand_over(home, decode, prompt, ANSWER)
     assert list(answer) == expected(decode, prompt, ANSWER)
