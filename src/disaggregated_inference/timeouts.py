@@ -3,10 +3,16 @@
 Components take their part as a constructor argument, with these defaults. Tests pass other values instead of patching
 modules. What a user configures per request or per cluster (`timeout_s`, `prefill_timeout_s`, ...) is not here, nor are
 windows of measurements. Files that must run without this package (`supervise.py`, `guard.py`, `path_probe.py`,
-`vllm_connector/`) have times of their own.
+`device_check.py` of torch, `vllm_connector/`) have times of their own.
 """
 
 import msgspec
+
+
+class SystemTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node asks its own machine (packages `engines` and `observe`)."""
+
+    program_s: float = 5.0  # for vm_stat, sysctl or ioreg: they answer at once, unless the machine is in trouble
 
 
 class TransferTimeouts(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,6 +194,8 @@ class GatewayTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     event_quiet_s: float = 5.0  # an unchanged status is sent again this often
     answer_s: float = 2.0  # how long an answer about the history is good for all that ask the same
     answer_hint_s: int = 2  # the `Retry-After` where too many such questions wait
+    running_hint_s: int = 1  # the same of a key with too many requests at once: when one of them ends is not known
+    ready_hint_s: int = 1  # the same of /ready where no model can be served: nodes are polled that often
     reload_body_s: float = 60.0  # for requests whose body was still on its way
     trace_interval_s: float = 1.0  # how often finished traces are sent
     trace_send_s: float = 5.0  # for one batch of traces, retries included
@@ -206,6 +214,11 @@ class ChaosTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     unload_s: float = 10.0  # for a node to unload its model
     leave_s: float = 0.5  # a client of a whole answer leaves within this time
     poll_s: float = 0.2  # how often the number of finished requests is looked at
+    dial_s: float = 10.0  # for a line to reach its node: a busy machine accepts late
+    min_pause_s: float = 0.2  # between two faults
+    max_pause_s: float = 1.2
+    min_fault_s: float = 0.3  # a fault lasts at least so long
+    max_fault_s: float = 5.0
     show_s: float = 0.5  # how often the line on the terminal changes
 
 

@@ -15,10 +15,10 @@ from typing import IO
 import msgspec
 
 from grader.errors import GraderError
+from grader.timeouts import ProgramTimeouts
 
 _READY = re.compile(r"ready: (\S+)/v1")
 _CONFIG = re.compile(r"export DISAGG_CONFIG=(.+)")
-_STOP_S = 20.0
 # Both nodes share the processor of a machine that may be busy: a decode node that reads a prompt because the prefill
 # takes long would do the same work once more.
 _PREFILL_S = 600.0
@@ -70,10 +70,10 @@ def _ready(output: IO[str], log: IO[str]) -> LocalCluster:
     raise ClusterFailed(f"`disagg up` did not start:\n{''.join(said)}{log.read()}".strip()[-2000:])
 
 
-def _stop(process: "subprocess.Popen[str]") -> None:
+def _stop(process: "subprocess.Popen[str]", timeouts: ProgramTimeouts = ProgramTimeouts()) -> None:
     process.terminate()
     try:
-        process.communicate(timeout=_STOP_S)
+        process.communicate(timeout=timeouts.stop_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()

@@ -46,10 +46,10 @@ def test_published_machines_are_called_simulated(tmp_path: Path, capsys: pytest.
 @pytest.mark.skipif(set(ENGINE_OPTIONS) < {"torch", "mlx"}, reason="needs both engines")
 def test_real_engines_share_answers(tiny_folder: Callable[[str], Path]) -> None:
     """One model of the two: starting real engines is what takes time here."""
-    served = cluster._computed(ModelFiles("tiny", tiny_folder("llama")), "tiny", alone=True)
+    served = cluster.computed_model(ModelFiles("tiny", tiny_folder("llama")), "tiny", alone=True)
     report = Report("")
     with running(served.machines):
-        asyncio.run(cluster._measure(report, cluster._Scenario("", "", [served], (16,), 3), 1))
+        asyncio.run(cluster.measure(report, cluster.Scenario("", "", [served], (16,), 3), 1))
     assert {row.against for row in report.rows} >= {cluster.DECODE_ALONE, cluster.PREFILL_ALONE, "one by one"}
     assert not any("SIMULATED" in row.what for row in report.rows)
 

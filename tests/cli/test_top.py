@@ -224,7 +224,7 @@ def test_once_leaves_nothing_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
     async def once(feed: TopFeed) -> bytes:
         assert isinstance(full.status, ClusterPage)
-        feed._state.began(full.status, TargetsPage(targets=full.targets))
+        feed.state.began(full.status, TargetsPage(targets=full.targets))
         return msgspec.json.encode(full.status)
 
     monkeypatch.setattr(TopFeed, "once", once)

@@ -55,7 +55,7 @@ def test_values_that_are_none() -> None:
 
 
 def test_the_script_is_posix_shell() -> None:
-    script = inventory._SCRIPT.replace("@FOLDER@", "/x").replace("@PYTHONS@", "python3")
+    script = inventory.INVENTORY_SCRIPT.replace("@FOLDER@", "/x").replace("@PYTHONS@", "python3")
     assert subprocess.run(["sh", "-n", "-c", script], capture_output=True).returncode == 0
 
 

@@ -21,23 +21,23 @@ class Supervised:
     """A shell script under a supervisor in the background."""
 
     def __init__(self, folder: Path) -> None:
-        self.log, self._state = folder / "logs" / "x.log", folder / "run" / "x.json"
+        self.log, self.state_file = folder / "logs" / "x.log", folder / "run" / "x.json"
 
     def start(self, script: str) -> None:
-        command = ["--detach", "--log", str(self.log), "--state", str(self._state), "--", "sh", "-c", script]
+        command = ["--detach", "--log", str(self.log), "--state", str(self.state_file), "--", "sh", "-c", script]
         subprocess.run([*SUPERVISE, *command], check=True)
 
     @property
     def state(self) -> ServiceState:
-        shown = subprocess.run([*SUPERVISE, "--show", "--state", str(self._state)], capture_output=True, text=True)
+        shown = subprocess.run([*SUPERVISE, "--show", "--state", str(self.state_file)], capture_output=True, text=True)
         return ServiceState.parse(shown.stdout)
 
     def stop(self) -> int:
-        return subprocess.run([*SUPERVISE, "--stop", "--state", str(self._state)]).returncode
+        return subprocess.run([*SUPERVISE, "--stop", "--state", str(self.state_file)]).returncode
 
     @property
     def pid(self) -> int:
-        return int(json.loads(self._state.read_text())["pid"])
+        return int(json.loads(self.state_file.read_text())["pid"])
 
     def said(self, text: str) -> bool:
         return self.log.exists() and text in self.log.read_text()
@@ -84,20 +84,30 @@ def test_a_second_supervisor_leaves(supervised: Supervised) -> None:
 
 
 def test_a_command_that_cannot_start_is_told(supervised: Supervised) -> None:
-    command = ["--once", "--log", str(supervised.log), "--state", str(supervised._state), "--", "/no/such/program"]
+    command = ["--once", "--log", str(supervised.log), "--state", str(supervised.state_file), "--", "/no/such/program"]
     assert subprocess.run([*SUPERVISE, *command]).returncode == 127
     assert supervised.said("cannot start /no/such/program: No such file or directory")
 
 
 def test_once_passes_the_exit_code_on(supervised: Supervised) -> None:
-    command = ["--once", "--log", str(supervised.log), "--state", str(supervised._state), "--", "sh", "-c", "exit 7"]
+    command = [
+        "--once",
+        "--log",
+        str(supervised.log),
+        "--state",
+        str(supervised.state_file),
+        "--",
+        "sh",
+        "-c",
+        "exit 7",
+    ]
     assert subprocess.run([*SUPERVISE, *command]).returncode == 7
 
 
 def test_lines_get_a_time_and_the_log_rotates(supervised: Supervised) -> None:
     own = '{"time": "t", "message": "own"}'
     script = f"i=0; while [ $i -lt 200 ]; do echo line $i; i=$((i+1)); done; echo '{own}'"
-    files = ["--log", str(supervised.log), "--log-bytes", "2000", "--state", str(supervised._state)]
+    files = ["--log", str(supervised.log), "--log-bytes", "2000", "--state", str(supervised.state_file)]
     subprocess.run([*SUPERVISE, "--once", *files, "--", "sh", "-c", script], check=True)
     assert supervised.log.read_text().splitlines()[-1] == own
     logs = sorted(supervised.log.parent.iterdir())
@@ -118,7 +128,7 @@ def test_what_is_missing_on_the_command_line() -> None:
 def test_secret_variables_come_from_a_file(supervised: Supervised, tmp_path: Path) -> None:
     secrets = tmp_path / "environment"
     secrets.write_text("HF_TOKEN='a b$c='\nOTHER='2'\n")
-    files = ["--log", str(supervised.log), "--state", str(supervised._state), "--environment", str(secrets)]
+    files = ["--log", str(supervised.log), "--state", str(supervised.state_file), "--environment", str(secrets)]
     subprocess.run([*SUPERVISE, "--once", *files, "--", "sh", "-c", 'echo "<$HF_TOKEN> <$OTHER>"'], check=True)
     assert supervised.said("<a b$c=> <2>")
     secrets.unlink()

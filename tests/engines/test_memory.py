@@ -260,7 +260,7 @@ def test_the_limit_is_an_option_or_a_share_of_what_is_free(
     assert 0 < load_engine("mlx", model).kv_limit_bytes < free
     for free, budget in ((1 << 30, 1 << 29), (1 << 40, 4 << 30)):
         monkeypatch.setattr(torch_engine, "available_bytes", lambda free=free: free)
-        assert torch_engine._default_budget(torch.device("cpu")) == budget
+        assert torch_engine.default_kv_bytes(torch.device("cpu")) == budget
 
 
 def test_free_memory_as_linux_and_macos_tell_it(monkeypatch: pytest.MonkeyPatch) -> None:

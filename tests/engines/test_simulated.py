@@ -388,7 +388,7 @@ def test_slices_are_views_of_the_memory(simulated: Load) -> None:
     slices: list[KVSlice] = []
     engine.prefill(sequence, prompt_of(100), slices.append)
     assert isinstance(engine, SimulatedEngine)
-    assert all(np.shares_memory(piece.keys, engine._arena._rows) for piece in slices)
+    assert all(np.shares_memory(piece.keys, engine.arena._rows) for piece in slices)
     engine.close(sequence)
 
 

@@ -23,7 +23,7 @@ print(before - resident_bytes(os.getpid()))
 """
 
 
-@pytest.mark.skipif(memory_release._trim() is None, reason="this C library has no malloc_trim")
+@pytest.mark.skipif(memory_release.malloc_trim() is None, reason="this C library has no malloc_trim")
 def test_fragments_are_given_back() -> None:
     run = subprocess.run([sys.executable, "-c", FRAGMENTED], capture_output=True, text=True, check=True)
     assert int(run.stdout) > 40_000_000

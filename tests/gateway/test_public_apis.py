@@ -60,7 +60,7 @@ def claude(url: str) -> Iterator[anthropic.Anthropic]:
 
 
 def test_every_adapter_is_in_the_document() -> None:
-    assert {adapter.NAME for adapter in ADAPTERS} == set(openapi._APIS)
+    assert {adapter.NAME for adapter in ADAPTERS} == set(openapi.OPERATIONS)
 
 
 def test_lists_have_aliases(url: str, client: openai.OpenAI, claude: anthropic.Anthropic) -> None:

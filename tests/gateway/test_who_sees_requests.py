@@ -70,7 +70,7 @@ def test_events_of_requests_reach_their_caller() -> None:
             queued = {each.caller: _requests(each.events) for each in feed.subscribers}
             assert queued == {"ann": ["of-ann"], "bob": ["of-bob"], None: ["of-ann", "of-bob", "of-nobody"]}
             core.history.add({"ok": True, "time": 1.0, "total_time": 2.0, "model": "away"}, "ann")
-            feed._summarise()
+            feed.send_summary()
             answered = {each.caller: _answered(each.events) for each in feed.subscribers}
             assert answered == {"ann": [1], "bob": [0], None: [1]}
             for stream in streams.values():

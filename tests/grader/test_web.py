@@ -15,6 +15,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from grader import web
 from grader.store import Database, history, submissions
+from grader.timeouts import PagesTimeouts
 from grader.web import PASSWORD_VARIABLE, WebSettings, WebUnavailable, choose_password, configure
 from tests.support.grade_books import graded_book
 
@@ -108,7 +109,7 @@ def test_guesses_of_one_address_are_looked_at_one_by_one() -> None:
     from grader.web.password import PasswordGate
 
     inside = Starlette(routes=[Route("/", lambda _: PlainTextResponse("grades"))])
-    gate = PasswordGate(inside, "open sesame", wrong_s=0.2)
+    gate = PasswordGate(inside, "open sesame", timeouts=PagesTimeouts(wrong_s=0.2))
 
     def client(address: str) -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.ASGITransport(gate, client=(address, 1)), base_url="http://test")
@@ -132,7 +133,7 @@ def test_a_form_that_does_not_arrive() -> None:
     """A client without the password keeps no connection open for ever."""
     from grader.web.password import PasswordGate
 
-    gate = PasswordGate(Starlette(), "open sesame", form_s=0.05)
+    gate = PasswordGate(Starlette(), "open sesame", timeouts=PagesTimeouts(form_s=0.05))
     scope: Any = {"type": "http", "method": "POST", "path": "/login", "query_string": b"", "headers": []}
     sent: list[Any] = []
 

@@ -137,7 +137,7 @@ def test_what_a_worker_cannot_do_is_told_until_it_can(tmp_path: Path) -> None:
         link = model.workers[0]._link
         border.wait_attached(60)
         real, link._on_region = link._on_region, use
-        border._refuse_all("the line is cut")
+        border.refuse_all("the line is cut")
         assert until(lambda: "worker 0 cannot work with this node: CUDA cannot pin" in border.trouble())
         steps: list[str] = []
         with pytest.raises(EngineUnavailable, match="did not attach: vLLM's worker 0 cannot work with this node: CUDA"):

@@ -141,4 +141,4 @@ def test_a_vllm_without_a_guard_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
     before = threading.active_count()
     parent_watch.watch()
     assert threading.active_count() == before
-    assert guard.GUARD_VARIABLE == parent_watch._VARIABLE
+    assert guard.GUARD_VARIABLE == parent_watch.GUARD_VARIABLE

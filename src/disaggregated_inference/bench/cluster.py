@@ -52,7 +52,7 @@ class _ModelRun(NamedTuple):
         }
 
 
-class _Scenario(NamedTuple):
+class Scenario(NamedTuple):
     """What is measured. `title` and `label` mark simulated figures."""
 
     title: str
@@ -70,11 +70,11 @@ def run(profile: str, prompts: Sequence[int], tokens: int, repeats: int, output:
     plan = _PLANS[profile](prompts, tokens)
     report = Report(plan.title)
     with running([machine for model in plan.models for machine in model.machines]):
-        asyncio.run(_measure(report, plan, repeats))
+        asyncio.run(measure(report, plan, repeats))
     return report.publish(output / f"cluster-{profile}.json", plan.notes)
 
 
-def _published(prompts: Sequence[int], tokens: int) -> _Scenario:
+def _published(prompts: Sequence[int], tokens: int) -> Scenario:
     tokens = tokens or 128
     title = (
         f"SIMULATED, no inference: {PREFILL} reads, {DECODE} writes {tokens} tokens, in the time that published figures"
@@ -83,7 +83,7 @@ def _published(prompts: Sequence[int], tokens: int) -> _Scenario:
     names = [(shape, name) for shape in SHAPES for name in (PREFILL, DECODE)]
     notes = [f"SIMULATED {name}, {shape}: {MACHINES[name][shape].note}" for shape, name in names]
     models = [_simulated(shape) for shape in SHAPES]
-    return _Scenario(title, "SIMULATED ", models, prompts or (512, 2048, 8192), tokens, notes)
+    return Scenario(title, "SIMULATED ", models, prompts or (512, 2048, 8192), tokens, notes)
 
 
 def _simulated(shape: str) -> _ModelRun:
@@ -100,7 +100,7 @@ def _simulated(shape: str) -> _ModelRun:
     )
 
 
-def _real(prompts: Sequence[int], tokens: int) -> _Scenario:
+def _real(prompts: Sequence[int], tokens: int) -> Scenario:
     for engine in ENGINES:
         require_engine(engine)
     model = resolve_model("smollm2")
@@ -109,11 +109,11 @@ def _real(prompts: Sequence[int], tokens: int) -> _Scenario:
         f"{model.name}, float32: {ENGINES[0]} reads, {ENGINES[1]} writes {tokens} tokens, all on the cores of this"
         " machine, which two models at once have to share"
     )
-    models = [_computed(model, model.name, alone=True), _computed(model, f"{model.name}-again", alone=False)]
-    return _Scenario(title, "", models, prompts or (128, 512, 1500), tokens)
+    models = [computed_model(model, model.name, alone=True), computed_model(model, f"{model.name}-again", alone=False)]
+    return Scenario(title, "", models, prompts or (128, 512, 1500), tokens)
 
 
-def _computed(model: ModelFiles, name: str, alone: bool) -> _ModelRun:
+def computed_model(model: ModelFiles, name: str, alone: bool) -> _ModelRun:
     """For the orchestrator, the same weights with another name are another model."""
 
     def machine(role: str, engine: str) -> Machine:
@@ -129,10 +129,10 @@ def _computed(model: ModelFiles, name: str, alone: bool) -> _ModelRun:
     )
 
 
-_PLANS: dict[str, Callable[[Sequence[int], int], _Scenario]] = {"real": _real, "published": _published}
+_PLANS: dict[str, Callable[[Sequence[int], int], Scenario]] = {"real": _real, "published": _published}
 
 
-async def _measure(report: Report, plan: _Scenario, repeats: int) -> None:
+async def measure(report: Report, plan: Scenario, repeats: int) -> None:
     async with AsyncExitStack() as stack:
         cores = [(model, name, core) for model in plan.models for name, core in model.contenders().items()]
         for _, _, core in cores:
@@ -175,7 +175,7 @@ def _rows(report: Report, name: str, model: _ModelRun, length: int, best: dict[s
         report.add(Row(f"{name}: first token, beyond the reading itself", added_s * 1e3, "ms"))
 
 
-async def _together(report: Report, plan: _Scenario) -> None:
+async def _together(report: Report, plan: Scenario) -> None:
     """The same requests one after the other, then at once, with a prompt of medium length."""
     length = sorted(plan.prompts)[len(plan.prompts) // 2]
     pairs = [machine for model in plan.models for machine in (model.prefill, model.decode)]

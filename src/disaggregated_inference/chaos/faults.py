@@ -21,8 +21,6 @@ from disaggregated_inference.chaos.settings import ChaosSettings
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.local_nodes import Process
 
-_PAUSE_S = (0.2, 1.2)  # between two faults
-_LASTS_S = (0.3, 5.0)
 _DISK_BYTES = 4096  # no file grows beyond this while the disk is "full"
 _KINDS = [*["kill"] * 3, *["freeze"] * 3, *["line"] * 10, "reload", "unload", *["disk full"] * 2]
 _SHARED = ("reload", "unload", "disk full")  # faults that take no node away
@@ -68,7 +66,7 @@ class FaultMaker:
         self._began_at = time.monotonic()
         try:
             while not over.is_set():
-                await _sleep(over, self._draw.uniform(*_PAUSE_S))
+                await _sleep(over, self._draw.uniform(self._timeouts.min_pause_s, self._timeouts.max_pause_s))
                 if not over.is_set():
                     await self._begin()
         finally:
@@ -77,7 +75,9 @@ class FaultMaker:
     async def _begin(self) -> None:
         """The draw does not depend on the cluster's state: a fault that is not allowed now is left out."""
         kind = self._draw.choice(_KINDS)
-        node, seconds, which = self._draw.choice(self._nodes), self._draw.uniform(*_LASTS_S), self._draw.random()
+        node = self._draw.choice(self._nodes)
+        seconds = self._draw.uniform(self._timeouts.min_fault_s, self._timeouts.max_fault_s)
+        which = self._draw.random()
         if kind in _SHARED:
             await self._begin_shared(kind, node, seconds, which)
         elif await self._may_fail(node):

@@ -4,8 +4,9 @@ import socket
 import threading
 from contextlib import suppress
 
+from disaggregated_inference.timeouts import ChaosTimeouts
+
 _FORTH_BYTES, _BACK_BYTES = 1 << 16, 1 << 14
-_DIAL_S = 10.0
 
 
 class TcpProxy:
@@ -13,8 +14,8 @@ class TcpProxy:
     `to_client` for single pieces, or `pump` and `pump_back` for a whole direction. `target` may change: new connections
     go there."""
 
-    def __init__(self, target: tuple[str, int]) -> None:
-        self.target = target
+    def __init__(self, target: tuple[str, int], timeouts: ChaosTimeouts = ChaosTimeouts()) -> None:
+        self.target, self._timeouts = target, timeouts
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
@@ -55,7 +56,7 @@ class TcpProxy:
         self._keep(near)
         try:
             if self.accepts(near):
-                with socket.create_connection(self.target, _DIAL_S) as far:
+                with socket.create_connection(self.target, self._timeouts.dial_s) as far:
                     far.settimeout(None)
                     self._keep(far)
                     self._forward(near, far)

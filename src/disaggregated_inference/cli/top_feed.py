@@ -76,7 +76,7 @@ class TopFeed:
     def __init__(
         self, state: TopState, token: str, changed: Callable[[], None], timeouts: TopTimeouts = TopTimeouts()
     ) -> None:
-        self._state, self._changed, self._timeouts = state, changed, timeouts
+        self.state, self._changed, self._timeouts = state, changed, timeouts
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     async def once(self) -> bytes:
@@ -86,12 +86,12 @@ class TopFeed:
                 content = await self._get(session, "/cluster")
                 await self._begin(session, content)
             except (aiohttp.ClientError, OSError, ValueError) as error:
-                raise DisaggError(f"{self._state.url}: no gateway answers there: {_reason(error)}; {_START}") from error
+                raise DisaggError(f"{self.state.url}: no gateway answers there: {_reason(error)}; {_START}") from error
         return content
 
     async def _begin(self, session: aiohttp.ClientSession, content: bytes) -> None:
         targets = _decoded(await self._get(session, "/cluster/targets"), TargetsPage)
-        self._state.began(_decoded(content, ClusterPage), targets)
+        self.state.began(_decoded(content, ClusterPage), targets)
 
     async def follow(self) -> None:
         """For ever. Raises DisaggError if the gateway refuses: trying again would not help."""
@@ -99,9 +99,9 @@ class TopFeed:
             try:
                 async with self._session() as session:
                     await self._connected(session)
-                self._state.trouble = "the gateway ended the connection"
+                self.state.trouble = "the gateway ended the connection"
             except (aiohttp.ClientError, OSError, ValueError) as error:
-                self._state.trouble = _reason(error)
+                self.state.trouble = _reason(error)
             self._changed()
             await asyncio.sleep(self._timeouts.retry_s)
 
@@ -111,7 +111,7 @@ class TopFeed:
         judging = asyncio.create_task(self._keep_judging(session))
         try:
             async for event, content in self._events(session):
-                self._state.happened(event, content)
+                self.state.happened(event, content)
                 self._changed()
         finally:
             judging.cancel()
@@ -121,7 +121,7 @@ class TopFeed:
         """Targets and alarms are no events: they change slowly."""
         while True:
             await asyncio.sleep(self._timeouts.targets_s)
-            self._state.judged(_decoded(await self._get(session, "/cluster/targets"), TargetsPage))
+            self.state.judged(_decoded(await self._get(session, "/cluster/targets"), TargetsPage))
             self._changed()
 
     def _session(self) -> aiohttp.ClientSession:
@@ -131,12 +131,12 @@ class TopFeed:
         return aiohttp.ClientSession(timeout=timeout, headers=self._headers)
 
     async def _get(self, session: aiohttp.ClientSession, path: str) -> bytes:
-        async with session.get(self._state.url + path) as response:
+        async with session.get(self.state.url + path) as response:
             self._require_answer(response)
             return await response.read()
 
     async def _events(self, session: aiohttp.ClientSession) -> AsyncIterator[tuple[str, bytes]]:
-        async with session.get(f"{self._state.url}/cluster/events") as response:
+        async with session.get(f"{self.state.url}/cluster/events") as response:
             self._require_answer(response)
             waiting = b""
             async for piece in response.content.iter_any():
@@ -148,7 +148,7 @@ class TopFeed:
                     raise ValueError("an event is too long")
 
     def _require_answer(self, response: aiohttp.ClientResponse) -> None:
-        url = self._state.url
+        url = self.state.url
         if response.status == 401 and self._headers:
             raise Unauthorized(f"{url} refuses the API key in --token-file, else DISAGG_TOKEN: give one of its keys")
         if response.status == 401:

@@ -17,7 +17,7 @@ _LONGEST = 1000  # characters of a fact
 _PYTHON = re.compile(r"\d+\.\d+\.\d+ \S.*", re.ASCII)
 _PYTHONS = ("python3.14", "python3.13", "python3.12", "python3.11", "python3", "python")
 
-_SCRIPT = r"""
+INVENTORY_SCRIPT = r"""
 say() { printf '%s\t%s\n' "$1" "$2"; }
 say os "$(uname -s)"; say arch "$(uname -m)"; say host "$(uname -n)"
 set -- $SSH_CONNECTION; say address "$3"
@@ -127,7 +127,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
 async def take_inventory(shell: Shell, folder: str = "~/.disagg", python: str = "") -> Inventory:
     """`python`: one that the user wants asked, too."""
     pythons = " ".join(path_word(name) for name in ((python,) if python else _PYTHONS))
-    script = _SCRIPT.replace("@FOLDER@", path_word(folder)).replace("@PYTHONS@", pythons)
+    script = INVENTORY_SCRIPT.replace("@FOLDER@", path_word(folder)).replace("@PYTHONS@", pythons)
     output = await shell.check(script, what="looking at the machine")
     return parse_inventory(output, shell.name)
 

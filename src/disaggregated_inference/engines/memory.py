@@ -7,17 +7,20 @@ import re
 import subprocess
 from pathlib import Path
 
+from disaggregated_inference.timeouts import SystemTimeouts
+
 _RECLAIMABLE = ("free", "inactive", "speculative", "purgeable")  # pages that macOS gives to new allocations
 _FALLBACK_SHARE = 4  # one part in four of all memory, if the free memory is unknown
 
 
-def available_bytes() -> int:
+def available_bytes(timeouts: SystemTimeouts = SystemTimeouts()) -> int:
     """Memory for new allocations without swapping; a quarter of all memory if the system does not tell."""
     try:
         if platform.system() == "Linux":
             return int(min(parse_meminfo(Path("/proc/meminfo").read_text()), _container_bytes()))
         if platform.system() == "Darwin":
-            result = subprocess.run(["/usr/bin/vm_stat"], capture_output=True, text=True, check=True, timeout=5)
+            command, limit_s = ["/usr/bin/vm_stat"], timeouts.program_s
+            result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=limit_s)
             return parse_vm_stat(result.stdout)
     except (OSError, ValueError, subprocess.SubprocessError):
         pass

@@ -15,11 +15,11 @@ from disaggregated_inference.errors import (
     TokensPerMinuteExceeded,
 )
 from disaggregated_inference.gateway.key_file import Key
+from disaggregated_inference.timeouts import GatewayTimeouts
 
 Clock = Callable[[], float]
 
 _MINUTE_S, _DAY_S = 60.0, 86400.0
-_RUNNING_RETRY_S = 1  # when a running request ends is not known
 
 
 class Bucket:
@@ -85,8 +85,14 @@ class Window:
 class Budget:
     """What one key may use, and what it has used. All calls are made on the gateway's loop."""
 
-    def __init__(self, key: Key, monotonic: Clock = time.monotonic, clock: Clock = time.time) -> None:
-        self.name, self.running = key.name, 0
+    def __init__(
+        self,
+        key: Key,
+        monotonic: Clock = time.monotonic,
+        clock: Clock = time.time,
+        timeouts: GatewayTimeouts = GatewayTimeouts(),
+    ) -> None:
+        self.name, self.running, self._timeouts = key.name, 0, timeouts
         self._monotonic, self._clock = monotonic, clock
         self._concurrency: int | None = None
         self._requests: Bucket | None = None
@@ -114,7 +120,7 @@ class Budget:
         whose = f"the key {self.name!r} is limited to"
         if self._concurrency and self.running >= self._concurrency:
             limit = f"{whose} {self._concurrency} requests at once"
-            raise ConcurrencyExceeded(limit, _RUNNING_RETRY_S, self.name)
+            raise ConcurrencyExceeded(limit, self._timeouts.running_hint_s, self.name)
         if self._day and (wait_s := self._day.wait_s()):
             raise TokensPerDayExceeded(f"{whose} {self._day.limit} tokens a day", math.ceil(wait_s), self.name)
         if self._minute and (wait_s := self._minute.wait_s()):

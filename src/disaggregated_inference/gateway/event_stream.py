@@ -135,9 +135,9 @@ class EventStream:
         self._news.add(record.caller)
         if self._summing is None:
             loop = asyncio.get_running_loop()
-            self._summing = loop.call_later(self._timeouts.event_poll_s, self._summarise)
+            self._summing = loop.call_later(self._timeouts.event_poll_s, self.send_summary)
 
-    def _summarise(self) -> None:
+    def send_summary(self) -> None:
         core, news, self._news, self._summing = self._core(), self._news, set(), None
         for caller in {each.caller for each in self.subscribers if each.caller is None or each.caller in news}:
             event = encode_event("summary", seen_summary(core, caller))

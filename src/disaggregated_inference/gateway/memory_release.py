@@ -9,14 +9,14 @@ from collections.abc import Callable
 from disaggregated_inference.timeouts import GatewayTimeouts
 
 
-def _trim() -> Callable[[int], int] | None:
+def malloc_trim() -> Callable[[int], int] | None:
     """glibc's malloc_trim; None with another C library."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def release_free_memory() -> bool:
     """Whether there was anything to give back."""
-    trim = _trim()
+    trim = malloc_trim()
     return bool(trim and trim(0))
 
 

@@ -111,7 +111,7 @@ _PROMPT = {"model": "qwen", "prompt": "Why is the sky blue?"}
 _CHAT = {"model": "qwen", "messages": _MESSAGES}
 _SHORT = {"options": {"num_predict": 200}}
 # fmt: off
-_APIS: dict[str, tuple[Operation, ...]] = {
+OPERATIONS: dict[str, tuple[Operation, ...]] = {
     "openai": (
         _post("chatCompletions", "/v1/chat/completions", "Complete a conversation.",
               openai.ChatCompletionRequest, _CHAT | {"max_tokens": 200}, **_STREAMS),
@@ -195,7 +195,7 @@ def _encoded() -> bytes:
 
 def document() -> Schema:
     paths: Schema = {}
-    for api, operations in _APIS.items():
+    for api, operations in OPERATIONS.items():
         for operation in operations:
             method, _, path = operation.route.partition(" ")
             paths.setdefault(path, {})[method.lower()] = _operation(api, operation, path)
@@ -206,14 +206,14 @@ def document() -> Schema:
         "paths": paths,
         "components": {
             "securitySchemes": _KEYS,
-            "schemas": {name: schema for api in _APIS for name, schema in _schemas(api).items()},
+            "schemas": {name: schema for api in OPERATIONS for name, schema in _schemas(api).items()},
         },
     }
 
 
 def _schemas(api: str) -> Schema:
     """Named by API and type."""
-    requests = list(dict.fromkeys(operation.request for operation in _APIS[api] if operation.request))
+    requests = list(dict.fromkeys(operation.request for operation in OPERATIONS[api] if operation.request))
     requests += [ollama.OllamaOptions] if api == "ollama" else []
     _, schemas = msgspec.json.schema_components(requests, ref_template=f"#/components/schemas/{api}.{{name}}")
     if api == "ollama":  # read later, with a type of its own

@@ -10,17 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 from disaggregated_inference.api import GpuReading
+from disaggregated_inference.timeouts import SystemTimeouts
 
 _INSTALL = "the package zeus-apple-silicon is not installed: pip install 'disaggregated-inference[energy]'"
 _IOREG = ("/usr/sbin/ioreg", "-a", "-r", "-d", "1", "-c", "IOAccelerator")
-_IOREG_S = 5.0  # for its answer
 _ROOT_ONLY = "macOS tells it to root only"
 _WINDOW = "readings"
 _PARTS = ("cpu_total_mj", "gpu_mj", "gpu_sram_mj", "ane_mj", "dram_mj")
 
 
-def _ask_ioreg() -> bytes:
-    return subprocess.run(_IOREG, capture_output=True, timeout=_IOREG_S, check=True).stdout
+def _ask_ioreg(timeouts: SystemTimeouts = SystemTimeouts()) -> bytes:
+    return subprocess.run(_IOREG, capture_output=True, timeout=timeouts.program_s, check=True).stdout
 
 
 class AppleMeter:

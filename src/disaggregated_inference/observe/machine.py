@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from disaggregated_inference.api import NetworkReading
+from disaggregated_inference.timeouts import SystemTimeouts
 
 _MAX_NETWORKS = 16
 _MODEL_FILES = ("/sys/class/dmi/id/product_name", "/proc/device-tree/model")
@@ -31,9 +32,10 @@ def chip_name() -> str:
     return sysctl("machdep.cpu.brand_string") if sys.platform == "darwin" else platform.machine()
 
 
-def sysctl(name: str) -> str:
+def sysctl(name: str, timeouts: SystemTimeouts = SystemTimeouts()) -> str:
     try:
-        found = subprocess.run(["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, timeout=5, check=True)
+        command, limit_s = ["/usr/sbin/sysctl", "-n", name], timeouts.program_s
+        found = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
     return found.stdout.strip()[:200]

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 
-_VARIABLE = "DISAGG_VLLM_GUARD"  # the guard's number, and when it began: another process may get that number later
+GUARD_VARIABLE = "DISAGG_VLLM_GUARD"  # the guard's number, and when it began: another process may get that number later
 _LOOK_S = 1.0
 _watching = 0  # the process that has such a thread: forked ones have none
 
@@ -14,7 +14,7 @@ _watching = 0  # the process that has such a thread: forked ones have none
 def watch() -> None:
     """In this process, from now on."""
     global _watching
-    guard, _, started = os.environ.get(_VARIABLE, "").partition(" ")
+    guard, _, started = os.environ.get(GUARD_VARIABLE, "").partition(" ")
     if started and _watching != os.getpid():
         _watching = os.getpid()
         threading.Thread(target=_end_with, args=(int(guard), started), name="disagg-lifeline", daemon=True).start()

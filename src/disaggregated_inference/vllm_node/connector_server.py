@@ -268,20 +268,20 @@ class ConnectorServer:
         for each in (sent for worker in attached for sent in worker.heads):
             numbers = set(range(each.first, each.first + each.count))
             if each.layer >= len(heads) or heads[each.layer] & numbers:
-                return self._refuse_all(f"layer {each.layer} of vLLM has heads twice, or is not in the model")
+                return self.refuse_all(f"layer {each.layer} of vLLM has heads twice, or is not in the model")
             heads[each.layer] |= numbers
             senders[each.layer] += 1
         if any(found != set(range(layout.kv_heads)) for found in heads):
-            return self._refuse_all("vLLM's workers do not send all heads of all layers")
+            return self.refuse_all("vLLM's workers do not send all heads of all layers")
         if sum(worker.sends_logits for worker in attached) != 1:
-            return self._refuse_all("not exactly one of vLLM's workers sends logits")
+            return self.refuse_all("not exactly one of vLLM's workers sends logits")
         self._required_dtype = attached[0].dtype
         self.engine, self.reason = AttachedEngine(scheduler, attached[0].dtype, tuple(senders)), ""
         self._explained = ""
         log.info("vLLM %s is attached, with %d workers", scheduler.vllm_version, len(attached))
         self._changed.notify_all()
 
-    def _refuse_all(self, reason: str) -> None:
+    def refuse_all(self, reason: str) -> None:
         self.explain(f"it is refused: {reason}")
         for peer in self._peers():
             peer.hang_up()

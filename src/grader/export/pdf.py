@@ -7,13 +7,13 @@ import tempfile
 from pathlib import Path
 
 from grader.errors import GraderError
+from grader.timeouts import ProgramTimeouts
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "microsoft-edge")
 _MAC = (
     "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
 )
-_PRINT_S = 60.0
 
 
 class PrinterMissing(GraderError):
@@ -38,13 +38,13 @@ def write_pdf(html: str, path: Path) -> None:
         _print(browser, source, path, folder)
 
 
-def _print(browser: str, source: Path, path: Path, folder: str) -> None:
+def _print(browser: str, source: Path, path: Path, folder: str, timeouts: ProgramTimeouts = ProgramTimeouts()) -> None:
     command = [browser, "--headless", "--disable-gpu", "--no-first-run", f"--user-data-dir={folder}/profile"]
     command += ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []  # Chromium refuses root else
     command += ["--no-pdf-header-footer", f"--print-to-pdf={path}", source.as_uri()]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PRINT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeouts.print_s)
     except subprocess.TimeoutExpired:
-        raise PrinterMissing(f"{browser} did not print {path.name} within {_PRINT_S:g} s") from None
+        raise PrinterMissing(f"{browser} did not print {path.name} within {timeouts.print_s:g} s") from None
     if done.returncode or not path.is_file():
         raise PrinterMissing(f"{browser} could not print {path.name}: {done.stderr.strip()[-300:]}")

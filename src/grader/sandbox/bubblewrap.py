@@ -14,6 +14,7 @@ from pathlib import Path
 
 from grader.errors import SandboxUnavailable
 from grader.rubric import RunLimits
+from grader.timeouts import SandboxTimeouts
 
 WORK = "/tmp/notebook"
 CONNECTION = "/tmp/notebook-kernel.json"
@@ -21,7 +22,6 @@ _DRIVER = "/driver"
 _DRIVER_FILES = ("driver.py", "job.py", "processes.py")
 _INPUTS = "/inputs"
 _UID = "65534"  # the user without rights
-_TRY_S = 20
 _SYSTEM = ("/usr", "/opt/R")
 _ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "R", "fonts", "jupyter")
 _LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -166,7 +166,8 @@ def why_unavailable() -> str:
     if {"/", os.path.expanduser("~")} & _interpreter().keys():
         return "the interpreter is installed in the home folder itself, which the sandbox must not show."
     inner = [word.replace("{connection_file}", "/dev/null") for word in inner_command(RunLimits(), None, ["true"])]
-    tried = subprocess.run(outer_command(None, inner), capture_output=True, text=True, timeout=_TRY_S, check=False)
+    limit_s = SandboxTimeouts().try_s
+    tried = subprocess.run(outer_command(None, inner), capture_output=True, text=True, timeout=limit_s, check=False)
     return "" if tried.returncode == 0 else f"bubblewrap does not work here: {tried.stderr.strip()[:300]}"
 
 

@@ -20,11 +20,10 @@ from grader.sandbox.inputs import readable
 from grader.sandbox.job import MAX_RESTARTS, CellRun, CodeCell, Job, JobResult, Restart, TestCode
 from grader.sandbox.processes import MAX_STRETCH
 from grader.sandbox.report import Rerun, RerunStatus, TestResult
+from grader.timeouts import SandboxTimeouts
 from grader.verdicts import Evidence, Flag
 
 BACKEND = "bubblewrap"
-STARTUP_S = 180.0  # for a kernel, on a busy machine
-_SLACK_S = 60.0  # for the ends of interrupted cells
 _MAX_RESULT_BYTES = 256 * 2**20
 _LIMITS = ("CellTimeout", "MemoryLimit", "OutputLimit", "KernelDied")
 _STATUSES = ("finished", "timed_out", "died")
@@ -48,7 +47,7 @@ def rerun(
     inputs: Path | None = None,
     tests: Sequence[TestCode] = (),
     probes: Sequence[str] = (),
-    startup_timeout_s: float = STARTUP_S,
+    startup_timeout_s: float = SandboxTimeouts().startup_s,
 ) -> Rerun:
     """Runs every code cell in the sandbox. Raises SandboxUnavailable rather than run without one."""
     require_sandbox()
@@ -100,9 +99,9 @@ def _run(job: Job, inputs: Path | None) -> JobResult:
     return msgspec.json.decode(answer, type=JobResult)
 
 
-def longest_run_s(notebook_timeout_s: float, startup_timeout_s: float = STARTUP_S) -> float:
+def longest_run_s(notebook_timeout_s: float, startup_timeout_s: float = SandboxTimeouts().startup_s) -> float:
     """On the wall, on the busiest machine."""
-    return MAX_STRETCH * notebook_timeout_s + (1 + MAX_RESTARTS) * (startup_timeout_s + _SLACK_S)
+    return MAX_STRETCH * notebook_timeout_s + (1 + MAX_RESTARTS) * (startup_timeout_s + SandboxTimeouts().slack_s)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

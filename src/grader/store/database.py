@@ -11,9 +11,9 @@ from typing import Any
 
 from grader.errors import GraderError
 from grader.store.schema import TABLES, VERSION
+from grader.timeouts import ProgramTimeouts
 
 FILE_NAME = "gradebook.sqlite"
-_BUSY_S = 30.0  # for another process that writes
 
 
 class GradeBookError(GraderError):
@@ -95,8 +95,8 @@ class Database:
             self._local.connection = None
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
+def _connect(path: Path, timeouts: ProgramTimeouts = ProgramTimeouts()) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=timeouts.database_s, isolation_level=None)
     connection.row_factory = sqlite3.Row
     connection.execute("PRAGMA foreign_keys = ON")
     connection.execute("PRAGMA journal_mode = WAL")

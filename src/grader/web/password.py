@@ -14,14 +14,13 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from grader.timeouts import PagesTimeouts
+
 COOKIE = "disagg_grade"
 _LOGIN, _LOGOUT = "/login", "/logout"
 _LONGEST_FORM_BYTES = 4096
-_FORM_S = 10.0  # for the form to arrive: a client without the password must not keep its connection for ever
-_WRONG_S = 1.0  # after a wrong password, before the next guess from the same address is looked at
 _MOST_WAITING = 8  # guesses of one address
 _MOST_ADDRESSES = 1024
-_SESSION_S = 12 * 3600.0  # without a request
 _FORM = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Grade book</title>
 <meta name="viewport" content="width=device-width">
 <style>body{{font:16px system-ui,sans-serif;background:#f5f6f8;color:#222;display:grid;place-items:center;height:90vh}}
@@ -51,11 +50,10 @@ class PasswordGate:
         app: ASGIApp,
         password: str,
         clock: Callable[[], float] = time.monotonic,
-        wrong_s: float = _WRONG_S,
-        form_s: float = _FORM_S,
+        timeouts: PagesTimeouts = PagesTimeouts(),
     ) -> None:
         self._app, self._password, self._clock = app, password.encode(), clock
-        self._wrong_s, self._form_s = wrong_s, form_s
+        self._timeouts = timeouts
         self._sessions: dict[str, float] = {}  # when each was last used
         self._guesses: dict[str, _Guesses] = {}  # by address
 
@@ -70,7 +68,7 @@ class PasswordGate:
 
     def _is_known(self, scope: Scope) -> bool:
         token, now = _cookie(scope), self._clock()
-        if token not in self._sessions or now - self._sessions[token] > _SESSION_S:
+        if token not in self._sessions or now - self._sessions[token] > self._timeouts.session_s:
             return False
         self._sessions[token] = now
         return True
@@ -88,7 +86,7 @@ class PasswordGate:
 
     async def _login(self, request: Request) -> Response:
         try:
-            async with asyncio.timeout(self._form_s):
+            async with asyncio.timeout(self._timeouts.form_s):
                 given = await _given_password(request)
         except TimeoutError:
             return Response("the form did not arrive in time", 408, {"Connection": "close"})
@@ -100,7 +98,7 @@ class PasswordGate:
             async with guesses.turn:
                 if hmac.compare_digest(given, self._password):
                     return self._admit()
-                await asyncio.sleep(self._wrong_s)
+                await asyncio.sleep(self._timeouts.wrong_s)
         finally:
             guesses.waiting -= 1
         return HTMLResponse(_FORM.format(note='<span class="wrong">This is not the password.</span>'), 403)
@@ -112,7 +110,7 @@ class PasswordGate:
 
     def _admit(self) -> Response:
         now, token = self._clock(), secrets.token_urlsafe(32)
-        self._sessions = {name: used for name, used in self._sessions.items() if now - used <= _SESSION_S}
+        self._sessions = {name: used for name, used in self._sessions.items() if now - used <= self._timeouts.session_s}
         self._sessions[token] = now
         response = RedirectResponse("/", 303)
         response.set_cookie(COOKIE, token, httponly=True, samesite="strict")

@@ -326,7 +326,7 @@ def test_a_stranger_on_the_socket(home: VllmHome) -> None:
 
 def test_a_lost_connection_to_the_connector(home: VllmHome) -> None:
     """vLLM lives, its connector dials again; prompts of the old connection fail."""
-    with striking(home, 0.1, lambda: home.border._refuse_all("the line is cut"), last=True) as armed:
+    with striking(home, 0.1, lambda: home.border.refuse_all("the line is cut"), last=True) as armed:
         _, reading = home.node.submit(prompt_of(LONG, seed=5))
         armed.set()
         with pytest.raises(EngineFailed, match="is gone"):

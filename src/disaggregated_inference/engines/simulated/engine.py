@@ -43,23 +43,23 @@ class SimulatedEngine(Engine):
         self.model = profile  # in the place of a model
         self.kv_limit_bytes = kv_bytes or min(_KV_BYTES, available_bytes() // 2)
         self.chunk_tokens = profile.chunk_tokens
-        self._arena = SimulatedArena(spec.layout, dtype, self.kv_limit_bytes)
+        self.arena = SimulatedArena(spec.layout, dtype, self.kv_limit_bytes)
         self._chain, self._tags = HashChain(fingerprint.weights.norms, spec.vocabulary), RowTags(dtype)
         self._head, self._device = SimulatedHead(spec, profile.answer_tokens), Device()
         full = [layer for layer, plan in enumerate(spec.layout.layers) if not plan.window]
         self._reference = full[0] if full else 0  # the layer that others are compared with
 
     def measure_kv(self) -> int:
-        return self._arena.used_bytes() + sum(sequence.state.ring_bytes for sequence in tuple(self.live))
+        return self.arena.used_bytes() + sum(sequence.state.ring_bytes for sequence in tuple(self.live))
 
     def release_model(self) -> None:
-        del self._arena
+        del self.arena
 
     def allocate(self, capacity: int) -> SimulatedRows:
-        return self._arena.take(capacity, self._chain.start)
+        return self.arena.take(capacity, self._chain.start)
 
     def release(self, sequence: Sequence) -> None:
-        self._arena.give_back(sequence.state)
+        self.arena.give_back(sequence.state)
 
     def run_prefill(self, sequence: Sequence, tokens: Items[int], emit: Emit | None, scoring: Scoring | None) -> Logits:
         start, stop = sequence.length, sequence.length + len(tokens)
@@ -106,7 +106,7 @@ class SimulatedEngine(Engine):
         """Write the tags of new rows; for a sliding layer only those that its window keeps."""
         stop = start + len(block)
         first = self.spec.layout.layers[layer].first_row(start, stop)
-        area, where = self._arena.area(held, layer), self._arena.where(layer, first, stop)
+        area, where = self.arena.area(held, layer), self.arena.where(layer, first, stop)
         for kind in (0, 1):
             area[kind, where, :TAG] = self._tags.label(block, layer, kind)[first - start :]
 
@@ -114,14 +114,14 @@ class SimulatedEngine(Engine):
         """A view of a full layer's rows; a ring's rows are copied, the next chunk overwrites them."""
         layout = self.spec.layout
         first = layout.layers[layer].first_row(start, stop)
-        area, where = self._arena.area(held, layer), self._arena.where(layer, first, stop)
+        area, where = self.arena.area(held, layer), self.arena.where(layer, first, stop)
         keys, values = (area[kind, where].reshape(-1, layout.kv_heads, layout.head_dim) for kind in (0, 1))
         return KVSlice(layer, first, self.dtype, keys, values)
 
     def write_slice(self, sequence: Sequence, piece: KVSlice) -> None:
         self._write_steps(sequence)
-        area = self._arena.arriving(sequence.state, piece.layer)
-        where = self._arena.where(piece.layer, piece.start, piece.stop)
+        area = self.arena.arriving(sequence.state, piece.layer)
+        where = self.arena.where(piece.layer, piece.start, piece.stop)
         for kind, rows in enumerate((piece.keys, piece.values)):
             area[kind, where] = as_dtype(rows, piece.dtype, self.dtype).reshape(piece.tokens, -1)
 
@@ -152,7 +152,7 @@ class SimulatedEngine(Engine):
 
     def _tag_rows(self, held: SimulatedRows, layer: int, kind: int, start: int, stop: int) -> Array:
         first = self.spec.layout.layers[layer].first_row(start, stop)
-        marks: Array = self._arena.area(held, layer)[kind, self._arena.where(layer, first, stop), :TAG]
+        marks: Array = self.arena.area(held, layer)[kind, self.arena.where(layer, first, stop), :TAG]
         return marks
 
     def discard_rows(self, sequence: Sequence) -> None:

@@ -83,7 +83,7 @@ class TorchEngine(Engine):
         self.device = torch.device(model.device)
         dtype: KVDType = next(name for name, kind in TORCH_DTYPES.items() if kind == model.dtype)
         super().__init__(spec, fingerprint, dtype)
-        self.arena = TorchArena(spec.layout, dtype, self.device, kv_bytes or _default_budget(self.device), sequences)
+        self.arena = TorchArena(spec.layout, dtype, self.device, kv_bytes or default_kv_bytes(self.device), sequences)
         self.kv_limit_bytes = self.arena.limit_bytes
         self.host_copies = HostCopies(self.arena)
         self._places = Places(self.arena, sequences)
@@ -214,7 +214,7 @@ class TorchEngine(Engine):
             yield KVSlice(layer, begin, self.dtype, arrays[0], arrays[1])
 
 
-def _default_budget(device: torch.device) -> int:
+def default_kv_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * _CUDA_KV_SHARE)

@@ -60,6 +60,7 @@ def attach(app: Starlette, keys: Keys, timeouts: GatewayTimeouts = GatewayTimeou
     app.state.feed = EventStream(lambda: app.state.core, timeouts)
     app.state.answers = QueryCache(timeouts)
     app.state.keys = keys
+    app.state.timeouts = timeouts
 
 
 async def model_info(core: DisaggregatedInference, model: str) -> ModelInfo | None:
@@ -122,7 +123,8 @@ async def _ready(request: Request) -> Response:
     state = "ready" if ready else "draining" if draining else "not ready"
     worst = max(status.models.values(), key=list(ModelVerdict).index)  # the cluster's own verdict would name models
     content = {"status": state, "verdict": worst} | _models_for(request.state.caller, status)
-    return json_response(content, 200 if ready else 503, {} if ready else {"Retry-After": "1"})
+    hint = {} if ready else {"Retry-After": str(request.app.state.timeouts.ready_hint_s)}
+    return json_response(content, 200 if ready else 503, hint)
 
 
 def _models_for(caller: Caller, status: ClusterStatus) -> dict[str, Any]:
