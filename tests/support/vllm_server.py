@@ -153,19 +153,15 @@ class VllmServer:
         with urllib.request.urlopen(request, timeout=BUSY_S):
             pass
 
-    @contextmanager
-    def frozen_engine(self) -> Iterator[None]:
-        """The engine computes nothing meanwhile; vLLM's HTTP API takes requests, and sees clients leave."""
-        engine = engine_cores(self.pid)
-        assert engine
-        for pid in engine:
-            os.kill(pid, signal.SIGSTOP)
-        try:
-            assert until(lambda: all(state_of(pid) == "T" for pid in engine))
-            yield
-        finally:
-            for pid in engine:
-                os.kill(pid, signal.SIGCONT)
+    def aborted_requests(self) -> int:
+        """Of which vLLM's HTTP API has told the engine, with `--enable-log-requests`."""
+        return self.log().count("Aborted request(s)")
+
+    def engine(self) -> list[int]:
+        """The processes that compute. To find them takes a moment."""
+        found = engine_cores(self.pid)
+        assert found
+        return found
 
     def metric(self, name: str) -> float:
         """The sum over its labels, from vLLM's own /metrics."""
@@ -180,6 +176,19 @@ class VllmServer:
 
     def stop(self) -> None:
         self.kill()
+
+
+@contextmanager
+def frozen(pids: list[int]) -> Iterator[None]:
+    """Of an engine: it computes nothing meanwhile; vLLM's HTTP API takes requests, and sees clients leave."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        assert until(lambda: all(state_of(pid) == "T" for pid in pids), BUSY_S)
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 def _alive(pid: int) -> bool:

@@ -52,7 +52,7 @@ def scheduler_half(path: Path) -> Iterator[SchedulerHalf]:
 
 def _asked(half: SchedulerHalf, **params: Any) -> Computed:
     """As vLLM puts it into its response."""
-    return Computed(half.answer(SimpleNamespace(extra_args={"kv_transfer_params": params})))
+    return Computed(kv_transfer_params=half.answer(SimpleNamespace(extra_args={"kv_transfer_params": params})))
 
 
 def _explained(half: SchedulerHalf, path: Path) -> str:
@@ -113,7 +113,7 @@ def test_a_vllm_without_a_connector_or_with_another_version() -> None:
         "this vLLM runs without the connector of this version. Start it with: vllm serve m"
     )
     for told in ({"protocol": 99, "socket": str(NODE), "trouble": ""}, {"protocol": 1}):
-        said = explanation(Computed({STATE_PARAM: told}), NODE, "vllm serve m")
+        said = explanation(Computed(kv_transfer_params={STATE_PARAM: told}), NODE, "vllm serve m")
         assert "install the same disaggregated-inference for both" in said
     assert set(LinkState.__struct_fields__) == {"protocol", "socket", "trouble"}
 
