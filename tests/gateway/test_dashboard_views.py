@@ -27,7 +27,7 @@ LONG = f"an-organisation-with-a-long-name/a-model-with-a-very-long-name-that-doe
 PREFILL, DECODE = f"prefill-node-of-{LONG}", f"decode-node-of-{LONG}"
 REQUESTS = 2000
 VIEWS = ["overview", "cluster", "requests", "time", "targets", "energy", "playground", "clients"]
-SIZES = {1440: 900, 1024: 768, 390: 844}
+SIZES = {1440: 900, 1024: 768, 390: 844, 320: 568}
 
 
 def record_of(number: int) -> dict[str, Any]:

@@ -45,6 +45,18 @@ export const significant = (value, digits = 3) => (!known(value) ? NONE : value 
 // Not "$0" for what is little, but not nothing.
 export const dollars = (value) => (!known(value) ? "not available" : value > 0 && value < 1e-6 ? "< $0.000001" : `$${significant(value)}`);
 
+// Energy is in joules everywhere.
+const JOULES = ["J", "kJ", "MJ", "GJ", "TJ"];
+export function joules(value) {
+  if (!known(value)) return "not available";
+  let power = 0;
+  while (value >= 999.5 && power < JOULES.length - 1) {
+    value /= 1000;
+    power += 1;
+  }
+  return `${significant(value)} ${JOULES[power]}`;
+}
+
 // A value with the unit of a target or an alarm. One that is not the goal, or not 100 %, is not rounded to it.
 const UNITS = { x: (text) => `${text}x`, "1/s": (text) => `${text} per s`, "1/kWh": (text) => `${text} per kWh` };
 export function withUnit(value, unit, goal) {
