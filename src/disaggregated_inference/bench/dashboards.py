@@ -60,9 +60,7 @@ async def _measure(report: Report, prefill: Machine, decode: Machine, dashboards
         _rows(report, streams, tap, alone, watched)
 
 
-async def _windows(
-    gateway: Process, dashboards: int, count: int
-) -> tuple[list[Stream], list[_Window], list[_Window]]:
+async def _windows(gateway: Process, dashboards: int, count: int) -> tuple[list[Stream], list[_Window], list[_Window]]:
     """The steady streams, and the windows without and with dashboards."""
     tokens = 2 * count + round(_PACE * 2 * _ROUNDS * (_WINDOW_S + 3 * _SETTLE_S))
     streams = [Stream(next(_numbers), tokens) for _ in range(count)]
