@@ -193,7 +193,7 @@ def test_a_link_has_its_measured_rate_beside_its_line_rate(site: Site) -> None:
         measured = page.locator(".links td[data-word=measured]").inner_text()
         page.get_by_role("link", name="Overview").click()
         listed = page.get_by_role("list", name="Links").get_by_role("listitem").inner_text()
-        assert listed.split() == [site.nodes[0].name, "\u2192", site.nodes[1].name, *measured.split()]
+        assert listed.split() == [site.nodes[0].name, "\u2192", site.nodes[1].name, "measured", *measured.split()]
 
 
 def test_a_request_in_its_slot_does_not_wait(site: Site) -> None:

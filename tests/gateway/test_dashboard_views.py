@@ -3,6 +3,7 @@
 The nodes do not run: what the views show comes from the history file.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -259,6 +260,27 @@ def test_a_link_has_the_share_of_its_line_rate(found: "Browser", url: str) -> No
         page.get_by_role("link", name="Overview").click()
         page.locator(".link-list", has_text="1.1 GB/s of 1.3 GB/s").wait_for()  # no room for lines
         assert page.locator(".wires").is_hidden()
+
+
+HOSTILE_ANSWER = "<script>alert(1)</script>" + EVIL
+CHUNKS: list[dict[str, Any]] = [
+    {"choices": [{"delta": {"content": HOSTILE_ANSWER}}]},
+    {"choices": [], "error": {"message": f"failed: {EVIL}"}},
+]
+
+
+def test_an_answer_of_a_model_is_never_html(found: "Browser", url: str) -> None:
+    stream = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in CHUNKS)
+    with opened_page(found, f"{url}/dashboard#playground") as watched:
+        page = watched.page
+        page.on("dialog", lambda dialog: watched.errors.append("a dialog opened: " + dialog.message))
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(body=stream, content_type="text/event-stream"))
+        page.get_by_role("button", name="Send").click()
+        page.locator("[data-run=local][data-state=failed]").wait_for()
+        for run in page.locator("[data-run]").all():
+            assert run.locator(".answer").inner_text().startswith("<script>alert(1)</script><img src=x")
+            assert "failed: <img src=x" in run.locator("[role=alert]").inner_text()
+        assert page.locator("img, #app script").count() == 0
 
 
 def test_requests_of_one_second_stand_by_their_numbers(found: "Browser", url: str) -> None:

@@ -51,7 +51,8 @@ function linksOf(store, left, right) {
 
 const measuredRate = (link) => (link.measured ? format.bytesPerSecond(link.bytes_per_s) : "not measured yet");
 
-const tagRate = (link) => `${format.bytesPerSecond(link.bytes_per_s)}${link.line_rate_bytes_s && !link.simulated ? ` of ${format.bytesPerSecond(link.line_rate_bytes_s)}` : ""}`;
+// Of a quiet link: a rate alone would look like traffic.
+const tagRate = (link) => (link.line_rate_bytes_s && !link.simulated ? `${format.bytesPerSecond(link.bytes_per_s)} of ${format.bytesPerSecond(link.line_rate_bytes_s)}` : `measured ${format.bytesPerSecond(link.bytes_per_s)}`);
 
 const tagText = (link) => (link.flow > 0 ? `KV ${format.bytesPerSecond(link.flow)}` : link.measured ? tagRate(link) : stateOf(link) === "quiet" ? "not measured" : stateOf(link));
 
