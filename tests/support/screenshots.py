@@ -146,10 +146,11 @@ def _open(found: "Browser", url: str, width: int, scheme: Any, state: str = "Liv
     return page
 
 
-def _shoot(page: "Page", path: Path) -> None:
+def _shoot(page: "Page", path: Path, whole: bool = True) -> None:
+    """`whole`: with what one has to scroll to."""
     page.locator("main .notice[role=status]").wait_for(state="detached")
     page.wait_for_timeout(500)  # canvas charts, and events that were on their way
-    page.screenshot(path=path, full_page=True)
+    page.screenshot(path=path, full_page=whole)
     print(path)
 
 
@@ -166,7 +167,7 @@ def _actions(found: "Browser", url: str, folder: Path) -> None:
     for width, scheme in LOOKS:
         page = _open(found, f"{url}/dashboard", width, scheme)
         page.locator(".requests button").first.click()
-        _shoot(page, folder / f"waterfall-{width}-{scheme}.png")
+        _shoot(page, folder / f"waterfall-{width}-{scheme}.png", whole=False)
         page.close()
         page = _open(found, f"{url}/dashboard#playground", width, scheme)
         page.get_by_role("button", name="Use a long sample").click()
