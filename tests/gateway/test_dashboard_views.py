@@ -191,6 +191,7 @@ def test_charts_show_what_the_gateway_answers(found: "Browser", url: str) -> Non
                 answers.append(route.fetch().json())
             route.fulfill(json=answers[0])
 
+        page.set_viewport_size({"width": 1440, "height": 2000})  # no scrolling, which moves the pointer over others
         page.route("**/cluster/series?range=1h", once)
         page.get_by_role("link", name="Over time").click()
         shown = page.locator("[data-chart]")

@@ -89,7 +89,7 @@ def pages() -> list[str]:
     with simulated_pair() as pair, served(simulated_config(*pair, local="never") | links) as gateway:
         body = {"model": "simulated:tiny", "prompt": "x" * 500, "max_tokens": 4}
         httpx.post(f"{gateway}/v1/completions", json=body, timeout=60).raise_for_status()
-        assert until(lambda: "disagg_link_goodput_bytes_per_second{" in scraped(gateway))
+        assert until(lambda: "disagg_link_goodput_bytes_per_second{" in scraped(gateway), 60)
         return [scraped(url) for url in (gateway, *urls_of(*pair))]
 
 
