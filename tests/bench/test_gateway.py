@@ -42,6 +42,8 @@ def test_what_open_dashboards_cost(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         monkeypatch.setattr(dashboards, name, value)
     report = dashboards.run(3, 4, tmp_path)
     found = {row.what: row for row in report.rows}
-    assert found["CPU per token, of that without dashboards"].goal == 1.05
-    assert found["CPU per token"].value > 0
+    for what in ("CPU per token", "added time per token"):
+        assert found[what].value > 0
+        assert found[f"{what}, of that without dashboards"].goal == 1.05
+        assert len(found[what].ratios) == 1, "of each pair of windows"
     assert json.loads((tmp_path / "dashboards.json").read_text())["rows"]

@@ -141,7 +141,7 @@ def test_the_screen_as_the_user_drew_it() -> None:
     assert "no answer yet" in text, "the other model"
     assert "Speedup" in text
     first = next(line for line in lines if line.startswith("mac-studio-0"))
-    assert first.split()[-5:] == ["7%", "80/119G", "95%", "61W", "64°C"]
+    assert first.split()[-5:] == ["7%", "86/128GB", "95%", "61W", "64°C"]
     assert first.split()[-6] == "0/1/8", "a request in a slot does not wait"
     other = next(line for line in lines if line.startswith("mac-studio-1"))
     assert other.split()[-5:] == ["-"] * 5, "what a machine does not tell is not invented"

@@ -13,22 +13,26 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from disaggregated_inference.cli.top_table import size
 from disaggregated_inference.cluster import Policies
 from disaggregated_inference.gateway.key_file import KeyLimits, new_key
 from disaggregated_inference.timeouts import GatewayTimeouts
-from tests.support.browser import WatchedPage, browser, opened_page
+from tests.support.browser import SOON_MS, WatchedPage, browser, opened_page
 from tests.support.cluster import Process, free_port
 from tests.support.command import disagg
 from tests.support.gateway import GatewayProcess, gateway_process, served, simulated_config, simulated_pair
+from tests.support.page_numbers import NONE, rate, same, seconds, size_per_second
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Locator
 
 pytestmark = pytest.mark.slow
 
 MODEL = "simulated:tiny"
 PROFILE = "custom:prefill=20000,decode=400"
 EVIL = "<img src=x onerror=alert(1)>"
+LINE_RATE_GBPS = 0.1  # of the cluster file; loopback is faster, so that nothing warns of a slow link
 
 
 class Site:
@@ -51,6 +55,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder, port = tmp_path_factory.mktemp("dashboard"), str(free_port())
     with browser() as found, simulated_pair(PROFILE) as nodes:
         config = simulated_config(*nodes, history_file=str(folder / "history.db"))
+        config["links"] = [{"prefill": nodes[0].name, "decode": nodes[1].name, "gbps": LINE_RATE_GBPS}]
         site = Site(nodes, GatewayProcess(folder, config, "--port", port), found)
         try:
             site.gateway.ready()
@@ -71,24 +76,6 @@ def ask(url: str, prompt: str, **headers: str) -> str:
     answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
     return answer.headers["x-request-id"]
-
-
-# As format.js writes numbers.
-def seconds(value: float) -> str:
-    if value < 0.0995:
-        return f"{value * 1000:.{1 if value < 0.00995 else 0}f} ms"
-    return f"{value:.2f} s" if value < 9.995 else f"{value:.1f} s"
-
-
-def rate(value: float) -> str:
-    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
-
-
-def same(shown: str, expected: str) -> bool:
-    """Equal, but for how the two languages round the last digit."""
-    numbers = [[float(each.replace(",", "")) for each in re.findall(r"[\d,.]*\d", text)] for text in (shown, expected)]
-    words = [re.sub(r"[\d,.]*\d", "#", text) for text in (shown, expected)]
-    return words[0] == words[1] and numbers[0] == pytest.approx(numbers[1], rel=0.006)
 
 
 def test_numbers_on_screen_are_those_of_the_cluster(site: Site) -> None:
@@ -147,6 +134,73 @@ def test_a_request_appears_and_shows_its_waterfall(site: Site) -> None:
         page.keyboard.press("Escape")
         dialog.wait_for(state="detached")
         assert page.evaluate("document.activeElement.closest('tr')?.dataset.request") == id
+
+
+TINY_S = 0.002  # of overhead: such pieces are not drawn
+
+
+def test_a_waterfall_has_hidden_and_exposed_transfer(site: Site) -> None:
+    """Every row, its time and the place of its bar are those of the gateway's record."""
+    id, record, transfer = _partly_hidden(site)
+    with opened(site) as watched:
+        page = watched.page
+        page.locator(f"tr[data-request='{id}'] button").click()
+        dialog = page.locator("dialog[open]")
+        phases = [p for p in record["waterfall"] if p["name"] != "overhead" or p["seconds"] >= TINY_S]
+        rows = {row.get_attribute("data-phase"): row for row in dialog.locator("tr[data-phase]").all()}
+        expected = {phase["name"]: phase["seconds"] for phase in phases if phase["name"] != "overhead"}
+        assert expected["exposed transfer"] == pytest.approx(transfer["exposed_s"])
+        expected |= {"transfer, hidden": transfer["hidden_s"], "inject": transfer["inject_s"]}
+        assert set(rows) - {"overhead", "inject"} == set(expected) - {"inject"}
+        for name, time_s in expected.items():
+            if name in rows:
+                assert same(rows[name].locator(".num").last.inner_text(), seconds(time_s)), name
+        read = next(phase for phase in phases if phase["name"] == "prefill")
+        end = _bar(rows["transfer, hidden"])[1]
+        assert end == pytest.approx((read["start_s"] + read["seconds"]) / record["total_time"], abs=0.01)
+        begin, end = _bar(rows["exposed transfer"])
+        assert end - begin == pytest.approx(max(0.003, transfer["exposed_s"] / record["total_time"]), abs=0.005)
+        fact = f"{seconds(transfer['hidden_s'])} / {seconds(transfer['exposed_s'])}"
+        shown = dialog.locator(".facts div", has_text="Transfer hidden / exposed").locator("dd").inner_text()
+        assert same(shown, fact)
+
+
+def _partly_hidden(site: Site) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """A request, its record and its transfer. On a machine that is busy with other tests nothing may be hidden once."""
+    for number in range(TRIES):
+        id = ask(site.url, f"{number} is handed over " * 500, **{"X-Disagg-Route": "handover"})
+        found = httpx.get(f"{site.url}/cluster/requests/{id}", timeout=30).json()
+        if min(found["transfer"]["hidden_s"], found["transfer"]["exposed_s"]) > 0:
+            break
+    return id, found["request"], found["transfer"]
+
+
+def _bar(row: "Locator") -> tuple[float, float]:
+    """Where it begins and ends, as shares of the request's time."""
+    begin, width = (float(row.locator("rect").get_attribute(name) or 0) / 100 for name in ("x", "width"))
+    return begin, begin + width
+
+
+def test_a_link_has_its_measured_rate_beside_its_line_rate(site: Site) -> None:
+    ask(site.url, "measures the link " * 500, **{"X-Disagg-Route": "handover"})
+    with opened(site, "/dashboard#cluster") as watched:
+        page = watched.page
+        page.locator(".links tbody td[data-word=measured]", has_text="/s").wait_for()
+
+        def is_shown() -> bool:
+            """The newest figures, and nothing moves any more."""
+            (link,) = site.cluster()["links"]
+            line_rate = LINE_RATE_GBPS * 1e9 / 8
+            assert link["line_rate_bytes_s"] == line_rate
+            expected = ["quiet", NONE, size_per_second(link["bytes_per_s"])]
+            expected += [f"{size_per_second(line_rate)}, of the simulated machines", size(link["payload_bytes"])]
+            return all(map(same, page.locator(".links tbody td").all_inner_texts(), expected))
+
+        assert until(is_shown, SOON_MS / 1000)
+        measured = page.locator(".links td[data-word=measured]").inner_text()
+        page.get_by_role("link", name="Overview").click()
+        listed = page.get_by_role("list", name="Links").get_by_role("listitem").inner_text()
+        assert listed.split() == [site.nodes[0].name, "\u2192", site.nodes[1].name, "measured", *measured.split()]
 
 
 def test_a_request_in_its_slot_does_not_wait(site: Site) -> None:

@@ -3,8 +3,9 @@
 The nodes do not run: what the views show comes from the history file.
 """
 
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,11 @@ from disaggregated_inference.orchestrator import FALLBACK_WARNING, History
 from tests.support.browser import WatchedPage, browser, opened_page
 from tests.support.cluster import free_port
 from tests.support.gateway import served
+from tests.support.page_numbers import NONE, figure, joules, same, seconds, share
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Locator, Route
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +29,7 @@ LONG = f"an-organisation-with-a-long-name/a-model-with-a-very-long-name-that-doe
 PREFILL, DECODE = f"prefill-node-of-{LONG}", f"decode-node-of-{LONG}"
 REQUESTS = 2000
 VIEWS = ["overview", "cluster", "requests", "time", "targets", "energy", "playground", "clients"]
-SIZES = {1440: 900, 1024: 768, 390: 844}
+SIZES = {1440: 900, 1024: 768, 390: 844, 320: 568}
 
 
 def record_of(number: int) -> dict[str, Any]:
@@ -120,6 +122,9 @@ _SIDEWAYS = """[...document.querySelectorAll(".scroll")].filter((each) => each.s
 _OUTSIDE = """[...document.querySelectorAll("main .panel *")]
   .filter((each) => each.getBoundingClientRect().right > innerWidth + 1 && !each.closest(".hidden, thead, svg, .uplot"))
   .map((each) => each.outerHTML.slice(0, 200))"""
+_CUT_TABS = """[...document.querySelectorAll("nav a")]
+  .filter((each) => each.getBoundingClientRect().right > innerWidth || each.getBoundingClientRect().left < 0)
+  .map((each) => each.innerText)"""
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -139,6 +144,7 @@ def test_views_have_labels_and_fit_every_width(found: "Browser", url: str, view:
             assert page.evaluate("document.documentElement.scrollWidth") <= width
             assert page.evaluate(_SIDEWAYS) == [], f"no table is cut at {width} px"
             assert page.evaluate(_OUTSIDE) == [], f"nothing leaves the screen at {width} px"
+            assert page.evaluate(_CUT_TABS) == [], f"no tab is cut at {width} px"
 
 
 def test_a_node_that_is_down_shows_no_figures_of_before(found: "Browser", url: str) -> None:
@@ -147,6 +153,150 @@ def test_a_node_that_is_down_shows_no_figures_of_before(found: "Browser", url: s
         box.wait_for()
         assert box.locator(".meter .num").all_inner_texts() == ["not available"] * 2
         assert "Readings not available" in box.inner_text()
+
+
+# Title of a chart: what is drawn (the words of its legend, and names of `/cluster/series`), and how it is written.
+SPREAD = ("p50", "p95", "p99")
+Write = Callable[[float], str]
+CHARTS: dict[str, tuple[dict[str, str], Write]] = {
+    "Time to first token": ({part: f"ttft_{part}" for part in SPREAD}, seconds),
+    "Time per output token": ({part: f"tpot_{part}" for part in SPREAD}, seconds),
+    "End to end": ({part: f"e2e_{part}" for part in SPREAD}, seconds),
+    "Throughput": ({"prompt": "prompt_tokens_per_s", "completion": "completion_tokens_per_s"}, figure),
+    "Requests": ({"requests/s": "requests_per_s"}, figure),
+    "Queue": ({part: f"queue_{part}" for part in SPREAD}, seconds),
+    "Prefix cache": ({"hit rate": "prefix_hit_rate"}, share),
+    "Ways": ({"handed over": "disaggregated", "local": "local", "fallback": "fallback"}, share),
+    "Errors": ({"errors": "errors"}, share),
+    "Exposed transfer": ({"p95": "exposed_p95"}, seconds),
+    "Recomputed prompt tokens": ({"tokens": "recomputed_tokens"}, figure),
+    "Energy per request": ({"energy": "energy_j_per_request"}, joules),
+}
+_LEGEND = """(chart) => [...chart.querySelectorAll(".u-legend .u-series")]
+  .map((each) => [each.querySelector(".u-label").innerText, each.querySelector(".u-value").innerText])"""
+_COLOURS = """(canvas) => {
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  return new Set(new Uint32Array(data.buffer)).size;
+}"""
+
+
+def test_charts_show_what_the_gateway_answers(found: "Browser", url: str) -> None:
+    """All of them: the legend without a pointer, at the pointer, and the words for readers of the screen."""
+    with opened_page(found, f"{url}/dashboard") as watched:
+        page, answers = watched.page, list[dict[str, Any]]()
+
+        def once(route: "Route") -> None:
+            """The next point comes in a moment: what was answered first stays."""
+            if not answers:
+                answers.append(route.fetch().json())
+            route.fulfill(json=answers[0])
+
+        page.set_viewport_size({"width": 1440, "height": 2000})  # no scrolling, which moves the pointer over others
+        page.route("**/cluster/series?range=1h", once)
+        page.get_by_role("link", name="Over time").click()
+        shown = page.locator("[data-chart]")
+        page.locator("[data-chart] .u-legend").nth(len(CHARTS) - 1).wait_for()
+        assert [each.get_attribute("data-chart") for each in shown.all()] == list(CHARTS)
+        times, series = answers[0]["times"], answers[0]["series"]
+        for title, (lines, write) in CHARTS.items():
+            chart = page.locator(f"[data-chart='{title}']")
+            columns = {word: series[name] for word, name in lines.items()}
+            places = [place for place, values in enumerate(zip(*columns.values(), strict=True)) if any_known(values)]
+            assert places, title
+            last = legend_of(times, columns, write, places[-1])
+            chart.locator(".u-value", has_text=last["Time"]).wait_for()
+            check_legend(chart, last)
+            label = chart.locator("[role=img]").get_attribute("aria-label") or ""
+            ends = {word: next(value for value in reversed(all) if value is not None) for word, all in columns.items()}
+            assert same(label, f"{title}: last " + ", ".join(f"{word} {write(end)}" for word, end in ends.items()))
+            assert chart.locator("canvas").evaluate(_COLOURS) > 3, "lines and numbers are drawn"
+            over = chart.locator(".u-over")
+            box = over.bounding_box()
+            assert box
+            over.hover(position={"x": 0.8 * box["width"], "y": 20})
+            chart.locator(".u-value").first.filter(has_not_text=last["Time"]).wait_for()
+            at = chart.locator(".u-value").first.inner_text()
+            place = next(place for place, time in enumerate(times) if clock(time) == at)
+            check_legend(chart, legend_of(times, columns, write, place))
+
+
+def any_known(values: tuple[float | None, ...]) -> bool:
+    return any(value is not None for value in values)
+
+
+def clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def legend_of(times: list[float], columns: dict[str, list[float | None]], write: Write, place: int) -> dict[str, str]:
+    """At one point."""
+    values = {word: values[place] for word, values in columns.items()}
+    return {"Time": clock(times[place])} | {
+        word: NONE if value is None else write(value) for word, value in values.items()
+    }
+
+
+def check_legend(chart: "Locator", expected: dict[str, str]) -> None:
+    found = {word.rstrip(":"): value for word, value in chart.evaluate(_LEGEND)}
+    assert set(found) == set(expected)
+    assert all(same(found[word], expected[word]) for word in expected), (found, expected)
+
+
+def test_a_link_has_the_share_of_its_line_rate(found: "Browser", url: str) -> None:
+    cluster = httpx.get(f"{url}/cluster", timeout=30).json()
+    for node in cluster["nodes"]:
+        node |= {"engine": "torch", "usable": True, "state": "healthy", "why": ""}
+    link = {"prefill": PREFILL, "decode": DECODE, "measured": True, "bytes_per_s": 1.1e9, "payload_bytes": 64_000_000}
+    cluster["links"] = [link | {"line_rate_bytes_s": 1.25e9, "warning": None}]
+    with opened_page(found, "about:blank", wait="") as watched:
+        page = watched.page
+        page.route("**/cluster", lambda route: route.fulfill(json=cluster))
+        page.route("**/cluster/events", lambda route: None)
+        page.goto(f"{url}/dashboard#cluster")
+        row = page.locator(".links tbody tr")
+        row.wait_for()
+        assert row.locator("td").all_inner_texts() == ["quiet", NONE, "1.1 GB/s", "1.3 GB/s (88 % reached)", "64 MB"]
+        assert page.locator(".tag").inner_text() == "1.1 GB/s of 1.3 GB/s"
+        page.set_viewport_size({"width": 390, "height": 844})
+        page.get_by_role("link", name="Overview").click()
+        page.locator(".link-list", has_text="1.1 GB/s of 1.3 GB/s").wait_for()  # no room for lines
+        assert page.locator(".wires").is_hidden()
+
+
+HOSTILE_ANSWER = "<script>alert(1)</script>" + EVIL
+CHUNKS: list[dict[str, Any]] = [
+    {"choices": [{"delta": {"content": HOSTILE_ANSWER}}]},
+    {"choices": [], "error": {"message": f"failed: {EVIL}"}},
+]
+
+
+def test_an_answer_of_a_model_is_never_html(found: "Browser", url: str) -> None:
+    stream = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in CHUNKS)
+    with opened_page(found, f"{url}/dashboard#playground") as watched:
+        page = watched.page
+        page.on("dialog", lambda dialog: watched.errors.append("a dialog opened: " + dialog.message))
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(body=stream, content_type="text/event-stream"))
+        page.get_by_role("button", name="Send").click()
+        page.locator("[data-run=local][data-state=failed]").wait_for()
+        for run in page.locator("[data-run]").all():
+            assert run.locator(".answer").inner_text().startswith("<script>alert(1)</script><img src=x")
+            assert "failed: <img src=x" in run.locator("[role=alert]").inner_text()
+        assert page.locator("img, #app script").count() == 0
+
+
+def test_requests_of_one_second_stand_by_their_numbers(found: "Browser", url: str) -> None:
+    """The time that is shown is that of their arrival, the number that of their end."""
+    second = float(int(time.time()) - 60)
+    rows = [record_of(10 * number + 3) for number in range(4)]
+    for row, (number, at) in zip(rows, [(12, 0.9), (14, 0.5), (13, 0.4), (11, -0.1)], strict=True):
+        row |= {"number": number, "time": second + at}
+    answer = {"requests": rows, "more": False, "kept": {"requests": 4, "oldest": second, "file": False}}
+    with opened_page(found, "about:blank", wait="") as watched:
+        page = watched.page
+        page.route("**/cluster/history*", lambda route: route.fulfill(json=answer))
+        page.goto(f"{url}/dashboard#requests")
+        page.locator(".requests tbody tr").first.wait_for()
+        assert page.locator(".requests tbody button").all_inner_texts() == ["#14", "#13", "#12", "#11"]
 
 
 def test_energy_names_its_source_and_what_is_missing(found: "Browser", url: str) -> None:
@@ -245,6 +395,11 @@ FORMATS = [
     ("times(1e12)", "1.0e+12x"),
     ("dollars(1e18)", "$1.00e+18"),
     ("clock(1e15)", "\u2013"),
+    ("clock(new Date(2026, 0, 2, 0, 5, 9) / 1000)", "00:05:09"),
+    ("joules(812.3)", "812 J"),
+    ("joules(999.6)", "1 kJ"),
+    ("joules(3600000)", "3.6 MJ"),
+    ("joules(null)", "not available"),
 ]
 
 

@@ -1,19 +1,41 @@
 """deploy/grafana and deploy/prometheus: every series that they name is exported by a running gateway or its nodes."""
 
+import asyncio
 import json
 import re
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
+from disaggregated_inference.api import (
+    EnergyShare,
+    ErrorDetail,
+    Failover,
+    GpuReading,
+    NetworkReading,
+    Readings,
+    RequestRecord,
+)
+from disaggregated_inference.cluster import load_config
+from disaggregated_inference.errors import BadRequest
+from disaggregated_inference.gateway.metrics import GatewayMetrics
 from disaggregated_inference.gateway.slo import targets
-from disaggregated_inference.observe import READING_GAUGES
+from disaggregated_inference.observe import READING_GAUGES, reading_gauges
+from disaggregated_inference.orchestrator import FALLBACK_WARNING, DisaggregatedInference
 from tests.support.cluster import Process
 from tests.support.gateway import served, simulated_config, simulated_pair
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -41,9 +63,13 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in content["groups"] for rule in group["rules"]]
 
 
-def exported(url: str) -> set[str]:
+def scraped(url: str) -> str:
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
-        text = response.read().decode()
+        text: str = response.read().decode()
+    return text
+
+
+def exported(text: str) -> set[str]:
     found = set[str]()
     for line in text.splitlines():
         if line.startswith("# TYPE "):
@@ -52,14 +78,92 @@ def exported(url: str) -> set[str]:
     return found
 
 
+def urls_of(*nodes: Process) -> list[str]:
+    return [f"http://127.0.0.1:{node.port}" for node in nodes]
+
+
 @pytest.fixture(scope="module")
-def series() -> Iterator[set[str]]:
-    with simulated_pair() as pair, served(simulated_config(*pair)) as gateway:
-        yield exported(gateway) | nodes_series(*pair)
+def pages() -> list[str]:
+    """The metrics of a gateway that has answered a request, and of its nodes."""
+    links = {"links": [{"prefill": "p1", "decode": "d1", "gbps": 10}]}
+    with simulated_pair() as pair, served(simulated_config(*pair, local="never") | links) as gateway:
+        body = {"model": "simulated:tiny", "prompt": "x" * 500, "max_tokens": 4}
+        httpx.post(f"{gateway}/v1/completions", json=body, timeout=60).raise_for_status()
+        assert until(lambda: "disagg_link_goodput_bytes_per_second{" in scraped(gateway), 60)
+        return [scraped(url) for url in (gateway, *urls_of(*pair))]
 
 
-def nodes_series(*nodes: Process) -> set[str]:
-    return set[str]().union(*(exported(f"http://127.0.0.1:{node.port}") for node in nodes))
+@pytest.fixture(scope="module")
+def series(pages: list[str]) -> set[str]:
+    return set[str]().union(*map(exported, pages))
+
+
+FAILURE = Failover(node="d1", code="unreachable", message="x", stall_s=1.0)
+SERVER = {"host": "127.0.0.1", "port": 9, "model": "m"}
+MACHINE = Readings(
+    cpu_share=0.5,
+    memory_used_bytes=1,
+    memory_total_bytes=2,
+    power_w=3.0,
+    networks=(NetworkReading(name="eth0", received_bytes_s=1.0, sent_bytes_s=1.0, line_rate_bits_s=1.0),),
+    gpus=(GpuReading(name="GPU", utilisation=0.5, temperature_c=50.0, power_w=3.0),),
+)
+
+
+async def _page_of_what_seldom_happens() -> str:
+    """Failures, failovers, fallbacks, energy: counted by the gateway's own code."""
+    config = {"prefill_servers": [SERVER | {"name": "p1"}], "decode_servers": [SERVER | {"name": "d1", "port": 8}]}
+    async with DisaggregatedInference(load_config(config)) as core:
+        metrics = GatewayMetrics(lambda: core)
+        usual = RequestRecord(
+            model="m",
+            total_time=2.0,
+            sequential_time=2.0,
+            method="disaggregated_torch",
+            decode_node="d1",
+            completion_tokens=1,
+            prompt_tokens_recomputed=1,
+            failovers=(FAILURE,),
+            warning=FALLBACK_WARNING,
+            energy=(EnergyShare(node="d1", phase="decode", joules=1.0, source="measured"),),
+            energy_wh=1.0,
+            cost=1.0,
+        )
+        metrics.ended(usual)
+        metrics.ended(RequestRecord(model="m", outcome="failed", error=ErrorDetail("no_decode_node", "x")))
+        metrics.refused(BadRequest("x"))
+        return (await metrics.text()).decode()
+
+
+class _Meters(Collector):
+    """Of a machine with meters and a GPU."""
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        yield from reading_gauges([(["d1"], MACHINE)], ["node"])
+
+
+def _page_of_a_machine_with_meters() -> str:
+    registry = CollectorRegistry()
+    registry.register(_Meters())
+    return generate_latest(registry).decode()
+
+
+Labels = dict[str, dict[str, set[str]]]  # series, label, values
+
+
+@pytest.fixture(scope="module")
+def labels(pages: list[str]) -> Labels:
+    found: Labels = defaultdict(lambda: defaultdict(set))
+    others = [asyncio.run(_page_of_what_seldom_happens()), _page_of_a_machine_with_meters()]
+    families = chain.from_iterable(text_string_to_metric_families(page) for page in [*pages, *others])
+    for sample in chain.from_iterable(family.samples for family in families):
+        known = found[sample.name]
+        for name, value in sample.labels.items():
+            known[name].add(value)
+    found["up"] = {}
+    for each in found.values():  # Prometheus adds these
+        each |= {"instance": set(), "job": {"disagg-gateway", "disagg-node"}}
+    return found
 
 
 def test_names_are_found_in_expressions() -> None:
@@ -71,6 +175,64 @@ def test_names_are_found_in_expressions() -> None:
 def test_every_series_is_exported(series: set[str], expression: str) -> None:
     assert names_in(expression) or expression.startswith("up{")
     assert names_in(expression) <= series
+
+
+_SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)\{([^}]*)\}")
+_MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
+_GROUPING = re.compile(r"\b(?:by|on|without|ignoring|group_left)\s*\(([^)]*)\)")
+_SHOWN = re.compile(r"\{\{\s*(?:\$labels\.)?(\w+)\s*\}\}")
+
+
+def wrong_labels(expression: str, labels: Labels) -> list[str]:
+    """Labels that a series of the expression does not have, and values that they never have."""
+    found = []
+    for name, content in _SELECTOR.findall(expression):
+        for label, _, wanted in _MATCHER.findall(content):
+            values = labels[name].get(label)
+            known = values is not None and (wanted.startswith("$") or set(wanted.split("|")) <= values)
+            found += [] if known else [f"{name}: {label}={wanted}"]
+    for part in expression.split(" and "):
+        grouped = {label.strip() for group in _GROUPING.findall(part) for label in group.split(",")}
+        found += [f"{name}: {label}" for name in names_in(part) for label in grouped if label not in labels[name]]
+    return found
+
+
+def result_labels(expression: str, labels: Labels) -> set[str]:
+    """Those that the expression's result has."""
+    if by := re.findall(r"\bby\s*\(([^)]*)\)", expression):
+        return set.intersection(*({label.strip() for label in group.split(",")} for group in by)) - {"le"}
+    if re.search(r"\bsum\s*\(", expression):
+        return set()
+    return set.intersection(*(set(labels[name]) for name in names_in(expression) or {"up"}))
+
+
+def shown() -> Iterator[tuple[str, str]]:
+    """Expressions, and the texts that name labels of their results."""
+    for panel in panels():
+        yield from ((target["expr"], target.get("legendFormat", "")) for target in panel.get("targets", []))
+    for rule in rules():
+        yield rule["expr"], rule["annotations"]["summary"]
+
+
+def test_wrong_labels_are_found(labels: Labels) -> None:
+    wrong = 'sum by (nodes) (rate(disagg_requests_total{outcome="okay", models=~"$model"}[5m]))'
+    name = "disagg_requests_total"
+    assert wrong_labels(wrong, labels) == [f"{name}: outcome=okay", f"{name}: models=$model", f"{name}: nodes"]
+
+
+@pytest.mark.parametrize(("expression", "text"), [*shown()])
+def test_every_label_is_exported(labels: Labels, expression: str, text: str) -> None:
+    assert wrong_labels(expression, labels) == []
+    assert set(_SHOWN.findall(text)) - {"value"} <= result_labels(expression, labels)
+
+
+def test_choices_of_the_grafana_dashboard_are_labels(labels: Labels) -> None:
+    content = json.loads((DEPLOY / "grafana" / "disagg.json").read_text())["templating"]["list"]
+    queries = [each["query"]["query"] for each in content if each["type"] == "query"]
+    assert queries == [each["definition"] for each in content if each["type"] == "query"]
+    for query in queries:
+        name, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", query).groups()  # type: ignore[union-attr]
+        assert label in labels[name]
 
 
 def test_readings_are_exported(series: set[str]) -> None:

@@ -134,6 +134,8 @@ def test_the_comparison_with_one_machine_alone() -> None:
     with HistoryReader.of_records([*records, {"time": 1.0, "method": "local", "ok": True}]) as reader:
         decode, prefill = comparisons(reader, HistoryFilter(), facts)
         bare, _ = comparisons(reader, HistoryFilter(), {})
+        slow = {"d": MachineFacts(prefill_rates=(Rate(size=32, tokens_per_s=5),), busy_w=100)}
+        guessed, _ = comparisons(reader, HistoryFilter(), slow)
         nodes = energy_by_node(reader, HistoryFilter())
     assert (decode.machine, decode.node, decode.requests, decode.together_s) == ("decode", "d", 2, 6.0)
     assert decode.together_j == pytest.approx(2 * (400 + (3 - 1) * 40 + (3 - 2) * 10))
@@ -141,8 +143,10 @@ def test_the_comparison_with_one_machine_alone() -> None:
     assert decode.alone_j == pytest.approx(100 * 24)
     assert decode.together_cost is None, "no machine has a price"
     assert (prefill.machine, prefill.alone_s) == ("prefill", None)
-    assert prefill.why == "p has not measured its decode rate"
+    assert prefill.why.startswith("p has not measured its decode rate at ")
     assert (bare.idle_included, bare.alone_j) == (False, None)
+    assert guessed.alone_s is None, "the rate of a short prompt says nothing of a long one"
+    assert guessed.why == "d has not measured its prefill rate at 1000 tokens"
     assert nodes == {"p": {"measured_j": 400, "requests": 2}}
 
 

@@ -94,11 +94,20 @@ def test_figures_over_time(reader: HistoryReader) -> None:
     assert got["local"] == got["fallback"] == [0, pytest.approx(1 / 3), None]
     assert got["errors"] == [0, 0.25, None]
     assert got["prefix_hit_rate"] == [0.25, 0.25, None]
-    assert got["completion_tokens_per_s"] == [10 / 60, 40 / 60, 0]
+    assert got["completion_tokens_per_s"] == [10 / 60, 40 / 60, None], "5 of 60 s make no rate"
     assert got["recomputed_tokens"] == [0, 10, 0]
     assert got["energy_j"] == [None, None, None], "no meter, no watts: nothing is invented"
     one = series(reader, HistoryFilter(since=95, until=185, model="gpt"), 60)
     assert one.series["requests"] == [0, 1, 0]
+
+
+def test_a_rate_of_the_last_interval_is_that_of_its_part(reader: HistoryReader) -> None:
+    """Otherwise every chart would end with a drop."""
+    found = series(reader, HistoryFilter(since=95, until=150), 60)
+    assert found.times == [60, 120]
+    assert found.series["requests_per_s"] == [1 / 60, 1 / 30], "one request in the 30 s of it"
+    assert found.series["completion_tokens_per_s"] == [10 / 60, 10 / 30]
+    assert found.series["requests"] == [1, 1], "a count"
 
 
 def test_before_the_oldest_request_nothing_is_known(reader: HistoryReader) -> None:

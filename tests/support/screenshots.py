@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +30,7 @@ QWEN, GPT_OSS, TINY = "simulated:qwen3-30b-a3b", "simulated:gpt-oss-120b", "simu
 LONG = "an-organisation-with-a-long-name/a-model-with-a-very-long-name-that-does-not-fit-8bit-dwq-2026-11"
 VIEWS = ("overview", "cluster", "requests", "time", "targets", "energy", "playground", "clients")
 SIZES = {1440: 900, 1024: 768, 390: 844}
+LOOKS = tuple(product(SIZES, ("light", "dark")))
 WAIT_MS = 60_000
 
 Load = Callable[[str], None]
@@ -41,7 +43,6 @@ class Scene(NamedTuple):
     nodes: tuple[tuple[str, str, str, str], ...]
     load: Load
     views: tuple[str, ...] = ("overview", "cluster")
-    sizes: tuple[int, ...] = (1440, 390)
     down: bool = False
 
 
@@ -90,7 +91,7 @@ _PAIR = (("p1", "prefill", TINY, "instant"), ("d1", "decode", TINY, "instant"))
 _LONG = tuple((f"{role}-node-of-{LONG}", role, TINY, "instant") for role in _ROLES)
 
 SCENES = (
-    Scene("four", _FOUR, _busy, VIEWS, (1440, 1024, 390)),
+    Scene("four", _FOUR, _busy, VIEWS),
     Scene("sixteen", _SIXTEEN, _few),
     Scene("history", _PAIR, _many, ("overview", "requests", "time")),
     Scene("long-names", _LONG, _few, ("overview", "cluster", "requests")),
@@ -145,28 +146,28 @@ def _open(found: "Browser", url: str, width: int, scheme: Any, state: str = "Liv
     return page
 
 
-def _shoot(page: "Page", path: Path) -> None:
+def _shoot(page: "Page", path: Path, whole: bool = True) -> None:
+    """`whole`: with what one has to scroll to."""
     page.locator("main .notice[role=status]").wait_for(state="detached")
     page.wait_for_timeout(500)  # canvas charts, and events that were on their way
-    page.screenshot(path=path, full_page=True)
+    page.screenshot(path=path, full_page=whole)
     print(path)
 
 
 def _views(found: "Browser", scene: Scene, url: str, folder: Path) -> None:
-    for width in scene.sizes:
-        for scheme in ("light", "dark"):
-            for view in scene.views:
-                page = _open(found, f"{url}/dashboard#{view}", width, scheme)
-                _shoot(page, folder / f"{scene.name}-{view}-{width}-{scheme}.png")
-                page.close()
+    for width, scheme in LOOKS:
+        for view in scene.views:
+            page = _open(found, f"{url}/dashboard#{view}", width, scheme)
+            _shoot(page, folder / f"{scene.name}-{view}-{width}-{scheme}.png")
+            page.close()
 
 
 def _actions(found: "Browser", url: str, folder: Path) -> None:
     """The waterfall, and the playground with its two answers."""
-    for width, scheme in ((1440, "light"), (390, "dark")):
+    for width, scheme in LOOKS:
         page = _open(found, f"{url}/dashboard", width, scheme)
         page.locator(".requests button").first.click()
-        _shoot(page, folder / f"waterfall-{width}-{scheme}.png")
+        _shoot(page, folder / f"waterfall-{width}-{scheme}.png", whole=False)
         page.close()
         page = _open(found, f"{url}/dashboard#playground", width, scheme)
         page.get_by_role("button", name="Use a long sample").click()
@@ -177,11 +178,13 @@ def _actions(found: "Browser", url: str, folder: Path) -> None:
 
 
 def _restart(found: "Browser", gateway: GatewayProcess, folder: Path) -> None:
-    page = _open(found, f"{gateway.url}/dashboard", 1440, "light")
+    """Pages that are open when the gateway ends."""
+    looks = {look: _open(found, f"{gateway.url}/dashboard", *look) for look in LOOKS}
     gateway.process.kill()
-    page.locator("[role=alert]", has_text="Reconnecting").wait_for()
-    _shoot(page, folder / "reconnecting-1440-light.png")
-    page.close()
+    for (width, scheme), page in looks.items():
+        page.locator("[role=alert]", has_text="Reconnecting").wait_for()
+        _shoot(page, folder / f"reconnecting-{width}-{scheme}.png")
+        page.close()
 
 
 def _locked(found: "Browser", scene: Scene, nodes: list[Process], folder: Path) -> None:
@@ -190,7 +193,7 @@ def _locked(found: "Browser", scene: Scene, nodes: list[Process], folder: Path) 
     key = new_key("ann", home / "keys.json", (TINY,))
     try:
         with gateway_process(home, _config(scene, nodes), "--keys", str(home / "keys.json")) as gateway:
-            for width, scheme in ((1440, "light"), (390, "dark")):
+            for width, scheme in LOOKS:
                 page = _open(found, f"{gateway.url}/dashboard", width, scheme, state="Key needed")
                 states = (("unauthorised", "", ""), ("wrong-key", "sk-wrong", "know"), ("forbidden", key, "limited"))
                 for name, given, says in states:

@@ -1,7 +1,8 @@
 """`disagg bench gateway --dashboards N`: what open dashboards cost the streams beside them.
 
 Steady streams run through the gateway, and short requests beside them end all the time, as each of them is an event for
-every dashboard. Windows with and without open dashboards follow each other, on the same streams.
+every dashboard. Windows with and without open dashboards follow each other, on the same streams. A tap in front of the
+decode node records when a token leaves it, and the client when it arrives: the difference is what was added to it.
 """
 
 import asyncio
@@ -10,15 +11,16 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import aiohttp
 
+from disaggregated_inference.bench.machines import Machine
 from disaggregated_inference.bench.processes import cpu_s
 from disaggregated_inference.bench.report import Report, Row, percentile, progress
 from disaggregated_inference.bench.rounds import open_streams
-from disaggregated_inference.bench.servers import MODEL, OURS, node_of, serving
-from disaggregated_inference.bench.stream_clients import Stream, new_session
+from disaggregated_inference.bench.servers import MODEL, OURS, in_thread, node_of, serving
+from disaggregated_inference.bench.stream_clients import Stream, Tap, new_session
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.local_nodes import Process, running
 
@@ -31,6 +33,8 @@ _GOAL = 1.05
 
 _numbers = itertools.count(1_000_000)
 
+_Token = tuple[float, float]  # when it left the node, when it arrived
+
 
 class _Window(NamedTuple):
     since: float
@@ -42,12 +46,22 @@ def run(dashboards: int, streams: int, output: Path) -> Report:
     report = Report(f"the gateway with {dashboards} open dashboards, SIMULATED nodes, {streams} streams")
     profile = f"custom:prefill=1000000,decode={_PACE}"
     prefill, decode = nodes = [node_of(role, profile) for role in ("prefill", "decode")]
-    with running(nodes), serving(prefill, decode.port, decode.port) as servers:
-        asyncio.run(_measure(report, servers[OURS], dashboards, streams))
+    with running(nodes):
+        asyncio.run(_measure(report, prefill, decode, dashboards, streams))
     return report.publish(output / "dashboards.json")
 
 
-async def _measure(report: Report, gateway: Process, dashboards: int, count: int) -> None:
+async def _measure(report: Report, prefill: Machine, decode: Machine, dashboards: int, count: int) -> None:
+    async with (
+        Tap(decode.port).open() as tap,
+        in_thread(serving(prefill, tap.port, decode.port)) as servers,
+    ):
+        streams, alone, watched = await _windows(servers[OURS], dashboards, count)
+        _rows(report, streams, tap, alone, watched)
+
+
+async def _windows(gateway: Process, dashboards: int, count: int) -> tuple[list[Stream], list[_Window], list[_Window]]:
+    """The steady streams, and the windows without and with dashboards."""
     tokens = 2 * count + round(_PACE * 2 * _ROUNDS * (_WINDOW_S + 3 * _SETTLE_S))
     streams = [Stream(next(_numbers), tokens) for _ in range(count)]
     alone: list[_Window] = []
@@ -62,7 +76,7 @@ async def _measure(report: Report, gateway: Process, dashboards: int, count: int
                 alone.append(await _window(gateway))
                 async with _open_dashboards(session, gateway.url, dashboards):
                     watched.append(await _window(gateway))
-    _rows(report, [stream.parse(complete=False) for stream in streams], alone, watched)
+    return [stream.parse(complete=False) for stream in streams], alone, watched
 
 
 async def _window(gateway: Process) -> _Window:
@@ -117,21 +131,40 @@ async def _until_the_end(work: list[Coroutine[Any, Any, None]]) -> AsyncIterator
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _rows(report: Report, streams: list[Stream], alone: list[_Window], watched: list[_Window]) -> None:
-    times = sorted(at for stream in streams for at in stream.token_at)
-    if not times:
-        raise DisaggError("no token arrived during the measurement: this machine is too busy")
-    costs = [[_cpu_per_token_s(window, times) for window in windows] for windows in (watched, alone)]
-    ratios = tuple(with_them / without for with_them, without in zip(*costs, strict=True))
-    middle = [percentile(cost, 50) * 1e6 for cost in costs]
-    report.add(Row("CPU per token", middle[0], "µs", middle[1], "without", ratios=ratios))
-    report.add(Row("CPU per token, of that without dashboards", percentile(ratios, 50), "x", goal=_GOAL, at_most=True))
+def _rows(report: Report, streams: list[Stream], tap: Tap, alone: list[_Window], watched: list[_Window]) -> None:
+    tokens = [pair for stream in streams for pair in zip(tap.token_at[stream.name], stream.token_at, strict=False)]
+    pairs = list(zip(watched, alone, strict=True))
+    _compare(report, "CPU per token", "µs", [(_cpu_s(one, tokens), _cpu_s(other, tokens)) for one, other in pairs])
+    added = [(_added_s(one, tokens), _added_s(other, tokens)) for one, other in pairs]
+    _compare(report, "added time per token", "ms", added)
     silences = [max(_longest_silence_s(window, streams) for window in windows) for windows in (watched, alone)]
     report.add(Row("longest silence in a stream", silences[0] * 1e3, "ms", silences[1] * 1e3, "without"))
 
 
-def _cpu_per_token_s(window: _Window, times: list[float]) -> float:
-    return window.cpu_s / max(1, sum(window.since <= at < window.until for at in times))
+def _compare(report: Report, what: str, unit: Literal["µs", "ms"], pairs: list[tuple[float, float]]) -> None:
+    """`pairs`: seconds with dashboards, and without."""
+    scale = {"µs": 1e6, "ms": 1e3}[unit]
+    ratios = tuple(watched / alone for watched, alone in pairs)
+    watched, alone = (percentile(each, 50) * scale for each in zip(*pairs, strict=True))
+    report.add(Row(what, watched, unit, alone, "without", ratios=ratios))
+    report.add(Row(f"{what}, of that without dashboards", percentile(ratios, 50), "x", goal=_GOAL, at_most=True))
+
+
+def _cpu_s(window: _Window, tokens: list[_Token]) -> float:
+    return window.cpu_s / len(_added(window, tokens))
+
+
+def _added_s(window: _Window, tokens: list[_Token]) -> float:
+    """The median: the mean is that of the few that waited for the machine."""
+    return percentile(_added(window, tokens), 50)
+
+
+def _added(window: _Window, tokens: list[_Token]) -> list[float]:
+    """From the node to the client, through the gateway: of every token that arrived in the window."""
+    found = [arrived - left for left, arrived in tokens if window.since <= arrived < window.until]
+    if not found:
+        raise DisaggError("no token arrived during the measurement: this machine is too busy")
+    return found
 
 
 def _longest_silence_s(window: _Window, streams: list[Stream]) -> float:

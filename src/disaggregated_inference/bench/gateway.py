@@ -9,8 +9,7 @@ import asyncio
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from disaggregated_inference.bench.machines import Machine
 from disaggregated_inference.bench.processes import cpu_s, resident_bytes
 from disaggregated_inference.bench.report import Report, Row, percentile, progress
 from disaggregated_inference.bench.rounds import closed_loop, open_streams
-from disaggregated_inference.bench.servers import BARE, LITELLM, MODEL, OURS, Servers, node_of, serving
+from disaggregated_inference.bench.servers import BARE, LITELLM, MODEL, OURS, Servers, in_thread, node_of, serving
 from disaggregated_inference.bench.stream_clients import Stream, Tap, new_session
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.local_nodes import Process, running
@@ -128,23 +127,13 @@ async def _fixed_pace(report: Report, nodes: list[Machine], litellm: str, count:
     prefill, *decoders = nodes
     async with Tap(decoders[0].port).open() as first, Tap(decoders[1].port).open() as second:
         taps = {OURS: first, BARE: second, LITELLM: second}
-        async with _in_thread(serving(prefill, first.port, second.port, litellm)) as servers:
+        async with in_thread(serving(prefill, first.port, second.port, litellm)) as servers:
             for server in servers.values():  # warm-up: peer checks, tokenizers
                 await _round(server, [next(_numbers)], 1, 2)
             paces = await _measure_pace({name: servers[name] for name in (OURS, BARE)}, taps, count, pace)
             if litellm:
                 paces |= await _measure_pace({LITELLM: servers[LITELLM]}, taps, count, pace)
     _pace_rows(report, f"{count} of {pace} tokens/s", paces)
-
-
-@asynccontextmanager
-async def _in_thread(context: AbstractContextManager[Servers]) -> AsyncIterator[Servers]:
-    """Servers start and stop in a thread, because the taps in front of their nodes need the event loop."""
-    servers = await asyncio.to_thread(context.__enter__)
-    try:
-        yield servers
-    finally:
-        await asyncio.to_thread(context.__exit__, None, None, None)
 
 
 async def _measure_pace(servers: Servers, taps: dict[str, Tap], count: int, pace: int) -> dict[str, _Pace]:

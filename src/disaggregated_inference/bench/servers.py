@@ -1,11 +1,12 @@
 """Servers between clients and simulated nodes, one process each: the gateway, a bare relay, LiteLLM's proxy."""
 
+import asyncio
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,16 @@ def serving(prefill: Machine, decode_port: int, bare_port: int, litellm: str = "
             servers[LITELLM] = Process("LiteLLM", [*command, "--port", str(port)], port, os.environ | _OFFLINE)
             stack.enter_context(running([servers[LITELLM]]))
         yield servers
+
+
+@asynccontextmanager
+async def in_thread(context: AbstractContextManager[Servers]) -> AsyncIterator[Servers]:
+    """Servers start and stop in a thread, because the taps in front of their nodes need the event loop."""
+    servers = await asyncio.to_thread(context.__enter__)
+    try:
+        yield servers
+    finally:
+        await asyncio.to_thread(context.__exit__, None, None, None)
 
 
 def gateway_process(config: str) -> Process:

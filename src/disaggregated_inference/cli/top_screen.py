@@ -33,7 +33,8 @@ _CARD_LINES = 5
 _CARDS_SHARE = 3  # more than one row of cards: on a third of the screen at most
 _REQUESTS = 5  # are shown before links and targets
 _STATES = {"healthy": "green", "loading": "yellow", "draining": "yellow", "circuit half_open": "yellow"}
-_GIB = 1 << 30
+_GB = 1e9
+_JOULES = ("J", "kJ", "MJ", "GJ")
 _HELP = "q quits"
 
 
@@ -184,7 +185,7 @@ def _power(readings: Readings) -> str:
 
 def _memory(readings: Readings) -> str:
     used, total = readings.memory_used_bytes, readings.memory_total_bytes
-    return NONE if used is None or not total else f"{used / _GIB:.0f}/{total / _GIB:.0f}G"
+    return NONE if used is None or not total else f"{used / _GB:.0f}/{total / _GB:.0f}GB"
 
 
 def _requests(requests: list[Record], width: int) -> RenderableType:
@@ -211,7 +212,10 @@ def _request_cells(request: Record) -> Cells:
 
 
 def _joules(value: float) -> str:
-    return f"{value:.3g}J" if value < 999.5 else f"{value / 1000:.3g}kJ"
+    power = 0
+    while value >= 999.5 and power < len(_JOULES) - 1:
+        value, power = value / 1000, power + 1
+    return f"{value:.3g}{_JOULES[power]}"
 
 
 def _seconds(value: float | None) -> str:

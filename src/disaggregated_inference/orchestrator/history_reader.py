@@ -109,7 +109,9 @@ class HistoryReader:
 
     def figures(self, wanted: HistoryFilter, names: Sequence[str], limit: int) -> list[Record]:
         """Some columns of each request, newest first."""
-        query = f"SELECT {', '.join(names)} FROM requests WHERE {wanted.condition} ORDER BY time DESC LIMIT :limit"
+        query = (
+            f"SELECT {', '.join(names)} FROM requests WHERE {wanted.condition} ORDER BY time DESC, id DESC LIMIT :limit"
+        )
         return [dict(zip(names, row, strict=True)) for row in self._rows(query, wanted.values | {"limit": limit})]
 
     def grouped(self, wanted: HistoryFilter, by: str, columns: Mapping[str, str], **values: Any) -> dict[Any, Record]:

@@ -11,6 +11,7 @@ MAX_POINTS = 500
 _POINTS = 120  # where the step is not given
 _STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 _PART = "CAST((time - :since) / :step_s AS INTEGER)"
+_LEAST_OF_LAST = 0.25  # of an interval that has not ended: less of it makes no rate
 
 _COUNTS = {
     "requests": "COUNT(*)",
@@ -50,7 +51,8 @@ _IF_KNOWN = ("energy_j", "energy_requests", "cost")
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
     """`times`: where each interval begins, in seconds since 1970. `series`: one value per interval; None: nothing was
-    measured in it, or it ended before the oldest request that is kept."""
+    measured in it, or it ended before the oldest request that is kept. The last interval ends with the time that is
+    asked for: its rates are those of that part, and None if the part is too short."""
 
     step_s: float
     times: list[float]
@@ -70,11 +72,15 @@ def series(reader: HistoryReader, wanted: HistoryFilter, wish_s: float | None = 
     wanted = msgspec.structs.replace(wanted, since=since)
     parts = range(max(1, math.ceil((wanted.until - since) / step_s)))
     counts = reader.grouped(wanted, _PART, _COUNTS, step_s=step_s)
-    found = _figures([counts.get(part, {}) for part in parts], step_s)
+    last_s = wanted.until - since - parts[-1] * step_s
+    found = _figures([counts.get(part, {}) for part in parts], [step_s] * parts[-1] + [min(last_s, step_s)])
     oldest = reader.kept(HistoryFilter(caller=wanted.caller))["oldest"]
     unknown = [oldest is None or since + (part + 1) * step_s <= oldest for part in parts]
     for name in (*_EACH, *_RATES):
         found[name] = [None if gone else value for gone, value in zip(unknown, found[name], strict=True)]
+    if last_s < _LEAST_OF_LAST * step_s:
+        for name in _RATES:
+            found[name][-1] = None
     for name, (column, shares) in _PERCENTILES.items():
         values = reader.percentiles(wanted, column, tuple(share / 100 for share in shares), _PART, step_s=step_s)
         for index, share in enumerate(shares):
@@ -82,11 +88,11 @@ def series(reader: HistoryReader, wanted: HistoryFilter, wish_s: float | None = 
     return Series(step_s=step_s, times=[since + part * step_s for part in parts], series=found)
 
 
-def _figures(parts: list[dict[str, Any]], step_s: float) -> dict[str, list[float | None]]:
+def _figures(parts: list[dict[str, Any]], lengths_s: list[float]) -> dict[str, list[float | None]]:
     found: dict[str, list[float | None]] = {name: [part.get(name) or 0 for part in parts] for name in _EACH}
     found |= {name: [part.get(name) for part in parts] for name in _IF_KNOWN}
     for name, source in _RATES.items():
-        found[name] = [(part.get(source) or 0) / step_s for part in parts]
+        found[name] = [(part.get(source) or 0) / length_s for part, length_s in zip(parts, lengths_s, strict=True)]
     for name in ("disaggregated", "local", "fallback"):
         found[name] = [_ratio(part.get(name), part.get("planned")) for part in parts]
     found["prefix_hit_rate"] = [_ratio(part.get("cached_tokens"), part.get("looked_up_tokens")) for part in parts]

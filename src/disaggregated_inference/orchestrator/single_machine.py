@@ -14,6 +14,7 @@ from disaggregated_inference.orchestrator.history_reader import HistoryFilter, H
 from disaggregated_inference.orchestrator.router import nearest_rate
 
 _HOUR_S, _KWH_J = 3600.0, 3.6e6
+_NEAR = 4  # times the size of the work whose rate is taken: small work is slower, and would make "alone" look bad
 _PAIR = "json_array(model, prefill_node, decode_node)"
 _COLUMNS = {
     "requests": "COUNT(*)",
@@ -96,10 +97,10 @@ def _compare(
     tokens = max(1, round(sums["computed"] / sums["requests"]))
     read_s = _seconds(other.prefill_rates, tokens, sums["computed"])
     usual["machine"], usual["node"] = "decode", decode
-    yield _alone(usual, other, read_s, sums["decode_s"], "prefill", price_per_kwh)
+    yield _alone(usual, other, read_s, sums["decode_s"], f"prefill rate at {tokens} tokens", price_per_kwh)
     written_s = _seconds(one.decode_rates, round(batch), sums["completion_tokens"])
     usual["machine"], usual["node"] = "prefill", prefill
-    yield _alone(usual, one, written_s, sums["prefill_s"], "decode", price_per_kwh)
+    yield _alone(usual, one, written_s, sums["prefill_s"], f"decode rate at {batch:.1f} answers", price_per_kwh)
 
 
 def _alone(
@@ -111,7 +112,7 @@ def _alone(
     price_per_kwh: float | None,
 ) -> MachineComparison:
     if more_s is None:
-        return MachineComparison(**usual, why=f"{usual['node']} has not measured its {what} rate")
+        return MachineComparison(**usual, why=f"{usual['node']} has not measured its {what}")
     busy_s = own_s + more_s
     alone_j = None if machine.busy_w is None else machine.busy_w * busy_s
     why = "" if machine.busy_w is not None else f"{usual['node']} has no meter, and the config no power_w for it"
@@ -135,6 +136,6 @@ def _idle_j(prefill: MachineFacts, decode: MachineFacts, sums: dict[str, Any]) -
 
 
 def _seconds(rates: tuple[Rate, ...], size: int, tokens: int) -> float | None:
-    """At the rate of the nearest size; None: there is none."""
+    """At the rate of the nearest size; None: there is none that is near, or larger."""
     nearest = nearest_rate(rates, size)
-    return tokens / nearest.tokens_per_s if nearest else None
+    return tokens / nearest.tokens_per_s if nearest and _NEAR * max(nearest.size, 1) >= size else None

@@ -37,16 +37,6 @@ class App extends Component {
 
   componentDidMount() {
     this.store.start();
-    this.showTab();
-  }
-
-  componentDidUpdate(_, before) {
-    if (before.view !== this.state.view) this.showTab();
-  }
-
-  // On a phone, the view's name may be outside of the screen.
-  showTab() {
-    document.querySelector("nav a[aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
   }
 
   open = (record) => this.setState({ opened: record });

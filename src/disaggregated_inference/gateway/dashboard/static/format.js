@@ -2,6 +2,7 @@
 const NONE = "–";
 const known = (value) => typeof value === "number" && Number.isFinite(value);
 const grouped = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+const fine = new Intl.NumberFormat("en-US", { maximumFractionDigits: 6 });
 
 // A node may report any number: none is longer than its place on the page.
 const LONGEST = 1e9;
@@ -40,10 +41,22 @@ export function bytes(value) {
 
 export const bytesPerSecond = (value) => (known(value) ? `${bytes(value)}/s` : NONE);
 export const times = (value) => (known(value) ? `${value < 1e6 ? value.toFixed(2) : value.toExponential(1)}x` : NONE);
-export const significant = (value, digits = 3) => (!known(value) ? NONE : value >= LONGEST ? value.toExponential(digits - 1) : Number(value.toPrecision(digits)).toLocaleString("en-US", { maximumFractionDigits: 6 }));
+export const significant = (value, digits = 3) => (!known(value) ? NONE : value >= LONGEST ? value.toExponential(digits - 1) : fine.format(Number(value.toPrecision(digits))));
 
 // Not "$0" for what is little, but not nothing.
 export const dollars = (value) => (!known(value) ? "not available" : value > 0 && value < 1e-6 ? "< $0.000001" : `$${significant(value)}`);
+
+// Energy is in joules everywhere.
+const JOULES = ["J", "kJ", "MJ", "GJ", "TJ"];
+export function joules(value) {
+  if (!known(value)) return "not available";
+  let power = 0;
+  while (value >= 999.5 && power < JOULES.length - 1) {
+    value /= 1000;
+    power += 1;
+  }
+  return `${significant(value)} ${JOULES[power]}`;
+}
 
 // A value with the unit of a target or an alarm. One that is not the goal, or not 100 %, is not rounded to it.
 const UNITS = { x: (text) => `${text}x`, "1/s": (text) => `${text} per s`, "1/kWh": (text) => `${text} per kWh` };
@@ -53,8 +66,13 @@ export function withUnit(value, unit, goal) {
   return unit === "$" ? dollars(value) : (UNITS[unit] || ((text) => `${text} ${unit}`))(significant(value, digits));
 }
 
-export const clock = (time) => (known(time) && time > 0 && time < LAST_DAY_S ? new Date(time * 1000).toLocaleTimeString([], { hour12: false }) : NONE);
+// Made once, since to make one costs more than to use it often. "h23": midnight is 00, not 24.
+export const momentFormat = (options) => new Intl.DateTimeFormat([], { hour: "2-digit", minute: "2-digit", hourCycle: "h23", ...options });
+const CLOCK = momentFormat({ second: "2-digit" });
+const DATE = momentFormat({ month: "short", day: "numeric", second: "2-digit" });
+const written = (format, time) => (known(time) && time > 0 && time < LAST_DAY_S ? format.format(time * 1000) : NONE);
 
-export const date = (time) => (known(time) && time > 0 && time < LAST_DAY_S ? new Date(time * 1000).toLocaleString([], { hour12: false, month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit" }) : NONE);
+export const clock = (time) => written(CLOCK, time);
+export const date = (time) => written(DATE, time);
 
 export const sum = (values) => values.reduce((total, value) => total + (value || 0), 0);

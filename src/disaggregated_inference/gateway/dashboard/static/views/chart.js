@@ -1,5 +1,6 @@
 // One chart over time. uPlot draws on a canvas when its data or its size changes, and at no other time.
 import { Component, html } from "../html.js";
+import { momentFormat } from "../format.js";
 
 const HEIGHT = 170;
 const DASHES = [undefined, [6, 3], [2, 3]];
@@ -19,15 +20,16 @@ function colour(name) {
 const lonely = (values) => values.flatMap((value, index) => (value != null && (values[index - 1] == null || values[index + 1] == null) ? [index] : []));
 
 const DAY_S = 86400;
-const HOURS = { hour: "2-digit", minute: "2-digit", hour12: false };
-const DAYS = { month: "short", day: "numeric" };
+const DAY = { month: "short", day: "numeric" };
+const HOURS = momentFormat({});
+const DAYS = new Intl.DateTimeFormat([], DAY);
 const length = (times) => times.at(-1) - times[0];
-const moment = (time, times) => new Date(time * 1000).toLocaleString([], length(times) > 2 * DAY_S ? DAYS : HOURS);
-// Of the legend: no longer than it must be, so that its values stand on one line.
-function exactly(time, times, step) {
-  const options = { ...HOURS, ...(length(times) > DAY_S / 2 ? DAYS : {}), ...(step < 60 ? { second: "2-digit" } : {}) };
-  return new Date(time * 1000).toLocaleString([], options);
-}
+const moment = (time, times) => (length(times) > 2 * DAY_S ? DAYS : HOURS).format(time * 1000);
+
+// Of the legend: no longer than it must be, so that its values stand on one line. By whether it has days, and seconds.
+const SECOND = { second: "2-digit" };
+const EXACT = [[HOURS, momentFormat(SECOND)], [momentFormat(DAY), momentFormat({ ...DAY, ...SECOND })]];
+const exactly = (time, times, step) => EXACT[length(times) > DAY_S / 2 ? 1 : 0][step < 60 ? 1 : 0].format(time * 1000);
 
 export class Chart extends Component {
   componentDidMount() {

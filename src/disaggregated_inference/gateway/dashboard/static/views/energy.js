@@ -28,8 +28,6 @@ function Lacking({ total: { requests, with_energy: known, cost } }) {
   return html`<p class="empty">No request has a known energy. Nodes with a power meter report it; for others set <code>power_w</code> of the server in the cluster file.</p>`;
 }
 
-const joules = (value) => (value == null ? "not available" : value >= 1e6 ? `${format.significant(value / 3.6e6)} kWh` : value >= 1e4 ? `${format.significant(value / 1000)} kJ` : `${format.significant(value)} J`);
-
 function source(each) {
   if (!each.with_energy) return "–";
   if (!each.configured_j) return "measured";
@@ -49,9 +47,9 @@ function EnergyTable({ title, name, rows }) {
           <tr>
             <th scope="row"><span class="name" title=${key}>${key || "no key"}</span></th>
             <td data-word="requests" class="num">${format.count(each.requests)}</td>
-            <td data-word="energy" class="num">${each.with_energy ? joules(each.energy_j) : "not available"}${each.with_energy > 0 && each.with_energy < each.requests && html`<span class="sub">of ${format.count(each.with_energy)} requests</span>`}</td>
+            <td data-word="energy" class="num">${each.with_energy ? format.joules(each.energy_j) : "not available"}${each.with_energy > 0 && each.with_energy < each.requests && html`<span class="sub">of ${format.count(each.with_energy)} requests</span>`}</td>
             <td data-word="source">${source(each)}</td>
-            <td data-word="per token" class="num">${each.joules_per_token == null ? "–" : `${format.significant(each.joules_per_token)} J`}</td>
+            <td data-word="per token" class="num">${each.joules_per_token == null ? "–" : format.joules(each.joules_per_token)}</td>
             <td data-word="requests per kWh" class="num">${format.count(each.requests_per_kwh)}</td>
             <td data-word="cost" class="num">${format.dollars(each.cost)}${each.cost != null && each.cost_partial > 0 && html`<span class="sub">at least: a price is missing</span>`}</td>
           </tr>`)}</tbody>
@@ -83,8 +81,8 @@ function Alone({ rows }) {
             <th scope="row">${row.node}<span class="sub">${row.machine} machine of ${row.model}</span>${row.why && html`<span class="sub">${row.why}</span>`}</th>
             <td class="num" data-word="requests">${format.count(row.requests)}</td>
             <td class="num" data-word="at once">${format.significant(row.batch_size)}</td>
-            <td class="num" data-word="energy together">${row.together_j == null ? "–" : joules(row.together_j)}</td>
-            <td class="num" data-word="energy alone">${row.alone_j == null ? "–" : joules(row.alone_j)}</td>
+            <td class="num" data-word="energy together">${row.together_j == null ? "–" : format.joules(row.together_j)}</td>
+            <td class="num" data-word="energy alone">${row.alone_j == null ? "–" : format.joules(row.alone_j)}</td>
             <td class="num" data-word="time together">${format.seconds(row.together_s)}</td>
             <td class="num" data-word="time alone">${format.seconds(row.alone_s)}</td>
             ${priced && html`<td class="num" data-word="cost together">${price(row.together_cost)}</td><td class="num" data-word="cost alone">${price(row.alone_cost)}</td>`}

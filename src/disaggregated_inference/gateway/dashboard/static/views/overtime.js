@@ -21,7 +21,7 @@ const CHARTS = [
   { title: "Errors", about: "share of requests, without refused and cancelled ones", show: share, lines: [{ name: "errors", key: "errors", colour: "bad" }] },
   { title: "Exposed transfer", about: "p95 of what the prefill did not hide", show: format.seconds, lines: [{ name: "p95", key: "exposed_p95", colour: "transfer", dash: 0 }] },
   { title: "Recomputed prompt tokens", about: "of prompts that were handed over; zero is right", show: number, lines: [{ name: "tokens", key: "recomputed_tokens", colour: "bad", dash: 0 }] },
-  { title: "Energy per request", about: "joules, where it is known", show: number, lines: [{ name: "J", key: "energy_j_per_request", colour: "transfer", dash: 0 }] },
+  { title: "Energy per request", about: "where it is known", show: format.joules, lines: [{ name: "energy", key: "energy_j_per_request", colour: "transfer", dash: 0 }] },
 ];
 
 export class OverTime extends Component {
@@ -38,7 +38,7 @@ export class OverTime extends Component {
 
   render({ store, theme }) {
     const show = (found) => html`<${Charts} found=${found} chosen=${this.chosen} choose=${this.choose} theme=${theme} />`;
-    return html`<${Loaded} store=${store} path="cluster/series?${new URLSearchParams(given(this.chosen))}" what="The history" show=${show} />`;
+    return html`<${Loaded} store=${store} path="cluster/series?${new URLSearchParams(given(this.chosen))}" what="The history" theme=${theme} show=${show} />`;
   }
 }
 

@@ -33,7 +33,7 @@ function ModelPicture({ model, store, full }) {
         <${Wires} links=${links} rows=${rows} box=${small ? SMALL_BOX : BOX} />
         <div class="column">${right.map((node) => html`<${NodeBox} key=${node.name} node=${node} />`)}</div>
       </div>
-      ${full && links.length > 0 && html`<${LinkTable} links=${links} />`}
+      ${full ? links.length > 0 && html`<${LinkTable} links=${links} />` : html`<${LinkList} links=${links} />`}
       ${full && html`<${AllReadings} nodes=${nodes} />`}
     </section>`;
 }
@@ -51,7 +51,20 @@ function linksOf(store, left, right) {
 
 const measuredRate = (link) => (link.measured ? format.bytesPerSecond(link.bytes_per_s) : "not measured yet");
 
-const tagRate = (link) => `${format.bytesPerSecond(link.bytes_per_s)}${link.line_rate_bytes_s && !link.simulated ? ` of ${format.bytesPerSecond(link.line_rate_bytes_s)}` : ""}`;
+// Of a quiet link: a rate alone would look like traffic.
+const tagRate = (link) => (link.line_rate_bytes_s && !link.simulated ? `${format.bytesPerSecond(link.bytes_per_s)} of ${format.bytesPerSecond(link.line_rate_bytes_s)}` : `measured ${format.bytesPerSecond(link.bytes_per_s)}`);
+
+const tagText = (link) => (link.flow > 0 ? `KV ${format.bytesPerSecond(link.flow)}` : link.measured ? tagRate(link) : stateOf(link) === "quiet" ? "not measured" : stateOf(link));
+
+// For readers of the screen, and where it is too narrow for lines between the machines.
+function LinkList({ links: all }) {
+  const links = all.filter((link) => link.measured || link.refusal || link.flow > 0 || all.length <= LABELLED);
+  if (!links.length) return null;
+  return html`
+    <ul class="link-list" aria-label="Links">
+      ${links.map((link) => html`<li><span class="name">${link.prefill} → ${link.decode}</span> <span class="num ${stateOf(link)}">${tagText(link)}</span></li>`)}
+    </ul>`;
+}
 
 function lineRate(link) {
   if (!link.line_rate_bytes_s) return "not in the cluster file";
@@ -78,7 +91,7 @@ function Wires({ links, rows, box }) {
       ${links.length <= LABELLED && links.map((link) => {
         const at = right > 1 ? 0.22 + (0.56 * (link.other + 0.5)) / right : 0.5;
         const style = { left: `${100 * at}%`, top: `${y(link.row) + (y(link.other) - y(link.row)) * at}px` };
-        return html`<span class="tag ${stateOf(link)}" style=${style}>${link.flow > 0 ? `KV ${format.bytesPerSecond(link.flow)}` : link.measured ? tagRate(link) : stateOf(link) === "quiet" ? "not measured" : stateOf(link)}</span>`;
+        return html`<span class="tag ${stateOf(link)}" style=${style}>${tagText(link)}</span>`;
       })}
     </div>`;
 }

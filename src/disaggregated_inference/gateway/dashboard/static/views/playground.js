@@ -137,7 +137,7 @@ function Run({ run, scale }) {
   return html`
     <article class="panel run" data-run=${run.kind} data-state=${run.state}>
       <h2>${title}</h2>
-      <p class="under">${about} · ${STATES[run.state]}${record ? ` in ${format.seconds(record.total_time)}` : ""}</p>
+      <p class="under">${about} · ${STATES[run.state]}${record ? `, took ${format.seconds(record.total_time)}` : ""}</p>
       ${run.error && html`<p class="bad" role="alert"><span aria-hidden="true">✕</span> ${run.error}</p>`}
       <pre class="answer" tabindex="0" role="region" aria-label="Answer: ${title}" aria-busy=${run.state === "running"}>${run.text || (run.state === "running" ? "reading the prompt" : "")}</pre>
       ${record && html`<${Reasons} record=${record} /><div class="scroll"><${Waterfall} record=${record} scale=${scale} /></div><${Facts} record=${record} />`}

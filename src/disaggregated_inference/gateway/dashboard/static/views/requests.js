@@ -16,7 +16,7 @@ export class Requests extends Component {
     const among = (all, names) => [["", all], ...names.map((each) => [each, each])];
     const choose = (changes) => this.setState({ limit: EACH, ...changes });
     const show = (found) => html`
-      <${RequestTable} title="Requests" records=${found.requests} open=${open} dated=${true} empty=${found.kept.requests ? "None of the kept requests is of this time and selection." : undefined} />
+      <${RequestTable} title="Requests" records=${inOrder(found.requests)} open=${open} dated=${true} empty=${found.kept.requests ? "None of the kept requests is of this time and selection." : undefined} />
       <p class="muted">${found.requests.length} shown. ${kept(found)} ${found.more && chosen.limit < 1000 && html`<button type="button" onClick=${() => this.setState({ limit: Math.min(1000, chosen.limit + 300) })}>Show more</button>`}</p>`;
     return html`
       <section class="panel"><div class="fields">
@@ -27,6 +27,11 @@ export class Requests extends Component {
       </div></section>
       <${Loaded} store=${store} path="cluster/history?${new URLSearchParams(given(chosen))}" what="The requests" show=${show} />`;
   }
+}
+
+// The newest first; those that came within one second, which is all that is shown, by their numbers.
+function inOrder(requests) {
+  return [...requests].sort((one, other) => Math.floor(other.time) - Math.floor(one.time) || (other.number || 0) - (one.number || 0));
 }
 
 function kept({ kept: about }) {

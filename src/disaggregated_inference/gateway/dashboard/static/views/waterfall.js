@@ -106,14 +106,12 @@ function moved({ kv_bytes: size, kv_codec: codec, method, decode_node: node, pro
 }
 
 function energy(record) {
-  const joules = record.energy_j ?? (record.energy_wh == null ? null : record.energy_wh * 3600);
-  if (joules == null) return "not available";
-  return `${format.significant(joules)} J${record.energy_source ? `, ${record.energy_source}` : ""}`;
+  return `${format.joules(record.energy_j)}${record.energy_source ? `, ${record.energy_source}` : ""}`;
 }
 
 export function Reasons({ record }) {
   return html`
-    ${record.plan && html`<p class="plan"><strong>Why this way:</strong> ${record.plan}</p>`}
+    ${record.plan && html`<p class="plan"><strong>Why this way, by the estimate:</strong> ${record.plan}</p>`}
     ${record.error && html`<p class="bad"><span aria-hidden="true">✕</span> ${record.error.code}: ${record.error.message}</p>`}
     ${record.warnings?.map((warning) => html`<p class="warn"><span aria-hidden="true">!</span> ${warning}${record.warning_reason ? `: ${record.warning_reason}` : ""}</p>`)}
     ${record.failovers?.map((each) => html`<p class="warn"><span aria-hidden="true">!</span> failover at ${format.seconds(each.at_s)}: ${each.node}, ${each.code}: ${each.message} (noticed after ${format.seconds(each.detected_s)}${each.stall_s != null ? `, the answer stood still for ${format.seconds(each.stall_s)}` : ""})</p>`)}`;
