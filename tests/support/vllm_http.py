@@ -10,9 +10,9 @@ from starlette.applications import Starlette
 from disaggregated_inference.http import HttpServer
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node import DecodeNode, Node, node_app
-from disaggregated_inference.vllm_node.answers import WholeAnswers
 from disaggregated_inference.vllm_node.attached import AttachedVllm
 from disaggregated_inference.vllm_node.client import VllmClient
+from disaggregated_inference.vllm_node.generation import WholeAnswers
 from disaggregated_inference.vllm_node.node import VllmNode, vllm_app
 from tests.support.gateway import served
 from tests.support.vllm_nodes import VllmHome
