@@ -114,11 +114,19 @@ def ask_status(
     url: str, token: str = "", timeout_s: float = CommandTimeouts().status_s, tls: ssl.SSLContext | None = None
 ) -> dict[str, Any]:
     """A node's /status."""
+    status: dict[str, Any] = json.loads(ask(url + "/status", token, timeout_s, tls))
+    return status
+
+
+def ask(
+    url: str, token: str = "", timeout_s: float = CommandTimeouts().status_s, tls: ssl.SSLContext | None = None
+) -> bytes:
+    """What a GET of a node answers."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    request = urllib.request.Request(url + "/status", headers=headers)
+    request = urllib.request.Request(url, headers=headers)
     with urllib.request.urlopen(request, timeout=timeout_s, context=tls) as response:
-        status: dict[str, Any] = json.load(response)
-        return status
+        content: bytes = response.read()
+        return content
 
 
 def _accepts(port: int, timeout_s: float) -> bool:
