@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import socket
 from contextlib import suppress
 from typing import Any
@@ -20,6 +21,7 @@ from disaggregated_inference.api import (
     checksum,
     checksum_text,
 )
+from disaggregated_inference.chaos.tcp_proxy import TcpProxy
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.cluster import Server
 from disaggregated_inference.errors import DisaggError
@@ -85,6 +87,50 @@ def test_no_flipped_bit_changes_an_answer(proxy: type[FaultyProxy]) -> None:
                     line.fault = "none"
         assert struck > CASES // 3
         assert right > CASES // 2
+    finally:
+        node.end()
+
+
+class DigitProxy(TcpProxy):
+    """Alters the first digit of a field of the node's JSON, as long as `field` is set."""
+
+    field, altered = b"", 0
+
+    def _back(self, data: bytes) -> bytes:
+        if not (self.field and (found := re.search(rb'"%b":(\d)' % self.field, data))):
+            return data
+        self.altered += 1
+        at = found.start(1)
+        return data[:at] + (b"2" if data[at] != ord("2") else b"3") + data[at + 1 :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("field", [b"context_window", b"most", b"stalled_s"])  # of /model, of /status, of both
+def test_a_changed_digit_in_what_a_node_says_of_itself(field: bytes) -> None:
+    """It is never believed: a number of /model would stay until the node restarts."""
+    node = Process("d1", "decode", "simulated", "simulated:tiny", "--profile", "instant")
+    try:
+        node.ready()
+        line = DigitProxy(("127.0.0.1", node.port))
+        config = config_of(node, local="always", poll_s=0.1)
+        config["decode_servers"][0]["port"] = line.address[1]
+        line.field = field
+        with DisaggregatedClient(config, SOON) as client:
+            assert until(lambda: line.altered > 3, 60)
+            [said] = client.status()["nodes"]
+            assert (said["usable"], said["state"]) == (False, "unreachable")
+            assert "damaged on the way: its checksum differs" in said["why"]
+            with pytest.raises(DisaggError):
+                client.generate(**ASK, timeout=0.5)
+            line.field = b""
+            assert until(lambda: client.status()["nodes"][0]["usable"], 60)
+            _, answer = client.generate(**ASK)
+            assert answer["completion_tokens"] == 12
+            altered, line.field = line.altered, field  # a node that was used until now
+            if field != b"context_window":  # a node that is known is not asked for its model again
+                assert until(lambda: not client.status()["nodes"][0]["usable"], 60)
+                assert line.altered > altered
+        line.close()
     finally:
         node.end()
 
