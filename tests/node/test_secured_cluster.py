@@ -101,8 +101,8 @@ def test_the_authenticated_mode(cluster: Cluster, expected: list[int]) -> None:
 
 def test_clients_that_are_not_members(nodes: tuple[Process, Process], cluster: Cluster, tmp_path: Path) -> None:
     stranger = Cluster(tmp_path / "other").identity("client")
-    stranger.client_context.check_hostname = False
-    stranger.client_context.verify_mode = ssl.CERT_NONE
+    stranger.client_context.now.check_hostname = False
+    stranger.client_context.now.verify_mode = ssl.CERT_NONE
     for identity in (None, stranger):  # no certificate, and one of another cluster
         with pytest.raises((urllib.error.URLError, ssl.SSLError, ConnectionError)):
             ask(url_of(nodes[1], "/health"), identity)
