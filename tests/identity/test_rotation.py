@@ -15,7 +15,15 @@ from tests.support.identities import Cluster
 @pytest.mark.slow
 def test_no_process_dies_of_a_rotation(tmp_path: Path) -> None:
     """OpenSSL crashed in two of three such runs of four seconds, where a context in use was changed."""
-    command = [sys.executable, "-X", "faulthandler", "-m", "tests.support.rotating_identity", str(tmp_path / "keys"), "4"]
+    command = [
+        sys.executable,
+        "-X",
+        "faulthandler",
+        "-m",
+        "tests.support.rotating_identity",
+        str(tmp_path / "keys"),
+        "4",
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
     found = json.loads(ended.stdout)

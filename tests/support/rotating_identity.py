@@ -97,5 +97,10 @@ if __name__ == "__main__":
     rotating = Rotating(Path(sys.argv[1]))
     before = descriptors()
     rotating.run(float(sys.argv[2]))
-    counts = {"begun": rotating.begun, "connected": rotating.connected, "refused": rotating.refused, "rotated": rotating.rotated}
+    counts = {
+        "begun": rotating.begun,
+        "connected": rotating.connected,
+        "refused": rotating.refused,
+        "rotated": rotating.rotated,
+    }
     print(json.dumps(counts | {"certificates": len(rotating.seen), "left": descriptors() - before}))

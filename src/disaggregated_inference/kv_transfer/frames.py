@@ -49,6 +49,7 @@ _CHECKED = HEADER.size - 4
 CHECKSUM = struct.Struct("<Q")
 CONTROL_LIMIT_BYTES = 64 << 10
 _BLOCK_BYTES = 512 << 10
+_PEEK_S = 0.01
 
 Buffer = memoryview | bytes | bytearray
 
@@ -106,6 +107,22 @@ def decode_header(raw: Buffer, known: bool = False, expected: bytes = MAGIC) -> 
     if kind not in Kind.__members__.values():
         raise ProtocolError(f"frame kind {kind} is unknown")
     return Frame(Kind(kind), size, codec, layer, tokens, start, rest)
+
+
+def peek(sock: socket.socket, limit_s: float) -> bytes:
+    """The first bytes of a connection, as many as a magic has, without receiving them."""
+    deadline, timeout_s = time.monotonic() + limit_s, sock.gettimeout()
+    sock.settimeout(limit_s)
+    try:
+        while len(begin := sock.recv(len(MAGIC), socket.MSG_PEEK)) < len(MAGIC):
+            if not begin or time.monotonic() > deadline:
+                raise PeerGone("the peer sent no HELLO")
+            time.sleep(_PEEK_S)  # the rest is on its way
+        return begin
+    except OSError as error:
+        raise _gone("receiving", error) from error
+    finally:
+        sock.settimeout(timeout_s)
 
 
 class Connection:

@@ -79,9 +79,7 @@ class NodeClient:
         sent_at = loop.time()
         try:
             url = self.server.url + path
-            async with self._session.get(
-                url, headers=self._asking, timeout=timeout, allow_redirects=False
-            ) as response:
+            async with self._session.get(url, headers=self._asking, timeout=timeout, allow_redirects=False) as response:
                 body = await self._bounded(response, _MAX_BODY_BYTES)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unreachable(error) from without_frames(error)
