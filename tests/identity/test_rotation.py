@@ -1,6 +1,7 @@
 """Certificates are rotated while connections begin."""
 
 import json
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from disaggregated_inference.identity import Identity
 from disaggregated_inference.identity.authority import CERTIFICATE, KEY
+from disaggregated_inference.identity.contexts import RotatedContext
 from tests.support.identities import Cluster
 
 
@@ -54,10 +56,10 @@ def test_files_that_change_while_they_are_loaded(tmp_path: Path, monkeypatch: py
     cluster.authority.rotate("spark")
     kept, begun = [context.now for context in identity.contexts], identity.with_certificate
 
-    def copy_another(*args: object) -> object:
+    def copy_another(context: RotatedContext) -> ssl.SSLContext:
         for name in (KEY, CERTIFICATE):
             (identity.folder / name).write_bytes((other / name).read_bytes())
-        return begun(*args)
+        return begun(context)
 
     monkeypatch.setattr(identity, "with_certificate", copy_another)
     assert not identity.refresh()

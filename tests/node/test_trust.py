@@ -2,12 +2,11 @@
 
 import base64
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
-from disaggregated_inference.api import seal_for
+from disaggregated_inference.api import KVSecurity, seal_for
 from disaggregated_inference.errors import BadRequest, TicketRefused
 from disaggregated_inference.node.context import PrefillContext
 from disaggregated_inference.node.trust import Trust, choose_security, default_security, require_trusted_link
@@ -149,20 +148,25 @@ def test_no_link_is_weaker_than_its_ends_allow(cluster: Cluster) -> None:
     assert [offering.mode_of(wanted) for wanted in (msgspec.UNSET, "tls", "authenticated")] == [
         *("tls", "tls", "authenticated"),
     ]
-    for trust, wanted in ((offering, "plain"), (Trust(spark, kv_security="tls"), "authenticated")):
+    refused: list[tuple[Trust, KVSecurity]] = [
+        (offering, "plain"),
+        (Trust(spark, kv_security="tls"), "authenticated"),
+    ]
+    for trust, wanted in refused:
         with pytest.raises(TicketRefused, match=f"a link with {wanted}, and --kv-security here is tls"):
             trust.mode_of(wanted)
 
-    def sealed(security: Any) -> str:
+    def sealed(security: str) -> str:
         return offering.seal(msgspec.structs.replace(THERE, security=security))
 
-    for modes, trusted_link, taken in (
+    cases: list[tuple[tuple[KVSecurity, ...], str, tuple[KVSecurity, ...]]] = [
         ((), "", ("tls", "authenticated")),
         ((), "a cable", ("tls", "authenticated", "plain")),
         (("tls",), "a cable", ("tls",)),
         (("authenticated",), "", ("tls", "authenticated")),
         (("plain", "tls"), "", ("tls", "authenticated", "plain")),
-    ):
+    ]
+    for modes, trusted_link, taken in cases:
         trust = Trust(mac, trusted_link=trusted_link, kv_modes=modes)
         for security in ("tls", "authenticated", "plain"):
             if security in taken:

@@ -4,7 +4,7 @@ import asyncio
 import random
 import re
 import socket
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import aiohttp
@@ -16,6 +16,7 @@ from disaggregated_inference.api import (
     ChecksumReader,
     DecodeRequest,
     ModelInfo,
+    PrefillRequest,
     StreamDamaged,
     StreamEvent,
     checksum,
@@ -153,10 +154,10 @@ REQUEST = DecodeRequest(tokens=[5, 6, 7], max_tokens=12, ignore_eos=True, stream
 MODEL = ModelInfo(context_window=1000, vocabulary=1 << 16)
 
 
-def recorded(port: int) -> bytes:
+def recorded(port: int, asked: str = "POST /generate", request: msgspec.Struct | None = REQUEST) -> bytes:
     """A node's whole answer, as it is on the line."""
-    body = msgspec.json.encode(REQUEST)
-    head = f"POST /generate HTTP/1.1\r\nHost: n\r\n{CHECKSUM_HEADER}: {checksum_text(body)}\r\nConnection: close\r\n"
+    body = msgspec.json.encode(request) if request else b""
+    head = f"{asked} HTTP/1.1\r\nHost: n\r\n{CHECKSUM_HEADER}: {checksum_text(body)}\r\nConnection: close\r\n"
     with socket.create_connection(("127.0.0.1", port), 60) as line:
         line.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
         return b"".join(iter(lambda: line.recv(1 << 16), b""))
@@ -168,12 +169,11 @@ class Replay:
     answer = b""
 
     async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError):
-            await reader.readuntil(b"\r\n\r\n")
-            await reader.read(1 << 16)
+        with closing(writer), suppress(ConnectionError):
+            if (await reader.readuntil(b"\r\n\r\n")).startswith(b"POST"):
+                await reader.read(1 << 16)
             writer.write(self.answer)
             await writer.drain()
-        writer.close()
 
 
 def output_of(events: list[StreamEvent]) -> list[tuple[int | None, str, str | None]]:
@@ -208,12 +208,55 @@ def test_altered_answers_are_failed_legs() -> None:
             assert len(expected) == 12
             head = whole.index(b"\r\n\r\n") + 4
             for replay.answer in altered(
-                whole, 2500, seed=6, parts=[(0, head), (head, len(whole)), (head, len(whole))]
+                whole, 2000, seed=6, parts=[(0, head), (head, len(whole)), (head, len(whole))]
             ):
                 try:
                     assert output_of(await read(replay, server, session)) == expected
                 except (LegFailed, LegBusy):  # any other error would end the request
                     failed += 1
         assert failed > 1500
+
+    asyncio.run(run())
+
+
+SMALL = {
+    "POST /prefill": PrefillRequest(tokens=[5, 6, 7], ticket="t", wait=False),
+    "GET /status": None,
+    "GET /model": None,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", SMALL)
+def test_altered_small_answers(asked: str) -> None:
+    """The context of a prefill, and what a node says of itself: as it was sent, or a failed leg."""
+    node = Process("p1", "prefill", "simulated", "simulated:tiny", "--profile", "instant")
+    try:
+        whole = recorded(node.ready().port, asked, SMALL[asked])
+    finally:
+        node.end()
+    head = whole.index(b"\r\n\r\n") + 4
+    assert b" 200 " in whole[:head]
+
+    async def taken(client: NodeClient) -> object:
+        if request := SMALL[asked]:
+            return await client.prefill(request, "r")
+        return await client.get(asked.partition(" ")[2], 30.0)
+
+    async def run() -> None:
+        replay, failed = Replay(), 0
+        listening = await asyncio.start_server(replay.take, "127.0.0.1", 0)
+        server = Server(
+            name="n", role="prefill", host="127.0.0.1", port=listening.sockets[0].getsockname()[1], model="m"
+        )
+        async with listening, aiohttp.ClientSession() as session:
+            client, replay.answer = NodeClient(server, session, Heartbeats(), 30.0), whole
+            expected = await taken(client)
+            for replay.answer in altered(whole, 400, seed=8, parts=[(0, head), (head, len(whole)), (head, len(whole))]):
+                try:
+                    assert await taken(client) == expected
+                except (LegFailed, LegBusy):
+                    failed += 1
+        assert failed > 200
 
     asyncio.run(run())
