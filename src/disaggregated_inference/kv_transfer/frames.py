@@ -109,8 +109,8 @@ def decode_header(raw: Buffer, known: bool = False, expected: bytes = MAGIC) -> 
 
 
 def peek(sock: socket.socket, limit_s: float) -> bytes:
-    """The first bytes of a connection, as many as a magic has, without receiving them. Fewer wake nobody: a peer that
-    sends them one by one costs nothing while it is waited for."""
+    """The first bytes of a connection, as many as a magic has, without receiving them. Fewer do not wake the thread: a
+    peer that sends them one by one costs nothing while it is waited for."""
     timeout_s = sock.gettimeout()
     sock.settimeout(limit_s)
     try:
