@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from disaggregated_inference.api import GenerationParams
+from disaggregated_inference.api import GenerationParams, KVSecurity
 from disaggregated_inference.errors import DisaggError, PeerFailed, PeerGone, PeerRefused, TicketRefused
 from disaggregated_inference.node.context import PrefillContext
 from disaggregated_inference.node.decode import DecodeNode
 from disaggregated_inference.node.prefill import PrefillNode
-from disaggregated_inference.node.trust import KVSecurity, Trust
+from disaggregated_inference.node.trust import Trust
 from tests.support.engines import LoadTiny
 from tests.support.forging_relay import ForgingRelay
 from tests.support.handoff import alone, prompt_of
