@@ -42,6 +42,17 @@ def test_files_and_folders(tmp_path: Path) -> None:
     make_private_file(old)
     make_private(tmp_path / "missing")
     assert [mode(path) for path in (tmp_path / "a" / "b", tmp_path / "a" / "b" / "new", old)] == [0o700, 0o600, 0o600]
+    assert mode(tmp_path / "a") == 0o700
+
+
+def test_a_new_home(tmp_path: Path) -> None:
+    """Whatever makes it first: a model here."""
+    home = tmp_path / "new" / "home"
+    command = [sys.executable, "-m", "disaggregated_inference", "models", "inspect", "simulated:tiny"]
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"DISAGG_HOME": str(home)})
+    folders = [home.parent, home, *(path for path in home.rglob("*") if path.is_dir())]
+    assert len(folders) > 2
+    assert {mode(path) for path in folders} == {0o700}
 
 
 @pytest.mark.parametrize("earlier", [False, True])

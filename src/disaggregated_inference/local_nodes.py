@@ -117,10 +117,18 @@ def node_status(
     url: str, token: str = "", timeout_s: float = CommandTimeouts().status_s, tls: ssl.SSLContext | None = None
 ) -> NodeStatus:
     """A node's /status."""
+    return msgspec.json.decode(ask(url + "/status", token, timeout_s, tls), type=NodeStatus)
+
+
+def ask(
+    url: str, token: str = "", timeout_s: float = CommandTimeouts().status_s, tls: ssl.SSLContext | None = None
+) -> bytes:
+    """What a GET of a node answers."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    request = urllib.request.Request(url + "/status", headers=headers)
+    request = urllib.request.Request(url, headers=headers)
     with urllib.request.urlopen(request, timeout=timeout_s, context=tls) as response:
-        return msgspec.json.decode(response.read(), type=NodeStatus)
+        content: bytes = response.read()
+        return content
 
 
 def _accepts(port: int, timeout_s: float) -> bool:

@@ -13,9 +13,16 @@ log = logging.getLogger(__name__)
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
+def make_folders(folder: Path) -> None:
+    """Made if it is missing, and what is missing above it, each for its owner alone. One that exists stays as it is."""
+    if not folder.is_dir():
+        make_folders(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
 def make_private_folder(folder: Path) -> None:
-    """Made if it is missing."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Made if it is missing, as `make_folders` does; others lose their rights in one that exists."""
+    make_folders(folder)
     make_private(folder)
 
 

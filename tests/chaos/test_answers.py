@@ -145,6 +145,8 @@ def test_growth_is_what_grows_after_the_warm_up() -> None:
     for leaking in (sample(10_000, *each) for each in figures):
         assert len(report_of(outcomes, [*steady[:2], leaking]).grown) == 1
         assert not report_of(outcomes, [*steady[:2], leaking]).passed
+        assert report_of(outcomes, [*steady, leaking]).passed, "garbage that waits for its collection"
+        assert not report_of(outcomes, [*steady, *[leaking] * 3]).passed
 
 
 def test_only_nodes_of_this_machine_are_disturbed() -> None:

@@ -120,6 +120,24 @@ def test_the_command_of_a_node() -> None:
     assert "secret" not in str(service).replace("/secrets/", "")
 
 
+def test_links_with_a_mode_of_their_own_reach_both_nodes() -> None:
+    prefill = {"host": "10.0.0.7", "model": "m", "name": "p", "machine": "other"}
+    ends = {"prefill": "p", "decode": "Spark 1"}
+    content = {"prefill_servers": [prefill], "machines": {"spark": {}, "other": {}}, "links": [ends]}
+    for security, identity, expected in (
+        ("authenticated", "/keys", "tls,authenticated"),
+        ("plain", "", "plain"),
+        (None, "/keys", ""),
+    ):
+        links = [ends | ({"security": security} if security else {})]
+        config = load_config(content | {"decode_servers": [SPARK], "links": links, "identity": identity}, environ={})
+        services = [service for plan in plan_machines(config) for service in services_of(plan, config, PLACE)]
+        assert len(services) == 2
+        for service in services:
+            assert ("--kv-security" in service.arguments) == bool(expected)
+            assert f"--kv-security {expected} " in " ".join(service.arguments) or not expected
+
+
 @pytest.mark.parametrize(
     ("source", "model"),
     [

@@ -5,16 +5,17 @@ import hmac
 import json
 import socket
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from disaggregated_inference.errors import ChecksumMismatch, DisaggError
+from disaggregated_inference.errors import ChecksumMismatch, DisaggError, PeerGone
 from disaggregated_inference.kv_transfer import Connection
 from disaggregated_inference.kv_transfer.authenticated_frames import TAG_BYTES, FrameKeys
-from disaggregated_inference.kv_transfer.frames import HEADER, KEYED_MAGIC, Frame, Kind, encode_header
+from disaggregated_inference.kv_transfer.frames import HEADER, KEYED_MAGIC, Frame, Kind, encode_header, peek
 from tests.support.kv_frames import tcp_pair
 
 SECRET, RECEIVER, SENDER = "secret", "00" * 16, "11" * 16
@@ -132,3 +133,23 @@ def test_no_bit_can_be_altered() -> None:
             altered[24:32] = struct.pack("<Q", min(struct.unpack_from("<Q", altered, 24)[0], 1000))
         with pytest.raises(DisaggError):
             read_all(bytes(altered))
+
+
+def test_the_first_bytes_of_a_connection() -> None:
+    """They stay to be received. A peer that sends less, byte by byte or never, wakes nobody, and has one deadline."""
+    with tcp_pair() as (near, far):
+        for byte in (b"D", b"K", b"V"):
+            near.sendall(byte)
+        started = time.monotonic()
+        with pytest.raises(PeerGone, match="silent for too long"):
+            peek(far, 0.2)
+        assert time.monotonic() - started > 0.15
+        near.sendall(b"AB")
+        assert peek(far, 60.0) == KEYED_MAGIC
+        assert far.gettimeout() == 5
+        assert far.recv(8) == b"DKVAB"
+    with tcp_pair() as (near, far):
+        near.sendall(b"DK")
+        near.shutdown(socket.SHUT_WR)
+        with pytest.raises(PeerGone, match="no HELLO"):
+            peek(far, 60.0)

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from disaggregated_inference.api import GenerationParams
+from disaggregated_inference.api import GenerationParams, KVSecurity
 from disaggregated_inference.errors import DisaggError, PeerFailed, PeerGone, PeerRefused, TicketRefused
 from disaggregated_inference.node.context import PrefillContext
 from disaggregated_inference.node.decode import DecodeNode
 from disaggregated_inference.node.prefill import PrefillNode
-from disaggregated_inference.node.trust import KVSecurity, Trust
+from disaggregated_inference.node.trust import Trust
 from tests.support.engines import LoadTiny
 from tests.support.forging_relay import ForgingRelay
 from tests.support.handoff import alone, prompt_of
@@ -111,6 +111,23 @@ def test_both_ends_must_agree_on_the_mode(nodes: Callable[..., Pair], cluster: C
     stolen = msgspec.structs.replace(context, secret="guessed")
     with pytest.raises(PeerFailed, match="ticket_refused"):
         list(decode.generate_from_kv(stolen, GenerationParams(max_tokens=2)))
+
+
+def test_a_ticket_holds_for_its_own_mode(nodes: Callable[..., Pair], cluster: Cluster) -> None:
+    """The prefill node offers all modes: each ticket still has one, and who alters its context gets nothing."""
+    modes: tuple[KVSecurity, ...] = ("tls", "authenticated", "plain")
+    trusts = Trust(cluster.identity("spark"), kv_security="tls", kv_modes=modes), Trust(cluster.identity("mac"))
+    prefill, decode = nodes(trusts=trusts, architecture="llama")
+    for mode in modes:
+        context, _ = prefill.submit(PROMPT, security=mode)
+        for other in modes:
+            if other != mode:
+                altered = msgspec.structs.replace(context, security=other)
+                with pytest.raises(PeerFailed, match=f"goes over {mode} connections, not {other}"):
+                    list(decode.generate_from_kv(altered, GenerationParams(max_tokens=2)))
+        opened = decode.trust.open(prefill.trust.seal(context))
+        assert opened.security == mode
+        assert list(decode.generate_from_kv(opened, GenerationParams(max_tokens=2), tokens=PROMPT))
 
 
 class _Counting:

@@ -71,10 +71,11 @@ def _is_refused(sock: socket.socket | ssl.SSLSocket) -> bool:
     return len(answer) > 5 and answer[5] == Kind.ERROR
 
 
-@pytest.fixture(params=["plain", "tls"])
+@pytest.fixture(params=["plain", "tls", "tls or authenticated"])
 def flooded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Flooded]:
-    cluster = Cluster(tmp_path / "keys") if request.param == "tls" else None
+    cluster = Cluster(tmp_path / "keys") if "tls" in request.param else None
     identity = ["--identity", str(cluster.folder_of("spark"))] if cluster else []
+    identity += ["--kv-security", "tls,authenticated"] if "authenticated" in request.param else []
     ports = "--port", str(port := free_port()), "--kv-port", str(kv_port := free_port())
     serve = "serve", "--role", "prefill", "--engine", "simulated", "--model", MODEL
     with few_files(*serve, *ports, *identity) as (process, _, said):

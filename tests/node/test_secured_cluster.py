@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from disaggregated_inference.chaos.tcp_proxy import TcpProxy
 from disaggregated_inference.cli.status import render
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.identity import Identity
@@ -99,10 +100,67 @@ def test_the_authenticated_mode(cluster: Cluster, expected: list[int]) -> None:
         mac.end()
 
 
+class FirstBytes(TcpProxy):
+    """Remembers what each connection begins with."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self.begun: list[bytes] = []
+        super().__init__(target)
+
+    def _forward(self, near: socket.socket, far: socket.socket) -> None:
+        self.begun.append(near.recv(4, socket.MSG_PEEK))
+        super()._forward(near, far)
+
+
+SPOKEN = {"tls": b"\x16\x03", "authenticated": b"DKVA", "plain": b"DKVC"}
+
+
+def test_each_link_has_a_mode_of_its_own(cluster: Cluster, expected: list[int]) -> None:
+    """The cluster file chooses among what the prefill node offers; a decode node that takes TLS alone stays with it."""
+    spark, mac = nodes_of(
+        "--kv-security", ",".join(SPOKEN), spark=cluster.folder_of("spark"), mac=cluster.folder_of("mac")
+    )
+    strict = Process(
+        *("strict", "decode", "simulated", MODEL, "--profile", FAST, "--kv-security", "tls"),
+        *("--identity", str(cluster.folder_of("strict"))),
+    ).ready()
+    line = FirstBytes(("127.0.0.1", spark.kv_port))
+    try:
+        for decode, mode in ((mac, "tls"), (mac, "authenticated"), (mac, "plain"), (strict, "tls"), (strict, "")):
+            config = config_of(spark, decode) | {"identity": str(cluster.client)}
+            config["prefill_servers"][0]["kv_addresses"] = [f"127.0.0.1:{line.address[1]}"]
+            link = {"prefill": spark.name, "decode": decode.name}
+            config["links"] = [link | {"security": mode}] if mode else [link]
+            line.begun.clear()
+            assert tokens_of(config) == expected
+            assert line.begun
+            assert all(begin.startswith(SPOKEN[mode or "tls"]) for begin in line.begun)
+        line.begun.clear()
+        config["links"][0]["security"] = "authenticated"
+        with DisaggregatedClient(config) as client:
+            _, metrics = client.generate(tokens=PROMPT, max_tokens=24, temperature=0, ignore_eos=True)
+        assert (metrics["tokens"], metrics["method"] == "disaggregated_simulated") == (expected, False)
+        assert "would come with authenticated, and --kv-security here is tls" in str(metrics["failovers"])
+        assert not line.begun, "the decode node dialled nothing"
+    finally:
+        line.close()
+        for node in (spark, mac, strict):
+            node.end()
+
+
+def test_no_weaker_mode_can_be_asked_for(nodes: tuple[Process, Process], cluster: Cluster) -> None:
+    for mode in ("authenticated", "plain"):
+        body = {"tokens": PROMPT, "kv_security": mode}
+        status, said = ask(url_of(nodes[0], "/prefill"), Identity(cluster.client), body)
+        assert (status, said["error"]["code"]) == (403, "ticket_refused")
+        assert f"a link with {mode}, and --kv-security here is tls" in said["error"]["message"]
+    assert ask(url_of(nodes[0], "/prefill"), Identity(cluster.client), {"tokens": PROMPT, "kv_security": "x"})[0] == 400
+
+
 def test_clients_that_are_not_members(nodes: tuple[Process, Process], cluster: Cluster, tmp_path: Path) -> None:
     stranger = Cluster(tmp_path / "other").identity("client")
-    stranger.client_context.check_hostname = False
-    stranger.client_context.verify_mode = ssl.CERT_NONE
+    stranger.client_context.now.check_hostname = False
+    stranger.client_context.now.verify_mode = ssl.CERT_NONE
     for identity in (None, stranger):  # no certificate, and one of another cluster
         with pytest.raises((urllib.error.URLError, ssl.SSLError, ConnectionError)):
             ask(url_of(nodes[1], "/health"), identity)

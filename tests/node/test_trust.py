@@ -6,10 +6,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from disaggregated_inference.api import seal_for
+from disaggregated_inference.api import KVSecurity, seal_for
 from disaggregated_inference.errors import BadRequest, TicketRefused
 from disaggregated_inference.node.context import PrefillContext
-from disaggregated_inference.node.trust import Trust, choose_security, require_trusted_link
+from disaggregated_inference.node.trust import Trust, choose_security, default_security, require_trusted_link
 from tests.support.identities import Cluster
 
 HERE = PrefillContext(
@@ -58,7 +58,7 @@ def test_a_token_seals_contexts() -> None:
 def test_an_identity_signs_contexts(cluster: Cluster, tmp_path: Path) -> None:
     spark = Trust(cluster.identity("spark", ("127.0.0.1", "::1", "10.0.0.7")), kv_security="tls")
     mac = Trust(cluster.identity("mac"))
-    opened = mac.open(spark.seal(THERE))
+    opened = mac.open(spark.seal(msgspec.structs.replace(THERE, security="tls")))
     assert (opened.signer, opened.security, opened.addresses) == ("spark", "tls", THERE.addresses)
     assert mac.may_keep(opened)
     stranger = Trust(Cluster(tmp_path / "other").identity("spark"), kv_security="tls")
@@ -125,12 +125,52 @@ def test_beyond_loopback_a_node_needs_an_identity_or_words(cluster: Cluster) -> 
 
 def test_the_default_security(cluster: Cluster) -> None:
     identity = cluster.identity("spark")
-    assert [choose_security("", None), choose_security("", identity)] == ["plain", "tls"]
-    assert [choose_security(name, identity) for name in ("plain", "authenticated", "tls")] == [
-        "plain",
-        "authenticated",
-        "tls",
-    ]
-    for given, says in (("tls", "needs an identity"), ("ssl", "unknown --kv-security")):
+    assert (choose_security("", None), choose_security("", identity)) == ((), ())
+    assert [default_security((), None), default_security((), identity)] == ["plain", "tls"]
+    for name in ("plain", "authenticated", "tls"):
+        assert choose_security(name, identity) == (name,)
+    modes = choose_security("authenticated, tls,tls", identity)
+    assert (modes, default_security(modes, identity)) == (("authenticated", "tls"), "authenticated")
+    wrong = (
+        ("tls", None, "needs an identity"),
+        ("ssl", identity, "unknown --kv-security"),
+        ("tls,", identity, "unknown"),
+    )
+    for given, who, says in wrong:
         with pytest.raises(BadRequest, match=says):
-            choose_security(given, None)
+            choose_security(given, who)
+
+
+def test_no_link_is_weaker_than_its_ends_allow(cluster: Cluster) -> None:
+    """What a prefill node does not offer cannot be asked of it; what a decode node does not take is not dialled."""
+    spark, mac = cluster.identity("spark", ("127.0.0.1", "::1", "10.0.0.7")), cluster.identity("mac")
+    offering = Trust(spark, kv_security="tls", kv_modes=("tls", "authenticated"))
+    assert [offering.mode_of(wanted) for wanted in (msgspec.UNSET, "tls", "authenticated")] == [
+        *("tls", "tls", "authenticated"),
+    ]
+    refused: list[tuple[Trust, KVSecurity]] = [
+        (offering, "plain"),
+        (Trust(spark, kv_security="tls"), "authenticated"),
+    ]
+    for trust, wanted in refused:
+        with pytest.raises(TicketRefused, match=f"a link with {wanted}, and --kv-security here is tls"):
+            trust.mode_of(wanted)
+
+    def sealed(security: str) -> str:
+        return offering.seal(msgspec.structs.replace(THERE, security=security))
+
+    cases: list[tuple[tuple[KVSecurity, ...], str, tuple[KVSecurity, ...]]] = [
+        ((), "", ("tls", "authenticated")),
+        ((), "a cable", ("tls", "authenticated", "plain")),
+        (("tls",), "a cable", ("tls",)),
+        (("authenticated",), "", ("tls", "authenticated")),
+        (("plain", "tls"), "", ("tls", "authenticated", "plain")),
+    ]
+    for modes, trusted_link, taken in cases:
+        trust = Trust(mac, trusted_link=trusted_link, kv_modes=modes)
+        for security in ("tls", "authenticated", "plain"):
+            if security in taken:
+                assert trust.open(sealed(security)).security == security
+            else:
+                with pytest.raises(TicketRefused, match=f"the KV would come (with|in) {security}"):
+                    trust.open(sealed(security))

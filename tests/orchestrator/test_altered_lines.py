@@ -2,8 +2,9 @@
 
 import asyncio
 import random
+import re
 import socket
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import aiohttp
@@ -15,11 +16,13 @@ from disaggregated_inference.api import (
     ChecksumReader,
     DecodeRequest,
     ModelInfo,
+    PrefillRequest,
     StreamDamaged,
     StreamEvent,
     checksum,
     checksum_text,
 )
+from disaggregated_inference.chaos.tcp_proxy import TcpProxy
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.cluster import Server
 from disaggregated_inference.errors import DisaggError
@@ -89,6 +92,50 @@ def test_no_flipped_bit_changes_an_answer(proxy: type[FaultyProxy]) -> None:
         node.end()
 
 
+class DigitProxy(TcpProxy):
+    """Alters the first digit of a field of the node's JSON, as long as `field` is set."""
+
+    field, altered = b"", 0
+
+    def _back(self, data: bytes) -> bytes:
+        if not (self.field and (found := re.search(rb'"%b":(\d)' % self.field, data))):
+            return data
+        self.altered += 1
+        at = found.start(1)
+        return data[:at] + (b"2" if data[at] != ord("2") else b"3") + data[at + 1 :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("field", [b"context_window", b"most", b"stalled_s"])  # of /model, of /status, of both
+def test_a_changed_digit_in_what_a_node_says_of_itself(field: bytes) -> None:
+    """It is never believed: a number of /model would stay until the node restarts."""
+    node = Process("d1", "decode", "simulated", "simulated:tiny", "--profile", "instant")
+    try:
+        node.ready()
+        line = DigitProxy(("127.0.0.1", node.port))
+        config = config_of(node, local="always", poll_s=0.1)
+        config["decode_servers"][0]["port"] = line.address[1]
+        line.field = field
+        with DisaggregatedClient(config, SOON) as client:
+            assert until(lambda: line.altered > 3, 60)
+            [said] = client.status()["nodes"]
+            assert (said["usable"], said["state"]) == (False, "unreachable")
+            assert "damaged on the way: its checksum differs" in said["why"]
+            with pytest.raises(DisaggError):
+                client.generate(**ASK, timeout=0.5)
+            line.field = b""
+            assert until(lambda: client.status()["nodes"][0]["usable"], 60)
+            _, answer = client.generate(**ASK)
+            assert answer["completion_tokens"] == 12
+            altered, line.field = line.altered, field  # a node that was used until now
+            if field != b"context_window":  # a node that is known is not asked for its model again
+                assert until(lambda: not client.status()["nodes"][0]["usable"], 60)
+                assert line.altered > altered
+        line.close()
+    finally:
+        node.end()
+
+
 def test_a_reader_passes_on_what_is_proven() -> None:
     parts, so_far, sent = [b'data: {"a": ": sum 1"}\n\n', b": alive 0.1\n\n", b"data: 2\n\ndata: 3\n\n"], 0, b""
     for part in parts:
@@ -107,10 +154,10 @@ REQUEST = DecodeRequest(tokens=[5, 6, 7], max_tokens=12, ignore_eos=True, stream
 MODEL = ModelInfo(context_window=1000, vocabulary=1 << 16)
 
 
-def recorded(port: int) -> bytes:
+def recorded(port: int, asked: str = "POST /generate", request: msgspec.Struct | None = REQUEST) -> bytes:
     """A node's whole answer, as it is on the line."""
-    body = msgspec.json.encode(REQUEST)
-    head = f"POST /generate HTTP/1.1\r\nHost: n\r\n{CHECKSUM_HEADER}: {checksum_text(body)}\r\nConnection: close\r\n"
+    body = msgspec.json.encode(request) if request else b""
+    head = f"{asked} HTTP/1.1\r\nHost: n\r\n{CHECKSUM_HEADER}: {checksum_text(body)}\r\nConnection: close\r\n"
     with socket.create_connection(("127.0.0.1", port), 60) as line:
         line.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
         return b"".join(iter(lambda: line.recv(1 << 16), b""))
@@ -122,12 +169,11 @@ class Replay:
     answer = b""
 
     async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError):
-            await reader.readuntil(b"\r\n\r\n")
-            await reader.read(1 << 16)
+        with closing(writer), suppress(ConnectionError):
+            if (await reader.readuntil(b"\r\n\r\n")).startswith(b"POST"):
+                await reader.read(1 << 16)
             writer.write(self.answer)
             await writer.drain()
-        writer.close()
 
 
 def output_of(events: list[StreamEvent]) -> list[tuple[int | None, str, str | None]]:
@@ -162,12 +208,55 @@ def test_altered_answers_are_failed_legs() -> None:
             assert len(expected) == 12
             head = whole.index(b"\r\n\r\n") + 4
             for replay.answer in altered(
-                whole, 2500, seed=6, parts=[(0, head), (head, len(whole)), (head, len(whole))]
+                whole, 2000, seed=6, parts=[(0, head), (head, len(whole)), (head, len(whole))]
             ):
                 try:
                     assert output_of(await read(replay, server, session)) == expected
                 except (LegFailed, LegBusy):  # any other error would end the request
                     failed += 1
         assert failed > 1500
+
+    asyncio.run(run())
+
+
+SMALL = {
+    "POST /prefill": PrefillRequest(tokens=[5, 6, 7], ticket="t", wait=False),
+    "GET /status": None,
+    "GET /model": None,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", SMALL)
+def test_altered_small_answers(asked: str) -> None:
+    """The context of a prefill, and what a node says of itself: as it was sent, or a failed leg."""
+    node = Process("p1", "prefill", "simulated", "simulated:tiny", "--profile", "instant")
+    try:
+        whole = recorded(node.ready().port, asked, SMALL[asked])
+    finally:
+        node.end()
+    head = whole.index(b"\r\n\r\n") + 4
+    assert b" 200 " in whole[:head]
+
+    async def taken(client: NodeClient) -> object:
+        if request := SMALL[asked]:
+            return await client.prefill(request, "r")
+        return await client.get(asked.partition(" ")[2], 30.0)
+
+    async def run() -> None:
+        replay, failed = Replay(), 0
+        listening = await asyncio.start_server(replay.take, "127.0.0.1", 0)
+        server = Server(
+            name="n", role="prefill", host="127.0.0.1", port=listening.sockets[0].getsockname()[1], model="m"
+        )
+        async with listening, aiohttp.ClientSession() as session:
+            client, replay.answer = NodeClient(server, session, Heartbeats(), 30.0), whole
+            expected = await taken(client)
+            for replay.answer in altered(whole, 400, seed=8, parts=[(0, head), (head, len(whole)), (head, len(whole))]):
+                try:
+                    assert await taken(client) == expected
+                except (LegFailed, LegBusy):
+                    failed += 1
+        assert failed > 200
 
     asyncio.run(run())

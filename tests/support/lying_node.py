@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from disaggregated_inference.api import CHECKSUM_HEADER, checksum
+from disaggregated_inference.api import CHECKSUM_HEADER, checksum, checksum_text
 from tests.support.waiting import until
 
 Lie = Callable[[list[dict[str, Any]]], list[Any]]  # of the events; bytes in the list are sent as they are
@@ -65,7 +65,8 @@ class LyingNode:
             return await self._stream(request, content)
         if alter := self.bodies.get(request.path):
             self.lies, content = self.lies + 1, alter(content)
-        return web.Response(body=content, status=answer.status, content_type="application/json")
+        proof = {CHECKSUM_HEADER: checksum_text(content)}
+        return web.Response(body=content, status=answer.status, headers=proof, content_type="application/json")
 
     async def _stream(self, request: web.Request, content: bytes) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", CHECKSUM_HEADER: "crc32"})

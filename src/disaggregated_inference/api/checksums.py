@@ -5,7 +5,7 @@ answer without any sign. KV frames have their own checksums.
 
 The client sends `x-checksum`: the CRC-32 of the body. The node refuses a body that differs. It then sends the same
 header in the head of an event stream, and a comment `: sum CRC-32` after each part: of all parts so far. Of any other
-response the header is the CRC-32 of its body: a refusal without it is not believed.
+response the header is the CRC-32 of its body: an answer, a status or a refusal without it is not believed.
 """
 
 import zlib

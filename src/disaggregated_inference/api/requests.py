@@ -5,6 +5,7 @@ import secrets
 from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from disaggregated_inference.api.sampling import (
     MAX_CHOICES,
@@ -27,6 +28,7 @@ from disaggregated_inference.kv import Salt
 _TICKET = re.compile(r"[\w.:-]{1,200}", re.ASCII)
 _REQUEST_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
 MAX_KV_ADDRESSES = 16
+KVSecurity = Literal["tls", "authenticated", "plain"]  # of KV connections, the strongest first
 CallerName = Annotated[str, msgspec.Meta(max_length=100)]
 LocalPrefill = Literal["auto", "never", "always"]
 DEFAULT_TEMPERATURE = 0.2
@@ -49,6 +51,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     scored_tokens: ScoredTokens = 0  # of the prompt, whose logprobs are known: only later ones are computed
     cache_salt: CacheSalt = ""  # only requests with the same salt share prefixes; the same as of `/decode`
     shared_tokens: SharedTokens = 0  # of the prompt, which may be found and left in the cache without a salt
+    kv_security: KVSecurity | UnsetType = UNSET  # of the KV's link; one that the node offers
 
     def __post_init__(self) -> None:
         if len(self.kv_addresses) > MAX_KV_ADDRESSES:

@@ -7,6 +7,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from disaggregated_inference.api.numbers import Amount, Number, Size
 from disaggregated_inference.api.readings import Readings
+from disaggregated_inference.api.requests import KVSecurity
 from disaggregated_inference.api.sampling import TokenId
 from disaggregated_inference.kv import Fingerprint
 
@@ -123,7 +124,7 @@ class NodeStatus(NodeHealth, frozen=True, kw_only=True):
     endings: TicketEndings = TicketEndings()
     kv_addresses: tuple[str, ...] = ()
     identity: str = ""  # the node's name in its certificate
-    kv_security: Literal["tls", "authenticated", "plain"] | UnsetType = UNSET  # of the KV connections to it
+    kv_security: KVSecurity | UnsetType = UNSET  # of the KV connections to it
     trusted_link: str = ""  # the words with which its user declares the network between the nodes trusted
     paths: tuple[PathStatus, ...] = ()
     peers: tuple[PeerStatus, ...] = ()

@@ -20,13 +20,13 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def footprint_of(pid: int, metrics: str = "") -> Footprint:
-    """From /proc, which Linux has; of a gateway also from its metrics, of this process from its allocators."""
+    """From /proc, which Linux has; of a server also from its metrics, of this process from its allocators."""
     in_use = msgspec.structs.asdict(memory_in_use()) if pid == os.getpid() else _told(metrics)
     return msgspec.structs.replace(_footprint_of(pid), **in_use)
 
 
 def _told(metrics: str) -> dict[str, int]:
-    found = re.findall(r"^disagg_gateway_(python_blocks|malloc_bytes) (\S+)$", metrics, re.MULTILINE)
+    found = re.findall(r"^disagg_(?:gateway_)?(python_blocks|malloc_bytes) (\S+)$", metrics, re.MULTILINE)
     return {name: int(float(value)) for name, value in found}
 
 

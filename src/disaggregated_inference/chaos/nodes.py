@@ -14,7 +14,7 @@ from disaggregated_inference.chaos.settings import ChaosSettings
 from disaggregated_inference.cluster import ClusterConfig, Server
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.identity import Identity, open_identity
-from disaggregated_inference.local_nodes import LocalNode, node_status
+from disaggregated_inference.local_nodes import LocalNode, ask, node_status
 
 # A garbled line flips a bit about once in so many bytes: a few requests on it live, others do not.
 _HTTP_SPACING, _KV_SPACING = 3_000, 60_000
@@ -66,6 +66,13 @@ class ChaosNode:
 
     def status(self) -> NodeStatus:
         return node_status(self.url, self.entry.get("token", ""), tls=self.tls)
+
+    def metrics(self) -> str:
+        """Empty if the node does not answer."""
+        try:
+            return ask(self.url + "/metrics", self.entry.get("token", ""), tls=self.tls).decode()
+        except OSError:
+            return ""
 
     def left(self) -> list[str]:
         """What the node still holds for requests; the prefix cache stays."""

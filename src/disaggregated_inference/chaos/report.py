@@ -19,6 +19,7 @@ from disaggregated_inference.chaos.settings import ChaosSettings
 Show = Callable[[str], None]  # one line of progress
 
 _WARM, _FULL = 0.2, 5000  # of the requests, and at least so many: caches fill; what grows later is a leak
+_LAST = 3  # samples
 _MOST_GROWTH = {  # more than this is one
     "resident_bytes": 12 << 20,
     "python_blocks": 30_000,
@@ -86,8 +87,8 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
             return []
         return [
             f"{name}: {text}"
-            for name, last in warm[-1].processes.items()
-            for text in _growth(warm[0].processes[name], last)
+            for name, first in warm[0].processes.items()
+            for text in _growth(first, [sample.processes[name] for sample in warm[1:][-_LAST:]])
         ]
 
     def as_data(self) -> dict[str, Any]:
@@ -153,10 +154,11 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
         yield "passed" if self.passed else "FAILED"
 
 
-def _growth(first: Footprint, last: Footprint) -> Iterator[str]:
+def _growth(first: Footprint, last: list[Footprint]) -> Iterator[str]:
+    """The least of the last samples counts: what is grown stays, and garbage waits up to a minute to be collected."""
     for name, limit in _MOST_GROWTH.items():
-        before, after = getattr(first, name), getattr(last, name)
-        if before is not None and after is not None and after > before + limit:
+        before, later = getattr(first, name), [getattr(each, name) for each in last]
+        if before is not None and None not in later and (after := min(later)) > before + limit:
             yield f"{name} from {before:,} to {after:,}"
 
 

@@ -201,7 +201,8 @@ class ChaosRun:
         return self._outcomes.total >= requests
 
     async def _footprints(self) -> dict[str, Footprint]:
-        metrics = {"gateway": await self._clients.gateway_metrics()}
+        metrics = {node.name: await asyncio.to_thread(node.metrics) for node in self._cluster.nodes if node.process}
+        metrics["gateway"] = await self._clients.gateway_metrics()
         gc.collect()  # of the library, as the gateway does once a minute
         processes = self._cluster.processes()
         return {name: footprint_of(pid, metrics.get(name, "")) for name, pid in processes.items()}

@@ -38,8 +38,9 @@ LeaseSeconds = Annotated[float, typer.Option("--lease", min=1, help="Lease of an
 KVSecurityMode = Annotated[
     str,
     typer.Option(
-        help="Of KV transfers from this node: tls, authenticated (cannot be altered, can be read) or plain."
-        " Default: tls with --identity, else plain."
+        help="Of KV transfers: tls, authenticated (cannot be altered, can be read) or plain. Several, such as"
+        " tls,authenticated: `links` in the cluster file choose. Weaker ones are refused. Default: tls with"
+        " --identity, else plain."
     ),
 ]
 PrefixMemory = Annotated[

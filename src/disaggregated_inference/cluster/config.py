@@ -37,6 +37,7 @@ _Role = Annotated[Role, Meta(description='"prefill", "decode" or "both"')]
 _Local = Annotated[Literal["auto", "never", "always"], Meta(description='"auto", "never" or "always"')]
 PrefixSharing = Literal["key", "group", "shared"]
 _PrefixSharing = Annotated[PrefixSharing, Meta(description='"key", "group" or "shared"')]
+_Security = Annotated[Literal["tls", "authenticated", "plain"], Meta(description='"tls", "authenticated" or "plain"')]
 _Flag = Annotated[bool, Meta(description="true or false")]
 _Text = Annotated[str, Meta(description="a string")]
 _Host = Annotated[str, Meta(min_length=1, description='a host name or address, such as "169.254.150.103"')]
@@ -102,11 +103,12 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """Expected bandwidth between two servers, used until it is measured."""
+    """Expected bandwidth between two servers, used until it is measured, and how their KV transfers are secured."""
 
     prefill: _PrefillServer  # the end of the link that sends KV
     decode: _DecodeServer  # the end of the link that receives KV
-    gbps: _Gbps  # the bandwidth that the router expects until it is measured
+    gbps: _Gbps | None = None  # the bandwidth that the router expects until it is measured
+    security: _Security | None = None  # one of the prefill node's `--kv-security`; default: the first of them
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cryptography import x509 as library
 from cryptography.hazmat.primitives.serialization import Encoding
@@ -17,6 +17,7 @@ from disaggregated_inference.errors import ConfigError, IdentityRefused
 from disaggregated_inference.identity import certificates as x509
 from disaggregated_inference.identity.authority import CA, CERTIFICATE, KEY, REVOKED
 from disaggregated_inference.identity.certificates import PeerIdentity
+from disaggregated_inference.identity.contexts import RotatedContext
 from disaggregated_inference.identity.key_files import exposed, read_private
 from disaggregated_inference.timeouts import IdentityTimeouts
 
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 VARIABLE = "DISAGG_IDENTITY"
 _COPY = "copy the folder that `disagg cluster keys issue` made for this machine"
 _MOST_KNOWN = 256
+Context = TypeVar("Context", bound=ssl.SSLContext)
 _SOON = datetime.timedelta(days=30)
 
 
@@ -36,24 +38,23 @@ class Identity:
         if not folder.is_dir():
             raise ConfigError(f"no identity in {folder}: {_COPY}")
         self._authority = x509.read_certificate(self._bytes(CA), str(folder / CA))
-        self.server_context = self._context(ssl.PROTOCOL_TLS_SERVER)
-        self.server_context.num_tickets = 0  # no session is resumed: each connection shows its certificate
-        self.client_context = self._context(ssl.PROTOCOL_TLS_CLIENT)
-        self.kv_client_context = self._context(ssl.PROTOCOL_TLS_CLIENT, check_hostname=False)
+        self.server_context = self._configured(RotatedContext(ssl.PROTOCOL_TLS_SERVER))
+        self.client_context = self._configured(RotatedContext(ssl.PROTOCOL_TLS_CLIENT))
+        self.kv_client_context = self._configured(RotatedContext(ssl.PROTOCOL_TLS_CLIENT), check_hostname=False)
         self._known: OrderedDict[bytes, tuple[library.Certificate, PeerIdentity]] = OrderedDict()
         self._lock = threading.Lock()
-        self._seen: object = None
         self._closing = threading.Event()
+        self._seen = self._stamps()  # before the files: a change while they are loaded is seen the next time
         self._load()
-        self._seen = self._stamps()
         self._warn()
 
-    def _context(self, protocol: int, check_hostname: bool = True) -> ssl.SSLContext:
-        context = ssl.SSLContext(protocol)
+    def _configured(self, context: Context, check_hostname: bool = True) -> Context:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        if protocol == ssl.PROTOCOL_TLS_CLIENT:
+        if context.protocol == ssl.PROTOCOL_TLS_CLIENT:
             context.check_hostname = check_hostname
             context.sslobject_class = _checking(self)
+        else:
+            context.num_tickets = 0  # no session is resumed: each connection shows its certificate
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=self._authority.public_bytes(Encoding.PEM).decode())
         return context
@@ -128,18 +129,31 @@ class Identity:
         return True
 
     def _load(self) -> None:
-        key = x509.read_key(self._bytes(KEY), str(self.folder / KEY))
-        certificate = x509.read_certificate(self._bytes(CERTIFICATE), str(self.folder / CERTIFICATE))
+        key_pem, pem = self._bytes(KEY), self._bytes(CERTIFICATE)
+        key = x509.read_key(key_pem, str(self.folder / KEY))
+        certificate = x509.read_certificate(pem, str(self.folder / CERTIFICATE))
         if key.public_key() != certificate.public_key():
             raise ConfigError(f"{self.folder / KEY} is not the key of {CERTIFICATE}: {_COPY}")
         try:
             me = x509.require_member(certificate, self._authority, datetime.datetime.now(datetime.UTC))
         except IdentityRefused as error:
             raise ConfigError(f"{self.folder / CERTIFICATE}: {error}") from error
-        self._revoked = self._revocations()
-        for context in (self.server_context, self.client_context, self.kv_client_context):
-            context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY)
-        self._pair, self.me = x509.KeyPair(key, certificate), me
+        revoked = self._revocations()
+        rotated = [(context, self.with_certificate(context)) for context in self.contexts]
+        if (self._bytes(KEY), self._bytes(CERTIFICATE)) != (key_pem, pem):  # ssl reads files, not bytes
+            raise ConfigError(f"the files in {self.folder} changed while they were loaded")
+        for context, now in rotated:
+            context.now = now
+        self._pair, self.me, self._revoked = x509.KeyPair(key, certificate), me, revoked
+
+    @property
+    def contexts(self) -> tuple[RotatedContext, ...]:
+        return self.server_context, self.client_context, self.kv_client_context
+
+    def with_certificate(self, context: RotatedContext) -> ssl.SSLContext:
+        fresh = self._configured(ssl.SSLContext(context.protocol), context.check_hostname)
+        fresh.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY)
+        return fresh
 
     def _revocations(self) -> frozenset[int]:
         path = self.folder / REVOKED

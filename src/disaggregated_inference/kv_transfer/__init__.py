@@ -2,7 +2,7 @@
 
 from disaggregated_inference.kv_transfer.codecs import CODECS
 from disaggregated_inference.kv_transfer.fetch import KVFetch
-from disaggregated_inference.kv_transfer.frames import Connection, bytes_of
+from disaggregated_inference.kv_transfer.frames import KEYED_MAGIC, MAGIC, Connection, bytes_of, peek
 from disaggregated_inference.kv_transfer.inline import InlineReader, encode_inline
 from disaggregated_inference.kv_transfer.messages import End, Hello, Welcome
 from disaggregated_inference.kv_transfer.paths import Address, NetworkPath, Paths, TlsPeer, format_address
@@ -14,6 +14,8 @@ from disaggregated_inference.kv_transfer.tls_socket import TlsSocket, start_tls
 
 __all__ = [
     "CODECS",
+    "KEYED_MAGIC",
+    "MAGIC",
     "Address",
     "Connection",
     "End",
@@ -33,6 +35,7 @@ __all__ = [
     "fetch_prompt",
     "fetch_stream",
     "format_address",
+    "peek",
     "renew_lease",
     "serve",
     "start_tls",

@@ -109,6 +109,24 @@ def decode_header(raw: Buffer, known: bool = False, expected: bytes = MAGIC) -> 
     return Frame(Kind(kind), size, codec, layer, tokens, start, rest)
 
 
+def peek(sock: socket.socket, limit_s: float) -> bytes:
+    """The first bytes of a connection, as many as a magic has, without receiving them. Fewer do not wake the thread: a
+    peer that sends them one by one costs nothing while it is waited for."""
+    timeout_s = sock.gettimeout()
+    sock.settimeout(limit_s)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(MAGIC))
+        begin = sock.recv(len(MAGIC), socket.MSG_PEEK)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+    except OSError as error:
+        raise _gone("receiving", error) from error
+    finally:
+        sock.settimeout(timeout_s)
+    if len(begin) < len(MAGIC):
+        raise PeerGone("the peer sent no HELLO")
+    return begin
+
+
 class Connection:
     """A socket that carries frames. Any thread may send, one receives."""
 

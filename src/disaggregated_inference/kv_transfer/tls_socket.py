@@ -105,9 +105,9 @@ def _first_bytes(parts: list[memoryview], limit: int) -> list[memoryview]:
 def start_tls(sock: socket.socket, context: ssl.SSLContext, handshake_s: float, server: bool) -> TlsSocket:
     """The whole handshake has `handshake_s`. The socket is closed if it fails."""
     timeout_s = sock.gettimeout()
-    sock.settimeout(handshake_s)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
+        sock.settimeout(handshake_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         tls = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
     except (OSError, ValueError) as error:
         sock.close()

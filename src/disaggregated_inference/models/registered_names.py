@@ -16,6 +16,7 @@ import msgspec
 from disaggregated_inference.errors import ModelDamaged
 from disaggregated_inference.models.embedded import file_lock
 from disaggregated_inference.models.tokenizer import read_json
+from disaggregated_inference.private_files import make_folders
 
 FileKind = Literal["safetensors", "gguf"]
 
@@ -68,7 +69,7 @@ def _decode(file: Path, name: str, entry: object) -> RegisteredName:
 @contextmanager
 def edit_names(file: Path) -> Iterator[Names]:
     """Read the names, let the caller change them, write them back; under a lock."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(file.parent)
     with file_lock(file.with_suffix(".lock")):
         names = read_names(file)
         yield names

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from disaggregated_inference.errors import ModelNotFound
 from disaggregated_inference.kv import Weights
+from disaggregated_inference.private_files import make_folders
 
 PREFIX = "simulated:"
 VOCABULARY = 1024  # small on purpose: logits are sent with every prompt
@@ -97,7 +98,7 @@ def write_folder(folder: Path, config: dict[str, Any]) -> Path:
     """The config is written last and marks the folder complete. Several processes may write the same bytes at once."""
     settings = {"bos_token": SPECIAL_TOKENS[0], "eos_token": SPECIAL_TOKENS[EOS], "chat_template": _TEMPLATE}
     if not (folder / "config.json").is_file():
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folders(folder)
         _write(folder / "tokenizer.json", tokenizer(config["vocab_size"]).to_str())
         _write(folder / "tokenizer_config.json", json.dumps(settings, indent=2))
         _write(folder / "config.json", json.dumps(config, indent=2))

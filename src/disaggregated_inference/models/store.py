@@ -27,6 +27,7 @@ from disaggregated_inference.models.registered_names import FileKind, Registered
 from disaggregated_inference.models.safetensors import StoredTensor, read_tensors
 from disaggregated_inference.models.spec import ModelSpec, spec_from_config
 from disaggregated_inference.models.tokenizer import TOKENIZER_FILES, ModelTokenizer, read_json
+from disaggregated_inference.private_files import make_folders
 
 EMBEDDED = "smollm2:135m"
 _EMBEDDED_FOLDER = "smollm2-135m"
@@ -222,7 +223,7 @@ class ModelStore:
         taken = f"{target} exists already: choose another name, or remove it first"
         if target.exists() or target.name == _EMBEDDED_FOLDER:
             raise ModelExists(taken)
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_folders(self.root)
         with tempfile.TemporaryDirectory(prefix="copying-", dir=self.root) as scratch:
             partial = Path(scratch) / "model"
             if model.kind == "gguf":

@@ -5,10 +5,10 @@ import binascii
 import hashlib
 from array import array
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 
+from disaggregated_inference.api import KVSecurity
 from disaggregated_inference.errors import TicketRefused
 from disaggregated_inference.kv_transfer import Address
 
@@ -27,7 +27,7 @@ class PrefillContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_hash: str
     addresses: tuple[Address, ...]  # in order of preference
     signer: str = ""  # name of the prefill node, if it has an identity
-    security: Literal["tls", "authenticated", "plain"] = "plain"  # of its KV connections
+    security: KVSecurity = "plain"  # of its KV connections
 
     def encode(self) -> str:
         return base64.urlsafe_b64encode(msgspec.json.encode(self)).decode()

@@ -6,20 +6,24 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 
 import msgspec
 
-from disaggregated_inference.api import PrefillMetrics
-from disaggregated_inference.errors import Cancelled, DisaggError, NodeRestarted, TicketRefused
+from disaggregated_inference.api import KVSecurity, PrefillMetrics
+from disaggregated_inference.errors import Cancelled, DisaggError, NodeRestarted, ProtocolError, TicketRefused
 from disaggregated_inference.kv import TicketBook
 from disaggregated_inference.kv_transfer import (
     CODECS,
+    KEYED_MAGIC,
+    MAGIC,
     Address,
     Connection,
     Hello,
     Outbox,
     TlsSocket,
     Welcome,
+    peek,
     serve,
     start_tls,
 )
@@ -99,6 +103,7 @@ class KVServer:
         def admit(hello: Hello) -> tuple[Welcome, Outbox]:
             if isinstance(secured, TlsSocket):
                 self._trust.require_fetcher(secured.peer_certificate)
+            self._require_mode(hello, mode)
             job = self._admit(hello)
             self.listener.admitted(sock)
             served.append((hello, job))
@@ -106,8 +111,9 @@ class KVServer:
             return self.welcome(job, codec), job.outbox
 
         try:
-            secured = self._secured(sock)
-            secret_of = self._tickets.secret_of if self._trust.kv_security == "authenticated" else None
+            mode = self._mode_of(sock)
+            secured = self._secured(sock, mode)
+            secret_of = self._tickets.secret_of if mode == "authenticated" else None
             connection = Connection(secured, self._timeouts.transfer)
             end = serve(connection, admit, lambda: self._tickets.renew(served[0][0].ticket), secret_of)
             if end:
@@ -126,9 +132,25 @@ class KVServer:
             if served and served[0][0].canary:
                 self._prefill.cancel(served[0][1])
 
-    def _secured(self, sock: socket.socket) -> socket.socket | TlsSocket:
+    def _mode_of(self, sock: socket.socket) -> KVSecurity:
+        """As the first bytes say, where this node offers several."""
+        offered = self._trust.offered
+        if len(offered) == 1:
+            return offered[0]
+        begin = peek(sock, self._timeouts.transfer.hello_s)
+        spoken = "authenticated" if begin == KEYED_MAGIC else "plain" if begin == MAGIC else "tls"
+        return next((mode for mode in offered if mode == spoken), offered[0])
+
+    def _require_mode(self, hello: Hello, mode: KVSecurity) -> None:
+        """The ticket's own: what one link may do is no weakness of another."""
+        with suppress(TicketRefused):  # an unknown ticket is refused with the rest
+            job = self._find_job(hello.ticket)
+            if job.security != mode:
+                raise ProtocolError(f"the KV of this ticket goes over {job.security} connections, not {mode}")
+
+    def _secured(self, sock: socket.socket, mode: KVSecurity) -> socket.socket | TlsSocket:
         """On the connection's own thread: a peer that stalls in its handshake holds no other up."""
-        if self._trust.kv_security != "tls" or not self._trust.identity:
+        if mode != "tls" or not self._trust.identity:
             return sock
         return start_tls(sock, self._trust.identity.server_context, self._timeouts.transfer.handshake_s, server=True)
 

@@ -13,7 +13,7 @@ from disaggregated_inference.kv_transfer import format_address
 from disaggregated_inference.node.decode import DecodeNode
 from disaggregated_inference.node.generation import Generation
 from disaggregated_inference.node.node import Node
-from disaggregated_inference.observe import reading_gauges
+from disaggregated_inference.observe import memory_in_use, reading_gauges
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0)
 
@@ -28,6 +28,7 @@ class RequestMetrics:
         self._generated = self._counter("generation_tokens", "Generated tokens")
         self._first = self._histogram("time_to_first_token_seconds", "From the request to its first token")
         self._total = self._histogram("request_seconds", "From the request to its end", "role")
+        self.registry.register(_MemoryGauges())
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -94,6 +95,16 @@ class NodeMetrics(RequestMetrics):
 def _outcome(error: BaseException | None) -> str:
     """A code of errors.py: a bounded set of labels."""
     return error.code if isinstance(error, DisaggError) else "internal_error"
+
+
+class _MemoryGauges(Collector):
+    """Of this process. Beside a model they are small; what counts is whether they grow."""
+
+    def collect(self) -> Iterator[Metric]:
+        in_use = memory_in_use()
+        yield _gauge("python_blocks", "Python's memory blocks that the node uses", in_use.python_blocks)
+        if in_use.malloc_bytes is not None:
+            yield _gauge("malloc_bytes", "What malloc counts as in use in the node", in_use.malloc_bytes)
 
 
 class _NodeGauges(Collector):

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from disaggregated_inference.api import PrefillMetrics
+from msgspec import UNSET, UnsetType
+
+from disaggregated_inference.api import KVSecurity, PrefillMetrics
 from disaggregated_inference.engines import Engine
 from disaggregated_inference.errors import BadRequest, ContextTooLong, DeadlineExceeded, DisaggError, TicketRefused
 from disaggregated_inference.kv import NO_SALT, Salt, TicketBook
@@ -73,17 +75,19 @@ class PrefillNode:
         prompt_logprobs: int | None = None,
         scored_tokens: int = 0,
         salt: Salt = NO_SALT,
+        security: KVSecurity | UnsetType = UNSET,
     ) -> "tuple[PrefillContext, Future[PrefillMetrics]]":
         """Start a prefill. The KV can be fetched with the context at once; the future ends with the prefill. `host` is
         where the client reached this node; it replaces wildcard KV addresses. `wait_s` limits the wait for memory,
-        `timeout_s` the whole prefill."""
+        `timeout_s` the whole prefill; `security` is that of the link that the KV takes."""
         self._require_valid(tokens, wait_s, timeout_s)
+        mode = self.trust.mode_of(security)
         deadline, scored = time.monotonic() + timeout_s, None
         if prompt_logprobs is not None:
             self.engine.require_prompt_logprobs()
             scored = scored_tokens
         outbox = Outbox(tokens, prompt_logprobs)
-        job = PrefillJob(list(tokens), ticket_id or secrets.token_urlsafe(16), outbox, deadline, salt, scored)
+        job = PrefillJob(list(tokens), ticket_id or secrets.token_urlsafe(16), outbox, deadline, salt, mode, scored)
         ticket = self.tickets.issue(self.engine.fingerprint, lambda: self._end(job), job.ticket)
         self.jobs[ticket.id] = job
         job.outbox.on_released = lambda: self.chunked_prefill.close_soon(job)
@@ -103,7 +107,7 @@ class PrefillNode:
             prompt_hash=prompt_hash(tokens),
             addresses=self.kv_server.listener.addresses_for(host),
             signer=self.trust.identity.name if self.trust.identity else "",
-            security=self.trust.kv_security,
+            security=mode,
         )
         return context, job.future
 

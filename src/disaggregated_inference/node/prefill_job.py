@@ -5,7 +5,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from disaggregated_inference.api import PrefillMetrics
+from disaggregated_inference.api import KVSecurity, PrefillMetrics
 from disaggregated_inference.engines import Sequence
 from disaggregated_inference.errors import Cancelled
 from disaggregated_inference.kv import NO_SALT, Salt
@@ -22,6 +22,7 @@ class PrefillJob:
     outbox: Outbox = field(default_factory=Outbox)
     deadline: float = math.inf
     salt: Salt = NO_SALT  # of its prefixes
+    security: KVSecurity = "plain"  # of the connections that fetch it
     scored_tokens: int | None = None  # with prompt logprobs: how many tokens have theirs already
     future: "Future[PrefillMetrics]" = field(default_factory=Future)
     admitted: "Future[None]" = field(default_factory=Future)

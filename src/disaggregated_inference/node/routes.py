@@ -72,6 +72,7 @@ def _prefill_routes(served: Node) -> list[Route]:
             params.prompt_logprobs,
             params.scored_tokens,
             params.salt,
+            params.kv_security,
         )
         request.state.started = True
         context = msgspec.structs.replace(context, addresses=addresses or context.addresses)

@@ -28,7 +28,7 @@ from disaggregated_inference.node.prefill import PrefillNode
 from disaggregated_inference.node.rate_measurement import measure, rescale_rates, warm_up
 from disaggregated_inference.node.scheduler import Scheduler
 from disaggregated_inference.node.startup import Begin, NodeStart
-from disaggregated_inference.node.trust import Trust, choose_security, require_trusted_link
+from disaggregated_inference.node.trust import Trust, choose_security, default_security, require_trusted_link
 from disaggregated_inference.observe import Computes, ReadingsSampler
 from disaggregated_inference.timeouts import NodeTimeouts
 
@@ -129,7 +129,7 @@ def _vllm_loader(settings: NodeSettings) -> "VllmLoader | None":
 
 def open_trust(settings: NodeSettings) -> Trust:
     identity = open_identity(settings.identity)
-    security = choose_security(settings.kv_security, identity)
+    modes = choose_security(settings.kv_security, identity)
     if identity:
         if not identity.me.is_node:
             raise BadRequest(f"{identity.folder} is of a client: issue a certificate with --host for this node")
@@ -138,7 +138,7 @@ def open_trust(settings: NodeSettings) -> Trust:
         if len(settings.trusted_link.split()) < 2:
             raise BadRequest('--trusted-link needs words: say which link it is, such as "the cable to mac-1"')
         log.warning("the link is declared trusted: %s", settings.trusted_link)
-    return Trust(identity, settings.token, settings.trusted_link, security)
+    return Trust(identity, settings.token, settings.trusted_link, default_security(modes, identity), modes)
 
 
 def _require_free(http: Address, kv: list[Address], kv_host_option: str) -> None:

@@ -4,18 +4,16 @@ import binascii
 import hmac
 import ipaddress
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import msgspec
 
-from disaggregated_inference.api import context_mac, join_context, split_context
+from disaggregated_inference.api import KVSecurity, context_mac, join_context, split_context
 from disaggregated_inference.errors import BadRequest, IdentityRefused, TicketRefused
 from disaggregated_inference.http import is_loopback
 from disaggregated_inference.identity import Identity, PeerIdentity
 from disaggregated_inference.kv_transfer import Address, TlsPeer
 from disaggregated_inference.node.context import PrefillContext
-
-KVSecurity = Literal["tls", "authenticated", "plain"]
 
 _NOT_SEALED = "the context is not sealed with this node's token: give both nodes the same token, or an identity"
 _NOT_SIGNED = "the context is not signed by a node of this cluster: start the prefill node with its --identity"
@@ -23,28 +21,65 @@ _NOT_LOOPBACK = (
     "the context leads beyond this machine, and this node has neither identity nor token: give it one of them, or"
     " declare the link trusted with --trusted-link"
 )
+_PLAIN_BEYOND_LOOPBACK = (
+    "the KV would come in plain beyond this machine: declare the link trusted here too with --trusted-link, or take"
+    " plain from the prefill node's --kv-security"
+)
+_STRENGTH: dict[KVSecurity, int] = {"plain": 0, "authenticated": 1, "tls": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Of one node. `trusted_link`: the words with which its user declares the network between the nodes trusted."""
+    """Of one node. `trusted_link`: the words with which its user declares the network between the nodes trusted.
+    `kv_security`: of KV connections to it, where a link has none of its own. `kv_modes`: all that its user named."""
 
     identity: Identity | None = None
     token: str = ""
     trusted_link: str = ""
     kv_security: KVSecurity = "plain"
+    kv_modes: tuple[KVSecurity, ...] = ()
+
+    @property
+    def offered(self) -> tuple[KVSecurity, ...]:
+        """The modes in which a decode node may fetch KV from this node."""
+        return self.kv_modes or (self.kv_security,)
+
+    def mode_of(self, wanted: KVSecurity | msgspec.UnsetType) -> KVSecurity:
+        """Of one transfer; `wanted` is what the cluster file says of its link."""
+        if wanted is msgspec.UNSET:
+            return self.kv_security
+        if wanted not in self.offered:
+            listed = ",".join(self.offered)
+            raise TicketRefused(f"the cluster file has a link with {wanted}, and --kv-security here is {listed}")
+        return wanted
 
     def seal(self, context: PrefillContext) -> str:
         """What a client carries to the decode node."""
         if not self.identity:
-            body = msgspec.json.encode(msgspec.structs.replace(context, security=self.kv_security))
+            body = msgspec.json.encode(context)
             return join_context(body, *([context_mac(body, self.token)] if self.token else []))
-        signed = msgspec.structs.replace(context, signer=self.identity.name, security=self.kv_security)
-        body = msgspec.json.encode(signed)
+        body = msgspec.json.encode(msgspec.structs.replace(context, signer=self.identity.name))
         return join_context(body, self.identity.certificate, self.identity.sign(body))
 
     def open(self, text: str) -> PrefillContext:
         """Raises `TicketRefused` before anything is dialled."""
+        context = self._opened(text)
+        self._require_strong(context)
+        return context
+
+    def _require_strong(self, context: PrefillContext) -> None:
+        """A mode that is not weaker than the weakest which this node's user named. Where none is named, the mode is
+        the signer's choice, but plain beyond loopback is one that this node's user must declare, too."""
+        if self.kv_modes:
+            if _STRENGTH[context.security] < min(_STRENGTH[mode] for mode in self.kv_modes):
+                listed = ",".join(self.kv_modes)
+                raise TicketRefused(f"the KV would come with {context.security}, and --kv-security here is {listed}")
+            return
+        is_declared = bool(self.trusted_link) or _on_loopback(context.addresses)
+        if self.identity and context.security == "plain" and not is_declared:
+            raise TicketRefused(_PLAIN_BEYOND_LOOPBACK)
+
+    def _opened(self, text: str) -> PrefillContext:
         try:
             body, *seal = split_context(text)
         except (binascii.Error, ValueError) as error:
@@ -121,14 +156,23 @@ def _on_loopback(addresses: tuple[Address, ...]) -> bool:
     return all(is_loopback(host) for host, _ in addresses)
 
 
-def choose_security(given: str, identity: Identity | None) -> KVSecurity:
-    """Of the KV connections of a prefill node."""
-    if given not in ("", *get_args(KVSecurity)):
-        raise BadRequest(f"unknown --kv-security {given!r}: use {', '.join(get_args(KVSecurity))}")
-    if given == "tls" and not identity:
+def choose_security(given: str, identity: Identity | None) -> tuple[KVSecurity, ...]:
+    """The modes of a `--kv-security` such as `tls,authenticated`; the first is for links that have none of their own.
+    Empty where nothing is given."""
+    modes: list[KVSecurity] = []
+    for name in given.split(",") if given else ():
+        found = next((mode for mode in get_args(KVSecurity) if mode == name.strip()), None)
+        if not found:
+            raise BadRequest(f"unknown --kv-security {name.strip()!r}: use {', '.join(get_args(KVSecurity))}")
+        modes.append(found)
+    if "tls" in modes and not identity:
         raise BadRequest("--kv-security tls needs an identity: give --identity, see `disagg cluster keys --help`")
-    chosen: KVSecurity = "authenticated" if given == "authenticated" else "plain" if given == "plain" else "tls"
-    return chosen if given or identity else "plain"
+    return tuple(dict.fromkeys(modes))
+
+
+def default_security(modes: tuple[KVSecurity, ...], identity: Identity | None) -> KVSecurity:
+    """Of the KV connections of a prefill node, where a link has none of its own."""
+    return modes[0] if modes else "tls" if identity else "plain"
 
 
 def require_trusted_link(hosts: list[str], kv_hosts: list[str], trust: Trust) -> None:
@@ -142,5 +186,5 @@ def require_trusted_link(hosts: list[str], kv_hosts: list[str], trust: Trust) ->
             f"refusing to listen on {beyond[0]} without an identity: make one with `disagg cluster keys init` and"
             f" `issue`, and give --identity DIR; or say in words why nothing else is on this link: {words}"
         )
-    if trust.kv_security == "plain" and any(not is_loopback(host) for host in kv_hosts):
+    if "plain" in trust.offered and any(not is_loopback(host) for host in kv_hosts):
         raise BadRequest(f"--kv-security plain beyond loopback needs the words of its user: {words}")

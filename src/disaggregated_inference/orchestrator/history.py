@@ -20,7 +20,7 @@ from disaggregated_inference.api import RequestRecord
 from disaggregated_inference.orchestrator import history_table
 from disaggregated_inference.orchestrator.history_reader import HistoryReader
 from disaggregated_inference.orchestrator.history_table import Record, Row, is_number
-from disaggregated_inference.private_files import make_private, make_private_file
+from disaggregated_inference.private_files import make_folders, make_private, make_private_file
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class History:
 
     def _open(self, path: Path) -> None:
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folders(path.parent)
             make_private_file(path)  # SQLite gives its -wal and -shm files the same mode
             make_private(*(path.with_name(path.name + end) for end in ("-wal", "-shm")))
             database = sqlite3.connect(path, timeout=self._lock_s, check_same_thread=False)

@@ -64,6 +64,7 @@ class NodeClient:
         self._timeouts = heartbeats.timeouts
         self._dial_timeout = aiohttp.ClientTimeout(total=None, connect=self._timeouts.dial_s)
         self._headers = {"Authorization": f"Bearer {server.token}"} if server.token else {}
+        self._asking = self._headers | {CHECKSUM_HEADER: checksum_text(b"")}  # of requests without a body
         self.epoch = ""  # of its last status: after a restart the node may hold another model
         self.replaceable: Callable[[], bool] = lambda: False  # whether another node could do its work now
         self.last_data_at = -math.inf  # when it last sent anything on a stream
@@ -72,22 +73,27 @@ class NodeClient:
         self._cancels: set[asyncio.Task[None]] = set()
 
     async def get(self, path: str, timeout_s: float) -> bytes:
-        """A small request. Every failure is a `LegFailed`."""
+        """A small request. Every failure is a `LegFailed`: also an answer whose checksum does not fit."""
         timeout = aiohttp.ClientTimeout(total=timeout_s, connect=min(self._timeouts.dial_s, timeout_s))
         loop = asyncio.get_running_loop()
         sent_at = loop.time()
         try:
             url = self.server.url + path
-            async with self._session.get(
-                url, headers=self._headers, timeout=timeout, allow_redirects=False
-            ) as response:
+            async with self._session.get(url, headers=self._asking, timeout=timeout, allow_redirects=False) as response:
                 body = await self._bounded(response, _MAX_BODY_BYTES)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unreachable(error) from without_frames(error)
         self.latency_s = max(loop.time() - sent_at, self.latency_s * _DECAY)
         if response.status != 200 and path != "/health":
             raise self._error(response.status, body)
+        self._require_proven(response, body)
         return body
+
+    def _require_proven(self, response: aiohttp.ClientResponse, body: bytes) -> None:
+        if CHECKSUM_HEADER not in response.headers:
+            raise self._bad_answer(f"it does not answer as a node: its answer has no checksum, so {_OLD}")
+        if not body_is_proven(response.headers, body):
+            raise self._bad_answer("its answer was damaged on the way: its checksum differs")
 
     async def health(self) -> NodeHealth:
         """One probe at a time, shared by all callers."""
@@ -117,9 +123,7 @@ class NodeClient:
         try:
             async with self._post("/prefill", request, request_id) as response:
                 body = await self._read(response)
-                if not body_is_proven(response.headers, body):
-                    why = "" if CHECKSUM_HEADER in response.headers else f": {_OLD}"
-                    raise self._bad_answer(f"its answer has no checksum that fits{why}")
+                self._require_proven(response, body)
         except NodeRefused as error:
             if error.status != 504:
                 raise

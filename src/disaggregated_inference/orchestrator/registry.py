@@ -9,8 +9,9 @@ from functools import partial
 from typing import NamedTuple
 
 import aiohttp
+from msgspec import UNSET, UnsetType
 
-from disaggregated_inference.api import ClusterLink, KVRefusal, NodeStatus
+from disaggregated_inference.api import ClusterLink, KVRefusal, KVSecurity, NodeStatus
 from disaggregated_inference.cluster import ClusterConfig
 from disaggregated_inference.orchestrator.cluster_view import ClusterView
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats
@@ -56,7 +57,8 @@ class NodeRegistry:
             node.client.replaceable = partial(self._replaceable, node)
         self._of = {model: [node for node in self.nodes.values() if node.model == model] for model in config.names}
         self._pairs: dict[str, _Pairs] = {}  # of the latest statuses, by model
-        self._links = {(link.prefill, link.decode): link.gbps * 1e9 / 8 for link in config.links}
+        self._links = {(link.prefill, link.decode): link.gbps * 1e9 / 8 for link in config.links if link.gbps}
+        self._securities = {(link.prefill, link.decode): link.security for link in config.links if link.security}
         self.uptime = Uptime()
         self._polled = {name: asyncio.Event() for name in self.nodes}
         self._tasks: list[asyncio.Task[None]] = []
@@ -218,6 +220,10 @@ class NodeRegistry:
     def line_rate(self, prefill: str, decode: str) -> float | None:
         """Bytes per second that the config expects of a link."""
         return self._links.get((prefill, decode))
+
+    def kv_security(self, prefill: str, decode: str) -> KVSecurity | UnsetType:
+        """Of their KV transfers, if the config says it."""
+        return self._securities.get((prefill, decode), UNSET)
 
     def epochs(self, model: str) -> dict[str, str]:
         return {node.name: node.epoch for node in self.of(model)}

@@ -156,7 +156,7 @@ class RequestRunner:
                 self._recorder.waited(attempt.began_at)
             context = None
             if prefill:
-                request = self._prefill_request(prefill, prompt, ticket)
+                request = self._prefill_request(prefill, decode, prompt, ticket)
                 context = await prefill.client.prefill(request, self._request.request_id)
                 context = seal_for(context, decode.server.token)  # the prefill node may have another token, or none
             decode_request = self._continuation.decode_request(numbers, self._left_s(), context)
@@ -174,7 +174,7 @@ class RequestRunner:
             raise TimeoutError
         return left
 
-    def _prefill_request(self, prefill: NodeState, prompt: list[int], ticket: str) -> PrefillRequest:
+    def _prefill_request(self, prefill: NodeState, decode: NodeState, prompt: list[int], ticket: str) -> PrefillRequest:
         options = self._registry.config.options_of(self._model)
         limit_s = options.prefill_timeout_s or self._policies.prefill_timeout_s
         return PrefillRequest(
@@ -185,6 +185,7 @@ class RequestRunner:
             kv_addresses=tuple(prefill.server.kv_addresses),
             cache_salt=self._continuation.salt.value,
             shared_tokens=self._continuation.salt.shared_tokens,
+            kv_security=self._registry.kv_security(prefill.name, decode.name),
             **self._continuation.prompt_logprobs.params(),
         )
 

@@ -18,6 +18,7 @@ from disaggregated_inference.orchestrator.leg_errors import LegBusy, LegFailed
 from disaggregated_inference.orchestrator.node_state import NodeState
 from disaggregated_inference.orchestrator.threads import in_thread
 from disaggregated_inference.orchestrator.unavailable_nodes import no_decode_node
+from disaggregated_inference.private_files import make_folders
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class TokenizerCache:
         if not _is(tokenizer, _identities_of(node.info)):
             raise DisaggError(f"{node.name} handed out another tokenizer than it uses; restart it")
         try:
-            self._home.mkdir(parents=True, exist_ok=True)
+            make_folders(self._home)
             partial = self._home / f"{identity}.{os.getpid()}.partial"
             partial.write_bytes(body)
             partial.replace(self._home / f"{identity}.json")

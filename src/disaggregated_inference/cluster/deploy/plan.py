@@ -102,12 +102,21 @@ def service_name(server: Server) -> str:
     return "disagg-" + (re.sub(r"[^a-z0-9]+", "-", server.name.lower()).strip("-") or "node")
 
 
+def _kv_security(server: Server, config: ClusterConfig) -> list[str]:
+    """What the links of this node say, behind the mode of the other links."""
+    ends = [link for link in config.links if server.name in (link.prefill, link.decode)]
+    modes = [link.security for link in ends if link.security]
+    default = "tls" if uses_identity(config) else "plain"
+    return ["--kv-security", ",".join(dict.fromkeys([default, *modes]))] if modes else []
+
+
 def node_service(server: Server, plan: MachinePlan, config: ClusterConfig, place: Place) -> Service:
     model = model_argument(server, config, place)
     arguments = ["serve", "--role", server.role, "--model", model, "--host", server.host, "--port", str(server.port)]
     arguments += ["--engine", server.engine] if server.engine else []
     for address in server.kv_addresses if server.role != "decode" else ():
         arguments += ["--kv-address", address]
+    arguments += _kv_security(server, config)
     arguments += ["--trusted-link", config.trusted_link] if config.trusted_link else []
     arguments += ["--drain", str(DeployTimeouts().drain_s), "--log-level", "info", *server.arguments]
     name = service_name(server)

@@ -69,7 +69,7 @@ async def _request(request: Request) -> Response:
     if row is None:
         raise RequestNotFound(f"the history has no request {id[:100]!r}; it may be too old, or still running")
     row = seen_request(row, own)
-    rates = {(link.prefill, link.decode): link.gbps * 1e9 / 8 for link in context.core.config.links}
+    rates = {(link.prefill, link.decode): link.gbps * 1e9 / 8 for link in context.core.config.links if link.gbps}
     return _answer(
         msgspec.json.encode(_waterfall(row, rates.get((str(row.get("prefill_node")), str(row.get("decode_node"))))))
     )
