@@ -2,7 +2,7 @@
 
 from grader.grading.alike import resemblances
 from grader.grading.cards import AnswerRecord, CombinedCard, ModelCard, answer_records, combined_card, model_card
-from grader.grading.checks import check_notebook, rerun_notebook
+from grader.grading.checks import check_notebook, rerun_of
 from grader.grading.compare import GradeChange, ItemChange, changes_since
 from grader.grading.decisions import Approved, DecisionRefused, approve_all, approve_grade, for_graders, override
 from grader.grading.figures import ModelFigures, figures_line, model_figures
@@ -41,6 +41,6 @@ __all__ = [
     "override",
     "parse_rubric",
     "record_of",
-    "rerun_notebook",
+    "rerun_of",
     "resemblances",
 ]

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from fractions import Fraction
 
-from grader.layers.cells import code_at, described, facts_of
+from grader.code import code_names
+from grader.layers.cells import at_line, at_use, code_at, described, facts_of
 from grader.layers.compare import Shown, is_flood, kind_of, lacks, share_matching, shown_by, shown_by_cell
 from grader.layers.submission import CheckResult, Submission
 from grader.notebook import Cell, Notebook, Output
@@ -12,6 +13,7 @@ from grader.sandbox import Rerun
 from grader.verdicts import Evidence, Flag
 
 _QUOTE_CHARS = 300
+_PLACES = 3  # most lines that are shown for one item of tests
 _NONE = Fraction(0)
 
 
@@ -127,5 +129,20 @@ def check_tests(item: Item, check: CodeTests, submission: Submission) -> CheckRe
     message = "The tests pass." if result.passed else f"The tests fail: {result.message or 'no message'}"
     if check.hidden and not result.passed:
         message = "Hidden tests fail."
-    evidence = (Evidence(quote=result.message[:_QUOTE_CHARS], part="output"),) if result.message else ()
-    return CheckResult(share=Fraction(int(result.passed)), reason=message, evidence=evidence)
+    return CheckResult(
+        share=Fraction(int(result.passed)), reason=message, evidence=tuple(_tested(check, submission, result.message))
+    )
+
+
+def _tested(check: CodeTests, submission: Submission, message: str) -> Iterator[Evidence]:
+    """What the tests said, unless they are hidden: reports show evidence. Then where the work defines what they use."""
+    if message and not check.hidden:
+        yield Evidence(quote=message[:_QUOTE_CHARS], part="output")
+    notebook = submission.notebook
+    names, places = code_names(check.code, notebook.language), dict[tuple[int, int], Evidence]()
+    for cell in notebook.code_cells:
+        for use in facts_of(notebook, cell).uses:
+            if use.name in names and use.fact in ("define", "assign"):
+                places.setdefault((cell.index, use.line), at_use(cell, use))
+    own = [cell for cell in code_at(notebook, Where(grade_id=check.after_cell)) if check.after_cell]
+    yield from [*places.values()][:_PLACES] or [at_line(cell, 1) for cell in own if not check.hidden]

@@ -3,7 +3,7 @@
 from grader.sandbox.bubblewrap import require_sandbox, why_unavailable
 from grader.sandbox.job import TestCode
 from grader.sandbox.report import Rerun, RerunStatus, TestResult
-from grader.sandbox.run import kernel_command, longest_run_s, rerun, rerun_for
+from grader.sandbox.run import kernel_command, longest_run_s, probes_of, rerun, rerun_for, tests_of
 
 __all__ = [
     "Rerun",
@@ -12,8 +12,10 @@ __all__ = [
     "TestResult",
     "kernel_command",
     "longest_run_s",
+    "probes_of",
     "require_sandbox",
     "rerun",
     "rerun_for",
+    "tests_of",
     "why_unavailable",
 ]

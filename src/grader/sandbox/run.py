@@ -32,14 +32,18 @@ _STATUSES = ("finished", "timed_out", "died")
 
 def rerun_for(rubric: Rubric, notebook: Notebook, inputs: Path | None = None) -> Rerun:
     """Re-runs with the rubric's limits, its tests, and the variables that its output checks name."""
-    tests = [TestCode(item.id, item.check.code, item.check.after_cell) for item in rubric.items if _is_test(item.check)]  # type: ignore[union-attr]
-    checks = [item.check for item in rubric.items if isinstance(item.check, OutputMatch)]
-    probes = sorted({check.where.variable for check in checks if check.where.variable.isidentifier()})
-    return rerun(notebook, rubric.limits, inputs, tests, probes)
+    return rerun(notebook, rubric.limits, inputs, tests_of(rubric), probes_of(rubric))
 
 
-def _is_test(check: object) -> bool:
-    return isinstance(check, CodeTests)
+def tests_of(rubric: Rubric) -> list[TestCode]:
+    checks = [(item.id, item.check) for item in rubric.items if isinstance(item.check, CodeTests)]
+    return [TestCode(name, check.code, check.after_cell) for name, check in checks]
+
+
+def probes_of(rubric: Rubric) -> list[str]:
+    """Variables whose values the rubric's output checks compare."""
+    names = {item.check.where.variable for item in rubric.items if isinstance(item.check, OutputMatch)}
+    return sorted(name for name in names if name.isidentifier())
 
 
 def rerun(
