@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from grader.errors import KernelUnavailable, SandboxUnavailable
-from grader.grading.results import ChecksResult
+from grader.grading.results import ChecksResult, GradeRecord
 from grader.layers import Submission, check_items, submission_flags
 from grader.notebook import Notebook, read_notebook
 from grader.rubric import Rubric
@@ -62,6 +62,14 @@ def rerun_of(database: Database, assignment: Assignment, rubric: Rubric, sha: st
     """The kept re-run of a file. None: it was not run."""
     known = known_rerun(database, sha, _rerun_settings(assignment, rubric))
     return msgspec.json.decode(known, type=Rerun) if known else None
+
+
+def rerun_behind(database: Database, assignment: Assignment, rubric: Rubric, record: GradeRecord) -> Rerun | None:
+    """The re-run whose outputs a grade rests on. None: it rests on those in the file."""
+    if not (record.settings.get("rerun") or rubric.rerun):
+        return None
+    then = msgspec.structs.replace(assignment, inputs=record.inputs)
+    return rerun_of(database, then, rubric, record.notebook_sha)
 
 
 def _rerun_settings(assignment: Assignment, rubric: Rubric) -> object:
