@@ -26,7 +26,7 @@ BACKEND = "bubblewrap"
 STARTUP_S = 180.0  # for a kernel, on a busy machine
 _SLACK_S = 60.0  # for the ends of interrupted cells
 _MAX_RESULT_BYTES = 256 * 2**20
-_LIMITS = ("CellTimeout", "MemoryLimit", "OutputLimit", "KernelDied")
+_LIMITS = ("CellTimeout", "MemoryLimit", "CpuLimit", "OutputLimit", "KernelDied")
 _STATUSES = ("finished", "timed_out", "died")
 
 
@@ -66,6 +66,7 @@ def rerun(
         notebook_timeout_s=limits.notebook_timeout_s,
         startup_timeout_s=startup_timeout_s,
         memory_mib=limits.memory_mib,
+        cpu_s=limits.cpu_s,
         output_kib=limits.output_kib,
     )
     begin = time.monotonic()
@@ -142,8 +143,8 @@ def _cell(cell: Cell, run: CellRun | None) -> Cell:
 def _flags(notebook: Notebook, cells: Sequence[Cell], result: JobResult) -> list[Flag]:
     flags = []
     if result.status != "finished":
-        message = "The notebook ran out of time." if result.status == "timed_out" else "The notebook could not be run"
-        flags.append(Flag(code=f"rerun_{result.status}", message=". ".join([message, *result.notes])))
+        message = "The notebook ran out of time." if result.status == "timed_out" else "The notebook could not be run."
+        flags.append(Flag(code=f"rerun_{result.status}", message=" ".join([message, *result.notes])))
     for cell in cells:
         if cell.error is not None and cell.error.error_name in _LIMITS:
             where = (Evidence(cell=cell.index, quote=cell.error.error_value, part="output"),)

@@ -99,6 +99,8 @@ def _every_grade_has_its_record(book: Database, assignment: Assignment) -> None:
             stored = answers(book, grade.submission.id, grade.submission.current_key or "")
             assert {one.layer for one in stored} == {"code", "feedback"}
             figures = [msgspec.json.decode(one.figures) for one in stored]
+            assert all(each.startswith("simulated-") for one in figures for each in one["weights"])
+            assert all(one["weights"] for one in figures)
             assert all(one["prefill_s"] is not None and one["decode_s"] is not None for one in figures)
     everything = "".join(row["prompt"] for row in book.rows("SELECT prompt FROM answers"))
     assert "Family" not in everything
@@ -132,5 +134,7 @@ def test_any_openai_endpoint_will_do(tmp_path: Path, pair: tuple[Process, Proces
     first = submissions(book, assignment.id)[0]
     figures = msgspec.json.decode(answers(book, first.id, first.current_key or "")[0].figures)
     assert figures["method"] == "disaggregated_simulated"
+    assert len(figures["weights"]) == 1, "as the gateway's list of models tells it"
+    assert figures["weights"][0].startswith("simulated-")
     with pytest.raises(ModelsUnavailable, match="refused"):
         connect(settings).health()

@@ -59,4 +59,11 @@ async def embeddings(request: Request) -> Response:
 async def _description(context: RequestContext, id: str, name: str) -> dict[str, Any]:
     found = {"id": id, "object": "model", "created": _STARTED, "owned_by": "disaggregated-inference", "root": name}
     window = await context_window(context.core, name)
-    return found | ({"context_window": window} if window else {})
+    weights = await _weights(context, name)
+    return found | ({"context_window": window} if window else {}) | ({"weights": weights} if weights else {})
+
+
+async def _weights(context: RequestContext, name: str) -> list[str]:
+    """Hashes of the weights with which nodes answer for this model."""
+    nodes = (await context.core.status())["nodes"]
+    return sorted({node["weights"] for node in nodes if node["model"] == name and node["weights"]})
