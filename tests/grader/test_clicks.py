@@ -17,12 +17,12 @@ from tests.support.grade_books import graded_book
 
 testing = pytest.importorskip("streamlit.testing.v1", reason="Streamlit is not installed")
 
-from streamlit.proto.WidgetStates_pb2 import WidgetStates
-from streamlit.runtime.scriptrunner import RerunData, ScriptRunnerEvent, script_runner
-from streamlit.testing.v1 import app_test
-from streamlit.testing.v1.local_script_runner import LocalScriptRunner
+from streamlit.proto.WidgetStates_pb2 import WidgetStates  # noqa: E402
+from streamlit.runtime.scriptrunner import RerunData, ScriptRunnerEvent, script_runner  # noqa: E402
+from streamlit.testing.v1 import app_test  # noqa: E402
+from streamlit.testing.v1.local_script_runner import LocalScriptRunner  # noqa: E402
 
-from grader.web.clicks import keep_every_click
+from grader.web.clicks import keep_every_click  # noqa: E402
 
 _SCRIPT = "from grader.web.review_page import review_page\nreview_page()\n"
 
@@ -147,9 +147,7 @@ def test_a_click_that_waits_when_the_browser_leaves(
     assert _given(book[0]) == ([("data", "1")] if is_kept else [])
 
 
-def test_points_and_approval_in_one_instant(
-    book: tuple[Database, Assignment], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_points_and_approval_in_one_instant(book: tuple[Database, Assignment], monkeypatch: pytest.MonkeyPatch) -> None:
     """The points count. The approval was of what the page showed before them: it is refused, and says so."""
     keep_every_click()
     page = _Page(monkeypatch)

@@ -189,7 +189,9 @@ def test_a_table_that_a_page_shows_is_quoted_as_text() -> None:
     assert [one.quote for one in verdict.evidence] == ["region | revenue\nnorth | 10.5"]
 
 
-def _tested(test: str, result: TestResult, *cells: dict[str, Any], hidden: bool = False, language: str = "python") -> Verdict:
+def _tested(
+    test: str, result: TestResult, *cells: dict[str, Any], hidden: bool = False, language: str = "python"
+) -> Verdict:
     check = CodeTests(code=test, hidden=hidden, after_cell="test_mean")
     rubric = Rubric(assignment="a", items=(Item(id="x", title="X", points=Decimal(10), check=check),))
     work = notebook(*cells, language=language)

@@ -21,7 +21,7 @@ from tests.support.grade_books import grade_here, graded_book, make_book, work
 
 testing = pytest.importorskip("streamlit.testing.v1", reason="Streamlit is not installed")
 
-from grader.web.statistics_page import bands, item_shares
+from grader.web.statistics_page import bands, item_shares  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +198,7 @@ def test_an_existing_assignment_is_in_the_editor(tmp_path: Path) -> None:
 
 def test_fields_are_read_when_the_button_acts(tmp_path: Path) -> None:
     """Also those that the page has not run with."""
-    database, assignment = graded_book(tmp_path, 2)
+    graded_book(tmp_path, 2)
     page = opened(tmp_path, "assignments")
     text = page.text_area[0].value
     page.text_area[0].set_value(text.replace("points: 4", "points: 6"))

@@ -11,7 +11,7 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
-from disaggregated_inference.errors import DeadlineExceeded, DisaggError
+from disaggregated_inference.errors import DeadlineExceeded, DisaggError, ModelNotFound
 from grader.errors import GraderError
 from grader.models.settings import ModelSettings
 
@@ -151,7 +151,13 @@ class ClusterEndpoint(AbstractContextManager["ClusterEndpoint"]):
     def health(self, *models: str) -> dict[str, Any]:
         """Every node is asked now."""
         health, verdicts = self._client.health(), self._client.status()["models"]
-        return health | {"verdicts": {name: str(verdicts[self._client.config.resolve_model(name)]) for name in models}}
+        return health | {"verdicts": {name: self._verdict(name, verdicts) for name in models}}
+
+    def _verdict(self, model: str, verdicts: dict[str, Any]) -> str:
+        try:
+            return str(verdicts[self._client.config.resolve_model(model)])
+        except ModelNotFound:
+            return "the cluster file does not name it"
 
     def close(self) -> None:
         self._client.close()

@@ -56,9 +56,13 @@ def _nbgrader(notebook: Notebook, notes: list[str]) -> Iterator[Item]:
             notes.append(f"Cell {cell.index + 1} (`{cell.grade_id}`) has no points: it was left out.")
             continue
         if not cell.grade_id:
-            notes.append(f"Cell {cell.index + 1} has no grade_id: its test runs at the end, a human looks for its work.")
+            notes.append(
+                f"Cell {cell.index + 1} has no grade_id: its test runs at the end, a human looks for its work."
+            )
         if data.get("schema_version", 1) not in _SCHEMAS:
-            notes.append(f"Cell {cell.index + 1} has nbgrader's schema {data.get('schema_version')}; known: {_SCHEMAS}.")
+            notes.append(
+                f"Cell {cell.index + 1} has nbgrader's schema {data.get('schema_version')}; known: {_SCHEMAS}."
+            )
         title = cell.grade_id or f"cell {cell.index + 1}"
         chosen = item_id(title, taken)
         taken.append(chosen)

@@ -11,7 +11,6 @@ from grader.errors import ImportRefused
 from grader.points import STEP
 from grader.rubric.schema import Item, Rubric
 
-
 _LARGEST = 10**9
 
 

@@ -63,7 +63,11 @@ def _problems_of(located: Located, data: Any, kind: type[msgspec.Struct], path: 
 def _refusals(located: Located, data: Any, wanted: Any, kind: type[msgspec.Struct], path: Path) -> list[Problem]:
     if (inner := struct_for(wanted, data)) is not None:
         return _problems_of(located, data, inner, path)
-    if isinstance(data, list) and get_origin(wanted) is tuple and (entry := next((one for one in get_args(wanted) if is_struct(one)), None)):
+    if (
+        isinstance(data, list)
+        and get_origin(wanted) is tuple
+        and (entry := next((one for one in get_args(wanted) if is_struct(one)), None))
+    ):
         return [problem for i, one in enumerate(data) for problem in _problems_of(located, one, entry, (*path, i))]
     try:
         msgspec.convert(data, wanted, strict=False)

@@ -73,7 +73,11 @@ def _read(data: Any, wanted: Any, path: Path, odd: list[Broken]) -> tuple[Any, l
     kind = struct_for(wanted, data)
     if kind is not None:
         return _read_what_can_be(data, kind, path, odd)
-    entries = next((one for one in get_args(wanted) if is_struct(one)), None) if isinstance(data, list) and get_origin(wanted) is tuple else None
+    entries = (
+        next((one for one in get_args(wanted) if is_struct(one)), None)
+        if isinstance(data, list) and get_origin(wanted) is tuple
+        else None
+    )
     if entries is not None and path[-1] != "letters":  # they are in order: a gap says nothing
         found = [_read(one if isinstance(one, dict) else {}, entries, (*path, i), odd) for i, one in enumerate(data)]
         return tuple(value for value, _ in found), [place for _, inner in found for place in inner]

@@ -83,7 +83,9 @@ def _ask(export: _Export, made: int) -> None:
 def _make(database: Database, chosen: Assignment, found: list[Grade], export: _Export, asked: _Asked) -> None:
     """Nothing in it can be ended by a click: what is logged is made."""
     export.files, export.said, export.asked, export.made = {}, "", None, export.made + 1
-    export.files, export.said = make_files(database, chosen, released(found, asked.drafts), asked.names, asked.pdf, asked.table)
+    export.files, export.said = make_files(
+        database, chosen, released(found, asked.drafts), asked.names, asked.pdf, asked.table
+    )
 
 
 def make_files(

@@ -54,7 +54,9 @@ def _student(database: Database, chosen: Assignment) -> str | None:
     back, select, forward = st.columns([1, 4, 1], vertical_alignment="bottom")
     last = len(names) - 1
     back.button("Previous", disabled=not place, width="stretch", on_click=_go_to, args=(names[max(0, place - 1)],))
-    forward.button("Next", disabled=place == last, width="stretch", on_click=_go_to, args=(names[min(last, place + 1)],))
+    forward.button(
+        "Next", disabled=place == last, width="stretch", on_click=_go_to, args=(names[min(last, place + 1)],)
+    )
     name = select.selectbox("Student", names, index=place)
     st.session_state["student"] = st.query_params["student"] = name
     return name
@@ -68,14 +70,13 @@ def _go_to(name: str) -> None:
 def _one(database: Database, chosen: Assignment, grade: Grade) -> None:
     _head(grade)
     rerun = rerun_behind(database, chosen, grade.rubric, grade.record)
+    st.caption(_which_outputs(grade, rerun))
     left, right = st.columns(2)
-    with left:
-        st.caption(_which_outputs(grade, rerun))
-        with st.container(height=_HEIGHT_PX):
-            saved = read_notebook(blob(database, grade.submission.blob_sha), "submission")
-            evidence = [one for verdict in grade.verdicts for one in verdict.evidence]
-            evidence += [one for flag in grade.flags for one in flag.evidence]
-            st.html(notebook_html(rerun.notebook if rerun else saved, evidence))
+    with left, st.container(height=_HEIGHT_PX):
+        saved = read_notebook(blob(database, grade.submission.blob_sha), "submission")
+        evidence = [one for verdict in grade.verdicts for one in verdict.evidence]
+        evidence += [one for flag in grade.flags for one in flag.evidence]
+        st.html(notebook_html(rerun.notebook if rerun else saved, evidence))
     with right, st.container(height=_HEIGHT_PX):
         _actions(database, grade)
         if told := list(dict.fromkeys(f"{flag.code}: {flag.message}" for flag in grade.flags)):
