@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from grader.grading import grades
-from grader.store import Assignment, Database, history, undo
-from grader.web import WebSettings, configure, decisions
+from grader.store import Assignment, Database, history, reveals, undo
+from grader.web import WebSettings, configure, decisions, session
+from grader.worker import WorkerOptions, batch
 from tests.support.grade_books import graded_book
 
 testing = pytest.importorskip("streamlit.testing.v1", reason="Streamlit is not installed")
@@ -24,7 +25,7 @@ from streamlit.testing.v1.local_script_runner import LocalScriptRunner  # noqa: 
 
 from grader.web.clicks import keep_every_click  # noqa: E402
 
-_SCRIPT = "from grader.web.review_page import review_page\nreview_page()\n"
+_SCRIPT = "from grader.web.{name}_page import {name}_page\n{name}_page()\n"
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +44,9 @@ def book(tmp_path: Path) -> tuple[Database, Assignment]:
 
 
 class _Page:
-    """The review page of the only student. `at_start`: called when a run has begun, before the click's callbacks."""
+    """`at_start`: called when a run has begun, before the callbacks of its click."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str = "review") -> None:
         self.at_start: Callable[[Any], None] = lambda runner: None
         self.runner: Any = None
         page = self
@@ -62,7 +63,7 @@ class _Page:
                     act(self)
 
         monkeypatch.setattr(app_test, "LocalScriptRunner", Runner)
-        self.test = testing.AppTest.from_string(_SCRIPT, default_timeout=120).run()
+        self.test = testing.AppTest.from_string(_SCRIPT.format(name=name), default_timeout=120).run()
         assert not self.test.exception
 
     def points(self, item: str, points: str) -> WidgetStates:
@@ -112,7 +113,7 @@ def test_a_click_in_the_middle_of_the_callback_of_another(
     """It reads its fields with `st`: there Streamlit ends it."""
     if is_kept:
         keep_every_click()
-    page, really = _Page(monkeypatch), decisions.field
+    page, really = _Page(monkeypatch), session.field
     first, second = page.points("data", "1"), page.points("mean", "0.5")
     waiting = [second]
 
@@ -181,3 +182,44 @@ def test_a_double_click_counts_once(book: tuple[Database, Assignment], monkeypat
     assert [one.action for one in history(book[0], 1) if one.undone] == ["approve"]
     undo(book[0], 1, "teacher")
     assert grades(*book)[0].review.points["names"].points == Decimal(1)
+
+
+def test_files_are_made_once_for_a_double_click(
+    book: tuple[Database, Assignment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second click comes when the page runs for the first: what was asked is made, and logged once."""
+    keep_every_click()
+    page = _Page(monkeypatch, "export")
+    for name in ("drafts", "names"):
+        page.test.checkbox(key=f"export-{name}").check()
+    sent = page.click("Make the files")
+    page.at_start = lambda runner: runner.request_rerun(RerunData(widget_states=sent))
+    page.send(sent)
+    assert [(one.what, one.why) for one in reveals(book[0])] == [([1], "export of sales")]
+    assert len(page.test.session_state["export-files"].files) == 4
+    page.send(page.click("Make the files"))
+    assert len(reveals(book[0])) == 2, "asked for again, it is made again"
+
+
+def test_two_clicks_on_grade_start_one_worker(
+    book: tuple[Database, Assignment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is about to start when the second looks whether one runs."""
+    started = list[int]()
+
+    class Slow:
+        def poll(self) -> None:
+            return None
+
+    def start(database: Database, options: WorkerOptions) -> Any:
+        started.append(1)
+        return Slow()
+
+    monkeypatch.setattr(batch, "start_worker", start)
+    monkeypatch.setattr(batch, "_started", {})
+    keep_every_click()
+    page = _Page(monkeypatch, "submissions")
+    sent = page.click("Grade")
+    page.at_start = lambda runner: runner.request_rerun(RerunData(widget_states=sent))
+    page.send(sent)
+    assert started == [1]

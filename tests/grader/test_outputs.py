@@ -208,7 +208,8 @@ def _tested(
 )
 def test_the_evidence_of_tests_is_what_they_test(language: str, source: str, test: str) -> None:
     passed = _tested(test, TestResult(passed=True), code("x = 1"), code(source), language=language)
-    assert (passed.points, passed.reason) == (10, "The tests pass.")
+    assert passed.points == 10
+    assert passed.reason == "The tests pass."
     assert [(one.cell, one.line, one.quote) for one in passed.evidence] == [(1, 1, source.splitlines()[0])]
 
 

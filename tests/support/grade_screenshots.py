@@ -50,11 +50,11 @@ def graded_class(folder: Path, cluster: LocalCluster) -> str:
     return submission(book, ids[_RUN_AGAIN]).pseudonym
 
 
-def _pictures(page: "Page", folder: Path, width: int, student: str) -> None:
+def _pictures(page: "Page", url: str, folder: Path, width: int, student: str) -> None:
     for name in _PAGES:
         visit(page, name)
         _shoot(page, folder / f"{name.lower()}-{width}.png")
-    page.goto(f"{page.url.split('/review')[0]}/review?student={student}")
+    page.goto(f"{url}/review?student={student}")
     page.get_by_text("Outputs of the re-run" if not why_unavailable() else "Outputs as").wait_for()
     _shoot(page, folder / f"review-rerun-{width}.png")
     page.get_by_text("by question").click()
@@ -76,7 +76,7 @@ def run(folder: Path) -> None:
             for width, height in _SIZES.items():
                 with opened(url) as page:
                     page.set_viewport_size({"width": width, "height": height})
-                    _pictures(page, folder, width, student)
+                    _pictures(page, url, folder, width, student)
 
 
 if __name__ == "__main__":

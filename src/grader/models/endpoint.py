@@ -223,7 +223,7 @@ class HttpEndpoint(AbstractContextManager["HttpEndpoint"]):
         if not self._tells_weights:
             return ()
         try:
-            listed = self._request("/models", None, _LIST_S).get("data")
+            listed: Any = self._request("/models", None, _LIST_S).get("data")
             found = {one["id"]: one.get("weights") for one in listed if isinstance(one, dict) and "id" in one}
         except (GraderError, TypeError, AttributeError):
             return ()

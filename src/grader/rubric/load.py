@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import msgspec
 import yaml
@@ -11,7 +11,7 @@ from grader.errors import RubricInvalid
 from grader.problems import Problem
 from grader.rubric.checks import CHECK_KINDS
 from grader.rubric.located import Located, Path, read_located
-from grader.rubric.readable import broken_rules, is_struct, struct_for
+from grader.rubric.readable import broken_rules, entries_for, struct_for
 from grader.rubric.schema import Cap, Item, Letter, Rubric
 
 _PATH = re.compile(r" - at `(?:key in )?\$(.*?)`$")
@@ -63,11 +63,7 @@ def _problems_of(located: Located, data: Any, kind: type[msgspec.Struct], path: 
 def _refusals(located: Located, data: Any, wanted: Any, kind: type[msgspec.Struct], path: Path) -> list[Problem]:
     if (inner := struct_for(wanted, data)) is not None:
         return _problems_of(located, data, inner, path)
-    if (
-        isinstance(data, list)
-        and get_origin(wanted) is tuple
-        and (entry := next((one for one in get_args(wanted) if is_struct(one)), None))
-    ):
+    if (entry := entries_for(wanted, data)) is not None:
         return [problem for i, one in enumerate(data) for problem in _problems_of(located, one, entry, (*path, i))]
     try:
         msgspec.convert(data, wanted, strict=False)

@@ -73,11 +73,7 @@ def _read(data: Any, wanted: Any, path: Path, odd: list[Broken]) -> tuple[Any, l
     kind = struct_for(wanted, data)
     if kind is not None:
         return _read_what_can_be(data, kind, path, odd)
-    entries = (
-        next((one for one in get_args(wanted) if is_struct(one)), None)
-        if isinstance(data, list) and get_origin(wanted) is tuple
-        else None
-    )
+    entries = entries_for(wanted, data)
     if entries is not None and path[-1] != "letters":  # they are in order: a gap says nothing
         found = [_read(one if isinstance(one, dict) else {}, entries, (*path, i), odd) for i, one in enumerate(data)]
         return tuple(value for value, _ in found), [place for _, inner in found for place in inner]
@@ -107,6 +103,13 @@ def struct_for(wanted: Any, data: Any) -> type[msgspec.Struct] | None:
         return CHECK_KINDS.get(data["kind"]) if isinstance(data.get("kind"), str) else None
     kinds = [one for one in (wanted, *get_args(wanted)) if is_struct(one)]
     return kinds[0] if kinds and get_origin(wanted) is not tuple else None
+
+
+def entries_for(wanted: Any, data: Any) -> type[msgspec.Struct] | None:
+    """The struct that each entry of a list should become."""
+    if not isinstance(data, list) or get_origin(wanted) is not tuple:
+        return None
+    return next((one for one in get_args(wanted) if is_struct(one)), None)
 
 
 def is_struct(wanted: Any) -> bool:

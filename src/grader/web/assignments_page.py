@@ -78,13 +78,14 @@ def _from_file(key: str) -> _Given | None:
     )
     if given is None:
         return None
+    found: list[_Given] = []
     with refusals():
-        found = import_text(given.name, given.getvalue())
-        if found.notes:
+        imported = import_text(given.name, given.getvalue())
+        found = [_Given(given.file_id, imported.text)]
+        if imported.notes:
             st.info("Look at this before you save:")
-            st.code("\n".join(found.notes), language=None, wrap_lines=True)
-        return _Given(given.file_id, found.text)
-    return None
+            st.code("\n".join(imported.notes), language=None, wrap_lines=True)
+    return found[0] if found else None
 
 
 def _show_mistakes(written: str, error: RubricInvalid) -> None:

@@ -12,7 +12,7 @@ from grader.export import Filled, fill_gradebook, find_browser, released, write_
 from grader.grading import Grade
 from grader.store import Assignment, Database, reveal, reveals
 from grader.texts import decoded
-from grader.web.session import all_grades, book, chosen_assignment, field, refusals, who
+from grader.web.session import REFUSALS, all_grades, book, chosen_assignment, field, show_refusal, who
 
 _EXPORT = "export-files"  # in the session; a name of its own, apart from the form
 _KINDS = {".csv": "text/csv", ".zip": "application/zip"}
@@ -33,6 +33,7 @@ class _Export(msgspec.Struct):
     asked: _Asked | None = None
     files: dict[str, bytes] = {}
     said: str = ""
+    refused: str = ""
     made: int = 0
 
 
@@ -45,8 +46,11 @@ def export_page() -> None:
     export = _export_of(chosen)
     _form(export)
     if export.asked:
-        with refusals(), st.spinner("Making the files"):
+        with st.spinner("Making the files"):
             _make(database, chosen, found, export, export.asked)
+        st.rerun()  # the form is for the next files now
+    if export.refused:
+        show_refusal(export.refused)
     if export.said:
         st.info(export.said)
     for name, content in export.files.items():
@@ -76,16 +80,18 @@ def _form(export: _Export) -> None:
 
 def _ask(export: _Export, made: int) -> None:
     if made == export.made:
-        flags = [bool(field(f"export-{name}")) for name in ("drafts", "names", "pdf")]
-        export.asked = _Asked(*flags, field("export-table"))
+        drafts, names, pdf = (bool(field(f"export-{name}")) for name in ("drafts", "names", "pdf"))
+        export.asked = _Asked(drafts, names, pdf, field("export-table"))
 
 
 def _make(database: Database, chosen: Assignment, found: list[Grade], export: _Export, asked: _Asked) -> None:
     """Nothing in it can be ended by a click: what is logged is made."""
-    export.files, export.said, export.asked, export.made = {}, "", None, export.made + 1
-    export.files, export.said = make_files(
-        database, chosen, released(found, asked.drafts), asked.names, asked.pdf, asked.table
-    )
+    export.files, export.said, export.refused, export.asked, export.made = {}, "", "", None, export.made + 1
+    try:
+        given = released(found, asked.drafts)
+        export.files, export.said = make_files(database, chosen, given, asked.names, asked.pdf, asked.table)
+    except REFUSALS as error:
+        export.refused = str(error)
 
 
 def make_files(

@@ -21,7 +21,7 @@ from grader.store import Assignment, Database, assignment, assignment_names, fin
 from grader.web.settings import settings
 
 _NOTES, _REFUSED = "notes", "refused"  # of decisions, until a page has shown them
-_REFUSALS = (GraderError, DisaggError, OSError, sqlite3.Error)
+REFUSALS = (GraderError, DisaggError, OSError, sqlite3.Error)
 
 
 def book() -> Database:
@@ -60,11 +60,11 @@ def refusals(what: str = "This was refused:") -> Iterator[None]:
     """Errors that say what to do are shown, as plain text."""
     try:
         yield
-    except _REFUSALS as error:
-        _show_refusal(str(error), what)
+    except REFUSALS as error:
+        show_refusal(str(error), what)
 
 
-def _show_refusal(why: str, what: str = "This was refused:") -> None:
+def show_refusal(why: str, what: str = "This was refused:") -> None:
     st.error(what)
     st.code(why, language=None, wrap_lines=True)
 
@@ -73,7 +73,7 @@ def decide(what: Callable[..., str], *args: Any) -> None:
     """The callback of a button: acts, and keeps what the page then says: what was done, or why not."""
     try:
         note(what(*args))
-    except _REFUSALS as error:
+    except REFUSALS as error:
         _keep(_REFUSED, str(error))
 
 
@@ -96,6 +96,6 @@ def show_note() -> None:
         st.toast(text)
         st.success(text)
     for why in st.session_state.get(_REFUSED, ()):
-        _show_refusal(why)
+        show_refusal(why)
     for name in (_NOTES, _REFUSED):
         st.session_state.pop(name, None)
