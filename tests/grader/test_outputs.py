@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from grader.layers import Submission, check_items
-from grader.notebook import tables_in
+from grader.notebook import read_outputs, tables_in
 from grader.rubric import CodeTests, Item, Rubric, load_rubric
 from grader.sandbox import Rerun, TestResult
 from grader.verdicts import Verdict
@@ -220,3 +220,18 @@ def test_what_hidden_tests_say_is_no_evidence() -> None:
     assert [one.quote for one in shown.evidence] == ["AssertionError: the secret 42", "mean = 1"]
     hidden = _tested("assert mean == 42", said, code("mean = 1"), hidden=True)
     assert (hidden.reason, [one.quote for one in hidden.evidence]) == ("Hidden tests fail.", ["mean = 1"])
+
+
+def test_the_evidence_of_a_value_that_no_cell_shows() -> None:
+    """A re-run reads the variable at the end: its value, and the line that gave it."""
+    rubric = load_rubric("""
+assignment: a
+items: [{id: x, title: X, points: 1, check: {kind: output, where: {variable: mean}, expected: "2.5"}}]
+""")
+    work = notebook(code("mean = 1"), code("a = 2\nmean = a + 0.5"))
+    rerun = Rerun(notebook=work, status="finished", backend="", probes={"mean": read_outputs([result("2.5")])})
+    verdict = check_items(rubric, Submission(notebook=work, rerun=rerun))[0]
+    assert verdict.points == 1
+    assert [(one.cell, one.line, one.quote) for one in verdict.evidence] == [
+        (None, 0, "2.5"), (1, 2, "mean = a + 0.5"),
+    ]  # fmt: skip

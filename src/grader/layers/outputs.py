@@ -32,7 +32,8 @@ def check_output(check: OutputMatch, submission: Submission) -> CheckResult:
     ]
     if flooded:
         return _flood(flooded)
-    return _finding(check, best, tuple(_lost_place(check, submission.executed)))
+    assigned = tuple(_assigned(check, submission.executed))
+    return _finding(check, best, assigned, tuple(_lost_place(check, submission.executed)))
 
 
 def _lost_place(check: OutputMatch, notebook: Notebook) -> Iterator[Flag]:
@@ -41,11 +42,25 @@ def _lost_place(check: OutputMatch, notebook: Notebook) -> Iterator[Flag]:
         yield Flag(code="place_missing", message=f"The notebook has code, but no code cell{described(check.where)}.")
 
 
-def _finding(check: OutputMatch, best: list[tuple[Shown, Shown, Fraction]], flags: tuple[Flag, ...]) -> CheckResult:
+def _assigned(check: OutputMatch, notebook: Notebook) -> Iterator[Evidence]:
+    """Where the variable got its value at last: the evidence for a value that no cell shows."""
+    uses = [(cell, facts_of(notebook, cell).find("assign", check.where.variable)) for cell in notebook.code_cells]
+    places = [at_use(cell, use) for cell, use in uses if use]
+    yield from places[-1:]
+
+
+def _finding(
+    check: OutputMatch,
+    best: list[tuple[Shown, Shown, Fraction]],
+    assigned: tuple[Evidence, ...],
+    flags: tuple[Flag, ...],
+) -> CheckResult:
     shares = [share if check.partial or share == 1 else _NONE for _, _, share in best]
     share = sum(shares, _NONE) / len(shares)
     share = share if check.partial or share == 1 or len(shares) > 1 else _NONE
-    evidence = tuple(_quote(have) for have, _, _ in best if have.cell is not None and not have.empty)
+    shown = [have for have, _, _ in best if not have.empty]
+    evidence = tuple(_quote(have) for have in shown)
+    evidence += assigned if any(have.cell is None for have in shown) else ()
     where = described(check.where)
     if share == 1:
         return CheckResult(share=share, reason=f"The output{where} equals the solution's.", evidence=evidence)

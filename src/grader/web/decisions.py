@@ -44,7 +44,9 @@ def _show_one(one: Component) -> None:
     st.text(one.title)
     st.text(one.reason)
     quotes = [
-        f"cell {place.cell + 1}: {place.quote}" for place in one.evidence if place.quote and place.cell is not None
+        f"cell {place.cell + 1}: {place.quote}" if place.cell is not None else place.quote
+        for place in one.evidence
+        if place.quote
     ]
     if quotes:
         st.code("\n".join(quotes)[:2000], language=None, wrap_lines=True)
