@@ -155,10 +155,7 @@ class Driver:
     async def _execute(self, source: str) -> Executed:
         """Errors stay in the cell. A kernel that is lost is started again."""
         ran, lost = await self._execute_once(source)
-        if lost and self.over_cpu:
-            self.left_s = 0.0
-            self.notes.append(ran.problem)
-        elif lost:
+        if lost:
             await self._restart(ran.problem)
         return ran
 
@@ -234,6 +231,10 @@ class Driver:
     async def _restart(self, why: str) -> None:
         """A new kernel, with the cells that worked run again, so that later cells get their chance."""
         await self._stop()
+        if self.over_cpu:
+            self.left_s = 0.0  # nothing more runs
+            self.notes.append(why)
+            return None
         if len(self.restarts) == MAX_RESTARTS:
             raise _KernelLost(f"The kernel was lost {MAX_RESTARTS + 1} times.")
         await self._start()

@@ -97,7 +97,7 @@ def _cpu_of(process: str) -> tuple[tuple[str, str], tuple[float, float] | None]:
     """Its own seconds, and those of children that it waited for."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+        own, waited = (sum(map(int, fields[start : start + 2])) / _TICKS for start in (11, 13))
+        return (process, fields[19]), (own, waited)
+    except (OSError, IndexError, ValueError):  # it has just ended
         return (process, ""), None
-    own, waited = (sum(map(int, fields[start : start + 2])) / _TICKS for start in (11, 13))
-    return (process, fields[19]), (own, waited)
