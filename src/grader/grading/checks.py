@@ -11,7 +11,7 @@ from grader.grading.results import ChecksResult, GradeRecord
 from grader.layers import Submission, check_items, submission_flags
 from grader.notebook import Notebook, read_notebook
 from grader.rubric import Rubric
-from grader.sandbox import Rerun, probes_of, rerun_for, tests_of
+from grader.sandbox import Rerun, code_tests_of, probes_of, rerun_for
 from grader.store import Assignment, Database, StoredSubmission, blob, known_rerun, put_rerun
 from grader.verdicts import Flag
 
@@ -74,7 +74,7 @@ def rerun_behind(database: Database, assignment: Assignment, rubric: Rubric, rec
 
 def _rerun_settings(assignment: Assignment, rubric: Rubric) -> object:
     """What the run depends on. Titles, points and tolerances are not among it: they run no student code again."""
-    return msgspec.to_builtins([rubric.limits, assignment.inputs, tests_of(rubric), probes_of(rubric)])
+    return msgspec.to_builtins([rubric.limits, assignment.inputs, code_tests_of(rubric), probes_of(rubric)])
 
 
 def _rerun(database: Database, assignment: Assignment, rubric: Rubric, sha: str | None, notebook: Notebook) -> Rerun:

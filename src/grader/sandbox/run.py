@@ -32,10 +32,10 @@ _STATUSES = ("finished", "timed_out", "died")
 
 def rerun_for(rubric: Rubric, notebook: Notebook, inputs: Path | None = None) -> Rerun:
     """Re-runs with the rubric's limits, its tests, and the variables that its output checks name."""
-    return rerun(notebook, rubric.limits, inputs, tests_of(rubric), probes_of(rubric))
+    return rerun(notebook, rubric.limits, inputs, code_tests_of(rubric), probes_of(rubric))
 
 
-def tests_of(rubric: Rubric) -> list[TestCode]:
+def code_tests_of(rubric: Rubric) -> list[TestCode]:
     checks = [(item.id, item.check) for item in rubric.items if isinstance(item.check, CodeTests)]
     return [TestCode(name, check.code, check.after_cell) for name, check in checks]
 

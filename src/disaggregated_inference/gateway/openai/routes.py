@@ -63,4 +63,3 @@ async def _description(context: RequestContext, id: str, name: str, nodes: list[
     window = await context_window(context.core, name)
     weights = sorted({node["weights"] for node in nodes if node["model"] == name and node["weights"]})
     return found | ({"context_window": window} if window else {}) | ({"weights": weights} if weights else {})
-
