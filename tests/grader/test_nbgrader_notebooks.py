@@ -54,6 +54,31 @@ def test_every_notebook_is_graded_or_flagged(path: Path) -> None:
     assert whole.pending == whole.maximum
 
 
+def test_only_notebooks_without_anything_to_grade_are_refused() -> None:
+    """Each for a reason that is told."""
+    refused: dict[str, set[str]] = {}
+    for path in FILES:
+        try:
+            import_assignment(_read(path), "a")
+        except ImportRefused as error:
+            refused.setdefault(str(error).removeprefix("a: "), set()).add(path.stem)
+    plain = refused.pop("the notebook has neither nbgrader's metadata nor otter's raw cells.")
+    assert plain == {
+        "blank", "creating_and_grading_assignments", "empty", "header", "infinite-loop", "infinite-loop-with-output",
+        "infinite-recursion", "long-output", "managing_assignment_files", "managing_assignment_files_manually",
+        "managing_the_database", "side-effects", "task", "test-no-metadata", "test-no-metadata-autotest",
+        "warning-pattern",
+    }  # fmt: skip
+    assert refused == {
+        "the notebook has nbgrader's metadata, but no cell that is graded.": {
+            "bad-markdown-cell-2", "cell-type-changed", "no-cell-type", "old-schema",
+        },
+        "no graded cell of the notebook has points (`correct_squares`: 0).": {"validation-zero-points"},
+        "no graded cell of the notebook has points (`id1`: none).": {"blank-points"},
+    }  # fmt: skip
+    assert not any(cell.metadata.get("nbgrader") for path in FILES if path.stem in plain for cell in _read(path).cells)
+
+
 @pytest.mark.parametrize(
     ("name", "code"),
     [

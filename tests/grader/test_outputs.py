@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from grader.layers import Submission, check_items
-from grader.notebook import tables_in
-from grader.rubric import load_rubric
+from grader.notebook import read_outputs, tables_in
+from grader.rubric import CodeTests, Item, Rubric, load_rubric
+from grader.sandbox import Rerun, TestResult
 from grader.verdicts import Verdict
 from tests.support.notebooks import code, failed, notebook, printed, result, text
 
@@ -186,3 +187,51 @@ def test_a_table_that_a_page_shows_is_quoted_as_text() -> None:
     shown = code("display(HTML(page))", {"output_type": "display_data", "data": data, "metadata": {}}, tags=("t",))
     verdict = verdict_on("where: {tag: t}, compare: table", [shown], [shown])
     assert [one.quote for one in verdict.evidence] == ["region | revenue\nnorth | 10.5"]
+
+
+def _tested(
+    test: str, result: TestResult, *cells: dict[str, Any], hidden: bool = False, language: str = "python"
+) -> Verdict:
+    check = CodeTests(code=test, hidden=hidden, after_cell="test_mean")
+    rubric = Rubric(assignment="a", items=(Item(id="x", title="X", points=Decimal(10), check=check),))
+    work = notebook(*cells, language=language)
+    rerun = Rerun(notebook=work, status="finished", backend="", tests={"x": result})
+    return check_items(rubric, Submission(notebook=work, rerun=rerun))[0]
+
+
+@pytest.mark.parametrize(
+    ("language", "source", "test"),
+    [
+        ("python", "def mean(x):\n    return 2", "assert mean([1, 3]) == 2"),
+        ("r", "mean <- function(x) {\n  2\n}", "stopifnot(mean(c(1, 3)) == 2)"),
+    ],
+)
+def test_the_evidence_of_tests_is_what_they_test(language: str, source: str, test: str) -> None:
+    passed = _tested(test, TestResult(passed=True), code("x = 1"), code(source), language=language)
+    assert passed.points == 10
+    assert passed.reason == "The tests pass."
+    assert [(one.cell, one.line, one.quote) for one in passed.evidence] == [(1, 1, source.splitlines()[0])]
+
+
+def test_what_hidden_tests_say_is_no_evidence() -> None:
+    """Evidence is in the student's report."""
+    said = TestResult(passed=False, message="AssertionError: the secret 42")
+    shown = _tested("assert mean == 42", said, code("mean = 1"))
+    assert [one.quote for one in shown.evidence] == ["AssertionError: the secret 42", "mean = 1"]
+    hidden = _tested("assert mean == 42", said, code("mean = 1"), hidden=True)
+    assert (hidden.reason, [one.quote for one in hidden.evidence]) == ("Hidden tests fail.", ["mean = 1"])
+
+
+def test_the_evidence_of_a_value_that_no_cell_shows() -> None:
+    """A re-run reads the variable at the end: its value, and the line that gave it."""
+    rubric = load_rubric("""
+assignment: a
+items: [{id: x, title: X, points: 1, check: {kind: output, where: {variable: mean}, expected: "2.5"}}]
+""")
+    work = notebook(code("mean = 1"), code("a = 2\nmean = a + 0.5"))
+    rerun = Rerun(notebook=work, status="finished", backend="", probes={"mean": read_outputs([result("2.5")])})
+    verdict = check_items(rubric, Submission(notebook=work, rerun=rerun))[0]
+    assert verdict.points == 1
+    assert [(one.cell, one.line, one.quote) for one in verdict.evidence] == [
+        (None, 0, "2.5"), (1, 2, "mean = a + 0.5"),
+    ]  # fmt: skip

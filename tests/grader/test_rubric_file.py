@@ -153,3 +153,38 @@ def test_numbers_that_are_none_are_refused_with_their_line(number: str, old: str
     with pytest.raises(RubricInvalid) as caught:
         load_rubric(text)
     assert [problem.line for problem in caught.value.problems] == [line]
+
+
+def test_no_part_hides_the_mistakes_of_another() -> None:
+    """Shapes, numbers and rules, in items and around them, are told at once."""
+    text = """assignment: a
+point_step: 0
+total: many
+items:
+  - id: a
+    title: A
+    points: .nan
+    check: {kind: variables, names: 3, wheer: {tag: x}}
+  - id: b c
+    title: B
+    points: 1
+    levels:
+      - {name: good, share: 2}
+      - {nam: bad, share: one}
+    check: {kind: output, where: {}, rel_tol: -1, compare: sound}
+  - {id: c, title: C, points: -2, check: {kind: words, min_words: 0, where: {tag: 1, section: [2]}}}
+caps:
+  - {id: most, at_most: .inf, reason: x}
+  - {id: other, at_most: -1, reason: ""}
+late: {per_day_percent: 200, grace_minutes: long}
+limits: {cpu_s: 0, memory_mib: much}
+"""
+    with pytest.raises(RubricInvalid) as caught:
+        load_rubric(text, "r.yaml")
+    assert {problem.path for problem in caught.value.problems} == {
+        "point_step", "total", "items[0].points", "items[0].check.names", "items[0].check.wheer", "items[1].id",
+        "items[1].levels[0].share", "items[1].levels[1].nam", "items[1].levels[1].share", "items[1].check.where",
+        "items[1].check.rel_tol", "items[1].check.compare", "items[2].points", "items[2].check.min_words",
+        "items[2].check.where.tag", "items[2].check.where.section", "caps[0].at_most", "caps[1].at_most",
+        "caps[1].reason", "late.per_day_percent", "late.grace_minutes", "limits.cpu_s", "limits.memory_mib",
+    }  # fmt: skip

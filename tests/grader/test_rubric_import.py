@@ -1,5 +1,6 @@
 """Other rubric shapes become ours, and a human is told what to look at."""
 
+import json
 from typing import Any
 
 import pytest
@@ -133,7 +134,7 @@ def test_nbgrader_metadata() -> None:
     assert first.check.after_cell == "test_a"
     assert isinstance(second.check, Manual)
     assert made.rubric.rerun
-    assert made.notes == ("Cell 3 (`test_d`) has no points or no grade_id: it was left out.",)
+    assert made.notes == ("Cell 4 (`test_d`) has no points: it was left out.",)
 
 
 def _raw(source: str) -> dict[str, Any]:
@@ -209,3 +210,23 @@ def test_a_file_becomes_the_text_of_a_rubric() -> None:
 def test_files_of_no_known_shape_are_refused(name: str, content: bytes, why: str) -> None:
     with pytest.raises(GraderError, match=why):
         import_text(name, content)
+
+
+def _checked(checks: dict[str, Any]) -> dict[str, Any]:
+    return {"rubric_elements": {"e": {"points": 1}}, "autograder_checks": checks}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"rubric_categories": {"points": 1}},
+        {"components": [{"name": "a", "points": 1, "criteria": {"good": {"points": "many"}}}]},
+        _checked({"sections": {"s": {"points": 1, "reflection_questions": ["q"], "min_words_per_question": [1]}}}),
+        _checked({}) | {"partial_credit_rules": [{"condition_type": "regex", "pattern": "x", "multiplier": "half"}]},
+        {"assignment": "a", "items": [], "late": [1]},
+    ],
+)
+def test_files_of_broken_shapes_are_refused(data: object) -> None:
+    """Without a traceback, whatever stands where a number or a mapping should be."""
+    with pytest.raises(GraderError):
+        load_rubric(import_text("r.json", json.dumps(data).encode()).text)

@@ -150,6 +150,35 @@ os.unlink("a")
 
 @needs_sandbox
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "wait",
+    ["os.waitpid(pid, 0)", "time.sleep(1.2)"],
+    ids=["children that are waited for", "children that nobody waits for"],
+)
+def test_processor_time_is_limited_for_all_processes_together(wait: str) -> None:
+    """Each child has little of it, and none comes near the limit."""
+    many = f"""
+import os, signal, time
+{"signal.signal(signal.SIGCHLD, signal.SIG_IGN)" if "sleep" in wait else ""}
+for number in range(600):
+    pid = os.fork()
+    if pid == 0:
+        until = time.process_time() + 1
+        while time.process_time() < until: pass
+        os._exit(0)
+    print("number", number, flush=True)
+    {wait}
+"""
+    limits = RunLimits(cell_timeout_s=500, notebook_timeout_s=500, cpu_s=5)
+    done = run("x = 1", many, "print('after')", limits=limits)
+    assert (failure(done, 1), done.status) == ("CpuLimit", "timed_out"), done.flags
+    assert not done.notebook.cells[2].ran
+    assert "more than 5 s of processor time" in done.flags[0].message
+    assert "number 1\n" in said(done, 1), "it had gone on after the first ones"
+
+
+@needs_sandbox
+@pytest.mark.slow
 def test_endless_cells_fail_alone() -> None:
     limits = RunLimits(cell_timeout_s=3, notebook_timeout_s=300, output_kib=16)
     stubborn = "import os, signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"

@@ -183,3 +183,11 @@ def test_unreadable_file_has_no_points() -> None:
 def test_patched_assertions_are_flagged(source: str, flagged: bool) -> None:
     flags = submission_flags(Submission(notebook=notebook(code(source))))
     assert [flag.code for flag in flags] == (["tampering"] if flagged else [])
+
+
+def test_cells_that_ran_are_the_evidence_of_it() -> None:
+    """Cells that ran, at their first line with code."""
+    verdict = verdict_on("{kind: ran}", text("# A"), code("\nx = 1"), *(code(f"x = {n}") for n in range(9)))
+    assert verdict.points == 10
+    assert [(one.cell, one.line, one.quote) for one in verdict.evidence][:2] == [(1, 2, "x = 1"), (2, 1, "x = 0")]
+    assert len(verdict.evidence) == 5

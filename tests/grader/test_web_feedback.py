@@ -10,6 +10,7 @@ from grader.export import report_html
 from grader.grading import Grade, GradeSettings, grades
 from grader.local_cluster import local_cluster
 from grader.models import ModelSettings
+from grader.sandbox import why_unavailable
 from grader.store import Assignment, Database, StudentIdentity, add_submission, progress
 from grader.worker import WorkerOptions, queue_all, run_batch
 from tests.support.grade_books import make_book, work
@@ -81,7 +82,21 @@ def test_hostile_feedback_is_text_and_its_contradiction_a_flag(tmp_path: Path) -
         assert page.locator("img[src=x]").count() == 0
         assert page.locator("[data-testid=stMain] a[href^=javascript]").count() == 0
         assert page.get_by_test_id("stMain").locator("strong").count() == 0
+        _look_at_outputs(page, book, assignment)
         _look_at_report(page, tmp_path / "report.html", report_html(grade, "Sales", "a student"))
+
+
+def _look_at_outputs(page: "Page", book: Database, assignment: Assignment) -> None:
+    """The file says 21, and the code prints 20. The page says which of them it shows."""
+    page.get_by_text("Outputs as the student saved them: the notebook was not run again.").wait_for()
+    assert page.locator(".nb pre.output").all_inner_texts() == ["21"]
+    if why_unavailable():
+        return
+    queue_all(book, assignment, GradeSettings(rerun=True))
+    run_batch(book, assignment, WorkerOptions(), lambda _: None)
+    page.reload()
+    page.get_by_text("Outputs of the re-run in the sandbox: the points rest on these").wait_for()
+    assert until(lambda: page.locator(".nb pre.output").all_inner_texts() == ["20.0"], SOON_MS / 1000)
 
 
 def _expanded(page: "Page", title: str) -> "Locator":

@@ -34,6 +34,7 @@ class ClusterNode(msgspec.Struct, frozen=True, kw_only=True):
     configured_role: Role = "both"
     model: str = ""  # of the cluster file
     node_model: str | None = None  # the node's own name of it
+    weights: str = ""  # hash of the weights that the node has
     engine: str = ""
     state: str = ""  # one or two words for people
     why: str = ""  # it is not usable

@@ -57,6 +57,11 @@ class Weights(msgspec.Struct, frozen=True, omit_defaults=True):
     values: tuple[WeightSample, ...] = ()
 
     @property
+    def hash(self) -> str:
+        """For records: the same weights in the same format have the same. Empty: unknown."""
+        return f"{self.format}-{self.sample}" if self.sample else ""
+
+    @property
     def rounding(self) -> float:
         """The coarsest rounding of any sampled tensor; 1 if unknown."""
         return max((each.rounding for each in self.values), default=UNKNOWN_ROUNDING)

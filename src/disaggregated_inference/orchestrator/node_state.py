@@ -284,6 +284,7 @@ class NodeState:
             configured_role=self.server.role,
             model=self.model,
             node_model=self.own_model or None,
+            weights=self.info.fingerprint.weights.hash if self.info and self.info.fingerprint else "",
             engine=status.backend or self.server.engine,
             state=self.state,
             why=self.why,

@@ -41,7 +41,7 @@ def main() -> None:
     try:
         app()
     except (GraderError, DisaggError, OSError, sqlite3.Error) as error:
-        said = f"the grade book cannot be used: {error}" if isinstance(error, sqlite3.Error) else str(error)
+        said = _said(error)
         if "--json" in sys.argv:
             print(json.dumps({"error": {"code": type(error).__name__, "message": said}}))
         sys.stderr.write(f"error: {said}\n")
@@ -49,6 +49,14 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("\nstopped; what is done stays, and the same command continues\n")
         raise SystemExit(130) from None
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, sqlite3.Error):
+        return f"the grade book cannot be used: {error}"
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _version(wanted: bool) -> None:

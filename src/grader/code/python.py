@@ -77,6 +77,14 @@ def python_facts(source: str) -> CodeFacts:
         return CodeFacts(problem=f"The code cannot be parsed: {type(error).__name__}")
 
 
+def python_names(source: str) -> frozenset[str]:
+    try:
+        tree = ast.parse(without_magics(source))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return frozenset()
+    return frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+
+
 def without_magics(source: str) -> str:
     """The cell as plain Python with the same line numbers."""
     lines = source.splitlines()

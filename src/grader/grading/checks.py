@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 
 from grader.errors import KernelUnavailable, SandboxUnavailable
-from grader.grading.results import ChecksResult
+from grader.grading.results import ChecksResult, GradeRecord
 from grader.layers import Submission, check_items, submission_flags
 from grader.notebook import Notebook, read_notebook
-from grader.rubric import CodeTests, OutputMatch, Rubric
-from grader.sandbox import Rerun, rerun_for
+from grader.rubric import Rubric
+from grader.sandbox import Rerun, code_tests_of, probes_of, rerun_for
 from grader.store import Assignment, Database, StoredSubmission, blob, known_rerun, put_rerun
 from grader.verdicts import Flag
 
@@ -58,15 +58,23 @@ def _with_reruns(
     return msgspec.structs.replace(given, rerun=own, solution_rerun=model), ()
 
 
-def rerun_notebook(database: Database, assignment: Assignment, rubric: Rubric, sha: str) -> Notebook | None:
-    """With the outputs of the re-run. None: it was not run."""
+def rerun_of(database: Database, assignment: Assignment, rubric: Rubric, sha: str) -> Rerun | None:
+    """The kept re-run of a file. None: it was not run."""
     known = known_rerun(database, sha, _rerun_settings(assignment, rubric))
-    return msgspec.json.decode(known, type=Rerun).notebook if known else None
+    return msgspec.json.decode(known, type=Rerun) if known else None
+
+
+def rerun_behind(database: Database, assignment: Assignment, rubric: Rubric, record: GradeRecord) -> Rerun | None:
+    """The re-run whose outputs a grade rests on. None: it rests on those in the file."""
+    if not (record.settings.get("rerun") or rubric.rerun):
+        return None
+    then = msgspec.structs.replace(assignment, inputs=record.inputs)
+    return rerun_of(database, then, rubric, record.notebook_sha)
 
 
 def _rerun_settings(assignment: Assignment, rubric: Rubric) -> object:
-    asked = [item.check for item in rubric.items if isinstance(item.check, CodeTests | OutputMatch)]
-    return msgspec.to_builtins([rubric.limits, assignment.inputs, asked])
+    """What the run depends on. Titles, points and tolerances are not among it: they run no student code again."""
+    return msgspec.to_builtins([rubric.limits, assignment.inputs, code_tests_of(rubric), probes_of(rubric)])
 
 
 def _rerun(database: Database, assignment: Assignment, rubric: Rubric, sha: str | None, notebook: Notebook) -> Rerun:

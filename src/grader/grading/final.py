@@ -90,6 +90,15 @@ def grades(database: Database, assignment: Assignment) -> list[Grade]:
     return [_flagged(one, similarity_flags(one.submission.pseudonym, pairs)) for one in found]
 
 
+def grade_in_class(database: Database, assignment: Assignment, submission: StoredSubmission) -> Grade | None:
+    """With the flags of works that are alike. None: not graded yet."""
+    grade = grade_of(database, submission)
+    if grade is None:
+        return None
+    pairs = resemblances(database, assignment, submissions(database, assignment.id))
+    return _flagged(grade, similarity_flags(submission.pseudonym, pairs))
+
+
 def _flagged(grade: Grade, flags: tuple[Flag, ...]) -> Grade:
     return msgspec.structs.replace(grade, flags=(*grade.flags, *flags)) if flags else grade
 

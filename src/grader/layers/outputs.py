@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from fractions import Fraction
 
-from grader.layers.cells import code_at, described, facts_of
+from grader.code import code_names
+from grader.layers.cells import at_line, at_use, code_at, described, facts_of
 from grader.layers.compare import Shown, is_flood, kind_of, lacks, share_matching, shown_by, shown_by_cell
 from grader.layers.submission import CheckResult, Submission
 from grader.notebook import Cell, Notebook, Output
@@ -12,6 +13,7 @@ from grader.sandbox import Rerun
 from grader.verdicts import Evidence, Flag
 
 _QUOTE_CHARS = 300
+_PLACES = 3  # most lines that are shown for one item of tests
 _NONE = Fraction(0)
 
 
@@ -30,7 +32,8 @@ def check_output(check: OutputMatch, submission: Submission) -> CheckResult:
     ]
     if flooded:
         return _flood(flooded)
-    return _finding(check, best, tuple(_lost_place(check, submission.executed)))
+    assigned = tuple(_assigned(check, submission.executed))
+    return _finding(check, best, assigned, tuple(_lost_place(check, submission.executed)))
 
 
 def _lost_place(check: OutputMatch, notebook: Notebook) -> Iterator[Flag]:
@@ -39,11 +42,25 @@ def _lost_place(check: OutputMatch, notebook: Notebook) -> Iterator[Flag]:
         yield Flag(code="place_missing", message=f"The notebook has code, but no code cell{described(check.where)}.")
 
 
-def _finding(check: OutputMatch, best: list[tuple[Shown, Shown, Fraction]], flags: tuple[Flag, ...]) -> CheckResult:
+def _assigned(check: OutputMatch, notebook: Notebook) -> Iterator[Evidence]:
+    """Where the variable got its value at last: the evidence for a value that no cell shows."""
+    uses = [(cell, facts_of(notebook, cell).find("assign", check.where.variable)) for cell in notebook.code_cells]
+    places = [at_use(cell, use) for cell, use in uses if use]
+    yield from places[-1:]
+
+
+def _finding(
+    check: OutputMatch,
+    best: list[tuple[Shown, Shown, Fraction]],
+    assigned: tuple[Evidence, ...],
+    flags: tuple[Flag, ...],
+) -> CheckResult:
     shares = [share if check.partial or share == 1 else _NONE for _, _, share in best]
     share = sum(shares, _NONE) / len(shares)
     share = share if check.partial or share == 1 or len(shares) > 1 else _NONE
-    evidence = tuple(_quote(have) for have, _, _ in best if have.cell is not None and not have.empty)
+    shown = [have for have, _, _ in best if not have.empty]
+    evidence = tuple(_quote(have) for have in shown)
+    evidence += assigned if any(have.cell is None for have in shown) else ()
     where = described(check.where)
     if share == 1:
         return CheckResult(share=share, reason=f"The output{where} equals the solution's.", evidence=evidence)
@@ -127,5 +144,20 @@ def check_tests(item: Item, check: CodeTests, submission: Submission) -> CheckRe
     message = "The tests pass." if result.passed else f"The tests fail: {result.message or 'no message'}"
     if check.hidden and not result.passed:
         message = "Hidden tests fail."
-    evidence = (Evidence(quote=result.message[:_QUOTE_CHARS], part="output"),) if result.message else ()
-    return CheckResult(share=Fraction(int(result.passed)), reason=message, evidence=evidence)
+    return CheckResult(
+        share=Fraction(int(result.passed)), reason=message, evidence=tuple(_tested(check, submission, result.message))
+    )
+
+
+def _tested(check: CodeTests, submission: Submission, message: str) -> Iterator[Evidence]:
+    """What the tests said, unless they are hidden: reports show evidence. Then where the work defines what they use."""
+    if message and not check.hidden:
+        yield Evidence(quote=message[:_QUOTE_CHARS], part="output")
+    notebook = submission.notebook
+    names, places = code_names(check.code, notebook.language), dict[tuple[int, int], Evidence]()
+    for cell in notebook.code_cells:
+        for use in facts_of(notebook, cell).uses:
+            if use.name in names and use.fact in ("define", "assign"):
+                places.setdefault((cell.index, use.line), at_use(cell, use))
+    own = [cell for cell in code_at(notebook, Where(grade_id=check.after_cell)) if check.after_cell]
+    yield from [*places.values()][:_PLACES] or [at_line(cell, 1) for cell in own if not check.hidden]

@@ -13,6 +13,7 @@ from grader.rubric import Check, Columns, Functions, Ran, Sections, Variables, W
 from grader.verdicts import Evidence
 
 _Found = Callable[[str], Evidence | None]
+_SHOWN_CELLS = 5  # of those that ran well
 
 
 @singledispatch
@@ -65,13 +66,20 @@ def _ran(check: Ran, submission: Submission) -> CheckResult:
         return CheckResult(share=Fraction(0), reason=f"There is no code cell{described(check.where)}.")
     problems = _run_problems(cells, check.in_order)
     if not problems:
-        return CheckResult(share=Fraction(1), reason=f"All {len(cells)} code cells ran without an error.")
+        shown = tuple(at_line(cell, _first_line(cell)) for cell in cells[:_SHOWN_CELLS])
+        return CheckResult(
+            share=Fraction(1), reason=f"All {len(cells)} code cells ran without an error.", evidence=shown
+        )
     counted = _counted(check, submission, len(cells))
     share = Fraction(0) if check.all_or_nothing else max(Fraction(0), 1 - Fraction(len(problems), counted))
     told = "; ".join(f"cell {cell.index + 1} {problem}" for cell, problem in problems[:5])
     more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
     reason = f"{len(problems)} of {len(cells)} code cells did not run well: {told}{more}."
     return CheckResult(share=share, reason=reason, evidence=tuple(_problem_evidence(cell) for cell, _ in problems))
+
+
+def _first_line(cell: Cell) -> int:
+    return next(number for number, line in enumerate(cell.source.splitlines(), 1) if line.strip())
 
 
 def _with_code(notebook: Notebook, check: Ran) -> list[Cell]:

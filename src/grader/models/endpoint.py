@@ -11,13 +11,14 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
-from disaggregated_inference.errors import DeadlineExceeded, DisaggError
+from disaggregated_inference.errors import DeadlineExceeded, DisaggError, ModelNotFound
 from grader.errors import GraderError
 from grader.models.settings import ModelSettings
 
 ALL_UP = "all up"
 _TRY_LATER = (408, 409, 425, 429)  # besides 5xx
 _NOT_FOUND, _TIMED_OUT = 404, 504
+_LIST_S = 10.0  # for the list of models
 # For llguidance in our nodes: no token is spent on indentation. Other servers may refuse a word that they do not know.
 _COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _HEADERS = {"Content-Type": "application/json", "X-Disagg-Metrics": "1"}  # the second is for our gateway
@@ -65,6 +66,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     prefill_node: str | None = None
     decode_node: str | None = None
     served_model: str | None = None
+    weights: tuple[str, ...] = ()  # hashes of the weights of the nodes that answered; empty: not told
     warning: str | None = None
 
 
@@ -118,7 +120,13 @@ class ClusterEndpoint(AbstractContextManager["ClusterEndpoint"]):
             metrics = self._last_metrics(question)
         except DisaggError as error:
             raise _as_ours(error) from error
-        return RawAnswer(metrics["response"], figures_of(metrics, time.monotonic() - started))
+        figures = figures_of(metrics, time.monotonic() - started)
+        return RawAnswer(metrics["response"], msgspec.structs.replace(figures, weights=self._weights(figures)))
+
+    def _weights(self, figures: Figures) -> tuple[str, ...]:
+        nodes = {node["name"]: node["weights"] for node in self._client.status()["nodes"]}
+        told = [nodes.get(name or "", "") for name in (figures.prefill_node, figures.decode_node)]
+        return tuple(dict.fromkeys(each for each in told if each))
 
     def _last_metrics(self, question: Question) -> dict[str, Any]:
         """By a stream: it says at once when no node is left, where a plain call would wait for one to come back."""
@@ -143,7 +151,13 @@ class ClusterEndpoint(AbstractContextManager["ClusterEndpoint"]):
     def health(self, *models: str) -> dict[str, Any]:
         """Every node is asked now."""
         health, verdicts = self._client.health(), self._client.status()["models"]
-        return health | {"verdicts": {name: str(verdicts[self._client.config.resolve_model(name)]) for name in models}}
+        return health | {"verdicts": {name: self._verdict(name, verdicts) for name in models}}
+
+    def _verdict(self, model: str, verdicts: dict[str, Any]) -> str:
+        try:
+            return str(verdicts[self._client.config.resolve_model(model)])
+        except ModelNotFound:
+            return "the cluster file does not name it"
 
     def close(self) -> None:
         self._client.close()
@@ -188,6 +202,7 @@ class HttpEndpoint(AbstractContextManager["HttpEndpoint"]):
     def __init__(self, url: str, key: str = "") -> None:
         self._url = url.rstrip("/")
         self._key = key or os.environ.get("GRADER_API_KEY", "")
+        self._tells_weights = True
 
     def __enter__(self) -> Self:
         return self
@@ -200,11 +215,25 @@ class HttpEndpoint(AbstractContextManager["HttpEndpoint"]):
         except (KeyError, IndexError, TypeError):
             raise ModelsUnavailable(f"{self._url} sent an answer without a message") from None
         storable = str(text).encode("utf-8", "replace").decode()  # JSON may have halves of surrogate pairs
-        return RawAnswer(storable, _figures(reply, time.monotonic() - started))
+        figures = _figures(reply, time.monotonic() - started)
+        return RawAnswer(storable, msgspec.structs.replace(figures, weights=self._weights(question.model)))
+
+    def _weights(self, model: str) -> tuple[str, ...]:
+        """As our gateway tells them in its list of models. An endpoint that does not is asked once."""
+        if not self._tells_weights:
+            return ()
+        try:
+            listed: Any = self._request("/models", None, _LIST_S).get("data")
+            found = {one["id"]: one.get("weights") for one in listed if isinstance(one, dict) and "id" in one}
+        except (GraderError, TypeError, AttributeError):
+            return ()
+        self._tells_weights = any(found.values())
+        told = found.get(model.removeprefix("disaggregated:"))
+        return tuple(str(each) for each in told) if isinstance(told, list) else ()
 
     def health(self, *models: str) -> dict[str, Any]:
         """The names of its models; more is not asked of a server that may not be ours."""
-        reply = self._request("/models", None, 10.0)
+        reply = self._request("/models", None, _LIST_S)
         found = [model.get("id", "") for model in reply.get("data", [])]
         known = {name: name.removeprefix("disaggregated:") in found for name in models}
         verdicts = {name: ALL_UP if named else "the endpoint does not name it" for name, named in known.items()}

@@ -28,11 +28,22 @@ def import_assignment(notebook: Notebook, name: str) -> Imported:
     if not items:
         shape, items = "otter", list(_otter(notebook, notes))
     if not items:
-        raise ImportRefused(f"{name}: the notebook has neither nbgrader's metadata nor otter's raw cells.")
+        raise ImportRefused(f"{name}: {_why_nothing(notebook)}")
     language: Any = notebook.language if notebook.language != "other" else "any"
     tested = any(isinstance(item.check, CodeTests) for item in items)
     rubric = Rubric(assignment=name, items=tuple(items), language=language, rerun=tested, point_step=step_for(items))
     return Imported(rubric=rubric, shape=shape, notes=tuple(notes))
+
+
+def _why_nothing(notebook: Notebook) -> str:
+    marked = [data for cell in notebook.cells if isinstance(data := cell.metadata.get("nbgrader"), dict)]
+    graded = [data for data in marked if data.get("grade") or data.get("task")]
+    if not marked:
+        return "the notebook has neither nbgrader's metadata nor otter's raw cells."
+    if not graded:
+        return "the notebook has nbgrader's metadata, but no cell that is graded."
+    told = ", ".join(f"`{data.get('grade_id') or ''}`: {data.get('points', 'none')}" for data in graded)
+    return f"no graded cell of the notebook has points ({told})."
 
 
 def _nbgrader(notebook: Notebook, notes: list[str]) -> Iterator[Item]:
@@ -41,19 +52,26 @@ def _nbgrader(notebook: Notebook, notes: list[str]) -> Iterator[Item]:
         data = cell.metadata.get("nbgrader")
         if not isinstance(data, dict) or not (data.get("grade") or data.get("task")):
             continue
-        if not cell.grade_id or not _has_points(data):
-            notes.append(f"Cell {cell.index} (`{cell.grade_id}`) has no points or no grade_id: it was left out.")
+        if not _has_points(data):
+            notes.append(f"Cell {cell.index + 1} (`{cell.grade_id}`) has no points: it was left out.")
             continue
+        if not cell.grade_id:
+            notes.append(
+                f"Cell {cell.index + 1} has no grade_id: its test runs at the end, a human looks for its work."
+            )
         if data.get("schema_version", 1) not in _SCHEMAS:
-            notes.append(f"Cell {cell.index} has nbgrader's schema {data.get('schema_version')}; known: {_SCHEMAS}.")
-        chosen = item_id(cell.grade_id, taken)
+            notes.append(
+                f"Cell {cell.index + 1} has nbgrader's schema {data.get('schema_version')}; known: {_SCHEMAS}."
+            )
+        title = cell.grade_id or f"cell {cell.index + 1}"
+        chosen = item_id(title, taken)
         taken.append(chosen)
-        points = points_of(data["points"], cell.grade_id)
+        points = points_of(data["points"], title)
         manual = bool(data.get("solution") or data.get("task"))
         if not manual and not cell.source.strip():
-            notes.append(f"The test `{cell.grade_id}` has no code: a human grades it.")
+            notes.append(f"The test `{title}` has no code: a human grades it.")
             manual = True
-        yield Item(id=chosen, title=cell.grade_id, points=points, check=_manual(cell) if manual else _test(cell))
+        yield Item(id=chosen, title=title, points=points, check=_manual(cell) if manual else _test(cell))
 
 
 def _has_points(data: dict[str, Any]) -> bool:
@@ -123,9 +141,9 @@ def _question(cell: Cell, notes: list[str]) -> _Question:
     except yaml.YAMLError:
         config = None
     if not isinstance(config, dict):
-        notes.append(f"Cell {cell.index}: the question's configuration is not YAML.")
+        notes.append(f"Cell {cell.index + 1}: the question's configuration is not YAML.")
         config = {}
-    name = str(config.get("name") or f"question {cell.index}")
+    name = str(config.get("name") or f"question {cell.index + 1}")
     points = config.get("points", 1)
     points = sum(points) if isinstance(points, list) else points.get("each", 1) if isinstance(points, dict) else points
     return _Question(name, points_of(points, name), bool(config.get("manual")), [])
@@ -140,11 +158,11 @@ def _otter_test(notebook: Notebook, cell: Cell, notes: list[str]) -> tuple[str, 
     try:
         tree = ast.parse(cell.source)
     except SyntaxError:
-        notes.append(f"Cell {cell.index}: the test does not parse, it is kept as it is.")
+        notes.append(f"Cell {cell.index + 1}: the test does not parse, it is kept as it is.")
         return cell.source, hidden
     last = tree.body[-1] if tree.body else None
     if not isinstance(last, ast.Expr) or any(output.kind == "stream" for output in cell.outputs):
-        notes.append(f"Cell {cell.index}: the test prints; only errors make it fail.")
+        notes.append(f"Cell {cell.index + 1}: the test prints; only errors make it fail.")
         return cell.source, hidden
     before = "\n".join(ast.unparse(node) for node in tree.body[:-1])
     return f"{before}\nassert repr({ast.unparse(last.value)}) == {shown!r}".strip(), hidden

@@ -9,9 +9,10 @@ import msgspec
 from grader.errors import ImportRefused
 from grader.points import apportioned
 from grader.rubric.checks import Check, Columns, Functions, Manual, Ran, Sections, Variables, Where, Words
-from grader.rubric.imported import item_id, points_of, text_of
+from grader.rubric.imported import item_id, number_of, points_of, text_of
 from grader.rubric.schema import CreditRule, Item
 
+_MOST_QUESTIONS = 100
 _RULES = ("regex", "not_regex", "all_of", "any_of")
 
 
@@ -31,7 +32,8 @@ def check_items_of(checks: dict[str, Any], data: dict[str, Any], elements: list[
         items += _rest(elements, whole - covered, items, notes)
     if data.get("strict_scoring_rules"):
         notes.append("strict_scoring_rules are guidelines now: read them in the first item.")
-        items[0] = msgspec.structs.replace(items[0], guideline=text_of(data["strict_scoring_rules"]))
+        told = [part for part in (items[0].guideline, text_of(data["strict_scoring_rules"])) if part]
+        items[0] = msgspec.structs.replace(items[0], guideline="\n".join(told))
     return items
 
 
@@ -73,7 +75,7 @@ def _checks(section: dict[str, Any], title: str) -> Iterator[tuple[str, Check]]:
         found = True
     questions = section.get("reflection_questions")
     if questions:
-        least = int(section.get("min_words_per_question") or 20)
+        least = int(number_of(section.get("min_words_per_question") or 20, f"{title}: min_words_per_question"))
         yield "reflection", Words(min_words=least, questions=_questions(questions), where=_section_of(questions, title))
         found = True
     if not found:
@@ -92,8 +94,9 @@ def _names(value: Any) -> tuple[str, ...]:
 def _questions(value: Any) -> tuple[str, ...]:
     """Texts of the questions; a number N stands for `Question 1` to `Question N`."""
     if isinstance(value, int):
-        return tuple(f"Question {number}" for number in range(1, value + 1))
-    return tuple(f"Question {each}" if isinstance(each, int) else str(each) for each in value)
+        return tuple(f"Question {number}" for number in range(1, min(value, _MOST_QUESTIONS) + 1))
+    listed = value if isinstance(value, list) else [value]
+    return tuple(f"Question {each}" if isinstance(each, int) else str(each) for each in listed)
 
 
 def _section_of(questions: Any, title: str) -> Where:
@@ -114,8 +117,8 @@ def _credit_rules(value: Any, notes: list[str]) -> tuple[CreditRule, ...]:
             CreditRule(
                 when=kind,
                 patterns=_names(patterns),
-                multiplier=Decimal(str(entry.get("multiplier", 0))),
-                priority=int(entry.get("priority", 0)),
+                multiplier=number_of(entry.get("multiplier", 0), "partial_credit_rules: multiplier"),
+                priority=int(number_of(entry.get("priority", 0), "partial_credit_rules: priority")),
                 explanation=text_of(entry.get("explanation", "")),
             )
         )

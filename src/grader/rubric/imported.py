@@ -11,6 +11,8 @@ from grader.errors import ImportRefused
 from grader.points import STEP
 from grader.rubric.schema import Item, Rubric
 
+_LARGEST = 10**9
+
 
 class Imported(msgspec.Struct, frozen=True, kw_only=True):
     rubric: Rubric
@@ -37,6 +39,17 @@ def points_of(value: Any, where: str) -> Decimal:
     if not points.is_finite() or points <= 0:
         raise ImportRefused(f"{where}: `{value}` is no number of points.")
     return points
+
+
+def number_of(value: Any, where: str) -> Decimal:
+    """Any plain number, as a number or as a text."""
+    try:
+        number = Decimal(str(value)) if not isinstance(value, bool) else Decimal("NaN")
+    except InvalidOperation:
+        number = Decimal("NaN")
+    if not number.is_finite() or abs(number) > _LARGEST:
+        raise ImportRefused(f"{where}: `{str(value)[:40]}` is no number.")
+    return number
 
 
 def step_for(items: Iterable[Item]) -> Decimal:

@@ -7,7 +7,7 @@ from grader.errors import ImportRefused
 from grader.points import apportioned, plain
 from grader.rubric.autograder import check_items_of
 from grader.rubric.checks import Manual
-from grader.rubric.imported import Imported, item_id, points_of, step_for, text_of
+from grader.rubric.imported import Imported, item_id, number_of, points_of, step_for, text_of
 from grader.rubric.schema import Item, Level, Rubric
 
 # What a level earns when the file does not say.
@@ -47,11 +47,15 @@ def import_rubric(data: Any, name: str) -> Imported:
     )
 
 
+def _info(data: dict[str, Any]) -> dict[str, Any]:
+    found = data.get("assignment_info")
+    return found if isinstance(found, dict) else {}
+
+
 def _made(name: str, items: list[Item], shape: str, notes: list[str], data: dict[str, Any]) -> Imported:
     if not items:
         raise ImportRefused(f"{name}: the rubric has no items.")
-    found = data.get("assignment_info")
-    info: dict[str, Any] = found if isinstance(found, dict) else {}
+    info = _info(data)
     title = str(info.get("title") or info.get("name") or data.get("title") or data.get("assignment") or name)
     rubric = Rubric(assignment=name, title=title, items=tuple(items), point_step=step_for(items))
     told = info.get("total_points", data.get("total_points", data.get("total")))
@@ -81,7 +85,8 @@ def _manual(title: str, points: Decimal, guideline: str, before: list[Item], lev
 
 
 def _components(data: dict[str, Any], parts: list[Any] | dict[str, Any], name: str) -> Imported:
-    entries = parts if isinstance(parts, list) else [{"name": key, **each} for key, each in parts.items()]
+    named = parts.items() if isinstance(parts, dict) else ()
+    entries = parts if isinstance(parts, list) else [_with_name(key, each) for key, each in named]
     items, notes = list[Item](), list[str]()
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict):
@@ -91,6 +96,10 @@ def _components(data: dict[str, Any], parts: list[Any] | dict[str, Any], name: s
         levels = _levels(entry.get("criteria") or entry.get("levels"), points, title, notes)
         items.append(_manual(title, points, text_of(entry.get("description", "")), items, levels))
     return _made(name, items, "components", [*notes, _MANUAL_NOTE.format(count=len(items))], data)
+
+
+def _with_name(name: str, entry: Any) -> Any:
+    return {"name": name, **entry} if isinstance(entry, dict) else entry
 
 
 def _levels(criteria: Any, points: Decimal, title: str, notes: list[str]) -> tuple[Level, ...]:
@@ -109,8 +118,8 @@ def _levels(criteria: Any, points: Decimal, title: str, notes: list[str]) -> tup
 
 def _level_share(level: str, entry: Any, points: Decimal) -> Decimal | None:
     if isinstance(entry, dict) and "points" in entry and entry["points"] is not None:
-        told = Decimal(str(entry["points"])) if not isinstance(entry["points"], str) else Decimal(entry["points"])
-        return min(Decimal(1), (told / points).quantize(Decimal("0.0001")))
+        told = number_of(entry["points"], f"level {level}")
+        return max(Decimal(0), min(Decimal(1), (told / points).quantize(Decimal("0.0001"))))
     known = LEVEL_SHARES.get(level.casefold().strip())
     return Decimal(known) if known is not None else None
 
@@ -149,6 +158,6 @@ def _element_points(elements: dict[str, Any], data: dict[str, Any], name: str) -
         }
     if not all("weight" in entry for entry in elements.values()):
         raise ImportRefused(f"{name}: every rubric element needs `max_points`, or every one a `weight`.")
-    total = points_of((data.get("assignment_info") or {}).get("total_points", 100), "total_points")
+    total = points_of(_info(data).get("total_points", 100), "total_points")
     weights = [points_of(entry["weight"], title) for title, entry in elements.items()]
     return dict(zip(elements, apportioned(weights, total), strict=True))

@@ -1,9 +1,7 @@
 """A rubric file becomes a `Rubric`, or a list of all its mistakes with their lines."""
 
-import contextlib
 import difflib
 import re
-from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -13,8 +11,8 @@ from grader.errors import RubricInvalid
 from grader.problems import Problem
 from grader.rubric.checks import CHECK_KINDS
 from grader.rubric.located import Located, Path, read_located
+from grader.rubric.readable import broken_rules, entries_for, struct_for
 from grader.rubric.schema import Cap, Item, Letter, Rubric
-from grader.rubric.validate import rubric_problems
 
 _PATH = re.compile(r" - at `(?:key in )?\$(.*?)`$")
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
@@ -29,14 +27,10 @@ def load_rubric(text: str, source: str = "rubric") -> Rubric:
     if not isinstance(located.data, dict):
         raise RubricInvalid(source, [located.problem((), "A rubric is a mapping with `assignment` and `items`.")])
     problems = _shape_problems(located)
+    problems += [located.problem(path, message) for path, message in broken_rules(located.data)]
     if problems:
-        problems += _rule_problems(located)
         raise RubricInvalid(source, sorted(problems, key=lambda problem: (problem.line, problem.column)))
-    rubric = msgspec.convert(located.data, Rubric, strict=False)
-    found = [located.problem(path, message) for path, message in rubric_problems(rubric)]
-    if found:
-        raise RubricInvalid(source, sorted(found, key=lambda problem: (problem.line, problem.column)))
-    return rubric
+    return msgspec.convert(located.data, Rubric, strict=False)
 
 
 def _shape_problems(located: Located) -> list[Problem]:
@@ -50,25 +44,13 @@ def _shape_problems(located: Located) -> list[Problem]:
     return problems + _problems_of(located, rest, Rubric, ())
 
 
-def _rule_problems(located: Located) -> list[Problem]:
-    """Of the items that can be read, beside others that cannot: all mistakes are told at once."""
-    entries = located.data.get("items")
-    found = dict[int, Item]()
-    for i, entry in enumerate(entries if isinstance(entries, list) else []):
-        with contextlib.suppress(msgspec.ValidationError):
-            found[i] = msgspec.convert(entry, Item, strict=False)
-    places, rubric = list(found), Rubric(assignment="-", items=tuple(found.values()), ai_share_max=Decimal(1))
-    broken = [(path, message) for path, message in rubric_problems(rubric) if path[0] == "items" and len(path) > 1]
-    return [located.problem(("items", places[int(path[1])], *path[2:]), message) for path, message in broken]
-
-
 def _problems_of(located: Located, data: Any, kind: type[msgspec.Struct], path: Path) -> list[Problem]:
     """Field by field: a line with three mistakes is told three times."""
     if not isinstance(data, dict):
         return _refusals(located, data, kind, kind, path)
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
-    problems, meant = list[Problem](), set[str]()
-    for name in data:
+    problems, meant, tag = list[Problem](), set[str](), kind.__struct_config__.tag_field
+    for name in (name for name in data if name != tag):
         if name not in fields:
             meant |= set(_near(name, list(fields)))
             problems.append(_problem(located, f"unknown field `{name}`", kind, path))
@@ -79,6 +61,10 @@ def _problems_of(located: Located, data: Any, kind: type[msgspec.Struct], path: 
 
 
 def _refusals(located: Located, data: Any, wanted: Any, kind: type[msgspec.Struct], path: Path) -> list[Problem]:
+    if (inner := struct_for(wanted, data)) is not None:
+        return _problems_of(located, data, inner, path)
+    if (entry := entries_for(wanted, data)) is not None:
+        return [problem for i, one in enumerate(data) for problem in _problems_of(located, one, entry, (*path, i))]
     try:
         msgspec.convert(data, wanted, strict=False)
     except msgspec.ValidationError as error:

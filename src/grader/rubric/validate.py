@@ -19,10 +19,12 @@ _LARGEST, _DIGITS = 10**9, 12
 _ODD = f"This must be a plain number: finite, at most {_LARGEST:,}, at most {_DIGITS} digits after the point."
 
 
+def odd_numbers(value: object) -> Iterator[Broken]:
+    """Of a rubric or of a part of it. The rules below compute with plain numbers."""
+    yield from ((path, _ODD) for path, number in _numbers(value, ()) if not _is_plain(number))
+
+
 def rubric_problems(rubric: Rubric) -> Iterator[Broken]:
-    if odd := [(path, _ODD) for path, value in _numbers(rubric, ()) if not _is_plain(value)]:
-        yield from odd  # the rules below compute with these numbers
-        return
     if not rubric.assignment.strip():
         yield ("assignment",), "The assignment needs a name."
     if not rubric.items:

@@ -3,15 +3,17 @@
 from grader.sandbox.bubblewrap import require_sandbox, why_unavailable
 from grader.sandbox.job import TestCode
 from grader.sandbox.report import Rerun, RerunStatus, TestResult
-from grader.sandbox.run import kernel_command, longest_run_s, rerun, rerun_for
+from grader.sandbox.run import code_tests_of, kernel_command, longest_run_s, probes_of, rerun, rerun_for
 
 __all__ = [
     "Rerun",
     "RerunStatus",
     "TestCode",
     "TestResult",
+    "code_tests_of",
     "kernel_command",
     "longest_run_s",
+    "probes_of",
     "require_sandbox",
     "rerun",
     "rerun_for",

@@ -22,6 +22,7 @@ _DRIVER = "/driver"
 _DRIVER_FILES = ("driver.py", "job.py", "processes.py")
 _INPUTS = "/inputs"
 _UID = "65534"  # the user without rights
+_CPU_SLACK_S = 5  # the driver, which counts all processes together, comes first and says why
 _SYSTEM = ("/usr", "/opt/R")
 _ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "R", "fonts", "jupyter")
 _LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -83,12 +84,12 @@ def inner_command(limits: RunLimits, inputs: Path | None, command: Sequence[str]
 
 
 def _limited(limits: RunLimits) -> list[str]:
-    """Limits of each process. The driver watches the memory of all together."""
+    """Limits of each process. The driver watches the memory and the processor time of all together."""
     return [
         "prlimit",
         f"--nproc={limits.processes}",
         f"--as={(limits.memory_mib + 2048) * 2**20}",
-        f"--cpu={limits.cpu_s}",
+        f"--cpu={limits.cpu_s + _CPU_SLACK_S}",
         f"--fsize={limits.disk_mib * 2**20}",
         "--nofile=1024",
         "--core=0",

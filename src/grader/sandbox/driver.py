@@ -25,12 +25,12 @@ from nbclient.exceptions import CellTimeoutError, DeadKernelError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from job import MAX_RESTARTS, CellRun, CodeCell, Job, JobResult, Restart, TestCode, TestRun  # type: ignore[import-not-found]
-from processes import CellClock, proportional_bytes, resident_bytes  # type: ignore[import-not-found]
+from processes import CellClock, CpuMeter, proportional_bytes, resident_bytes  # type: ignore[import-not-found]
 
 _TICK_S = 0.1
 _INTERRUPT_S = 5.0  # of a cell's time, for the end of a cell that was interrupted and for its last outputs
 _OUTPUTS_S = 60  # for outputs that are still on their way when the kernel says that a cell has ended
-_MEMORY_POLL_S = 0.1
+_LIMITS_POLL_S = 0.1
 _FLOOD_BYTES = 64 * 2**20  # a cell that writes more is ended: what is not kept must still be read
 _LARGEST_MESSAGE_BYTES = 128 * 2**20
 
@@ -85,11 +85,12 @@ class Driver:
         self.notes: list[str] = []
         self.restarts: list[Restart] = []
         self.cell = -1
-        self.over_memory = False
+        self.over_memory = self.over_cpu = False
+        self.cpu = CpuMeter()
         self.client: BoundedClient | None = None
 
     async def run(self) -> JobResult:
-        watch = asyncio.create_task(self._watch_memory())
+        watch = asyncio.create_task(self._watch_limits())
         cells, tests, probes, status = [], dict[str, TestRun](), dict[str, Any](), "finished"
         try:
             await self._start()
@@ -202,8 +203,14 @@ class Driver:
                 "Outputs did not arrive; those of this cell or of the one before may be too large.",
             ), True
         except DeadKernelError:
-            memory = f"The notebook used more than {self.job.memory_mib} MiB."
-            return (("MemoryLimit", memory) if self.over_memory else ("KernelDied", "The kernel died.")), True
+            return self._why_it_died(), True
+
+    def _why_it_died(self) -> tuple[str, str]:
+        if self.over_cpu:
+            return "CpuLimit", f"The notebook used more than {self.job.cpu_s:g} s of processor time."
+        if self.over_memory:
+            return "MemoryLimit", f"The notebook used more than {self.job.memory_mib} MiB."
+        return "KernelDied", "The kernel died."
 
     async def _within(
         self, running: "asyncio.Future[Any]", limit_s: float, client: BoundedClient | None = None
@@ -224,6 +231,10 @@ class Driver:
     async def _restart(self, why: str) -> None:
         """A new kernel, with the cells that worked run again, so that later cells get their chance."""
         await self._stop()
+        if self.over_cpu:
+            self.left_s = 0.0  # nothing more runs
+            self.notes.append(why)
+            return None
         if len(self.restarts) == MAX_RESTARTS:
             raise _KernelLost(f"The kernel was lost {MAX_RESTARTS + 1} times.")
         await self._start()
@@ -257,10 +268,14 @@ class Driver:
         ran = await self._execute(name)
         return [] if ran.failed else ran.outputs
 
-    async def _watch_memory(self) -> None:
-        """Kills the kernel's sandbox when all its processes together hold too much memory."""
+    async def _watch_limits(self) -> None:
+        """Kills the kernel's sandbox when all its processes together hold too much memory, or have had too much of the
+        processors."""
         while True:
-            await asyncio.sleep(_MEMORY_POLL_S)
+            await asyncio.sleep(_LIMITS_POLL_S)
+            if not self.over_cpu and self.cpu.read_s() > self.job.cpu_s:
+                self.over_cpu = True
+                self._kill()
             limit = self.job.memory_mib * 2**20
             if not self.over_memory and resident_bytes() > limit and proportional_bytes() > limit:
                 self.over_memory = True
@@ -275,6 +290,7 @@ class Driver:
     async def _stop(self) -> None:
         if self.client is None:
             return
+        self.cpu.start_again()
         self._kill()
         with contextlib.suppress(Exception):
             await self.client._async_cleanup_kernel()

@@ -36,6 +36,7 @@ class Job(msgspec.Struct, frozen=True):
     notebook_timeout_s: float = 600
     startup_timeout_s: float = 60
     memory_mib: int = 2048
+    cpu_s: float = 600
     output_kib: int = 1024
 
 

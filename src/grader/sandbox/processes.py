@@ -1,4 +1,5 @@
-"""Readings of the processes in the sandbox, for the driver: their memory, and the time that they had.
+"""Readings of the processes in the sandbox, for the driver: their memory, their processor time, and the time that they
+had.
 
 A cell's time is wall time without the time in which its processes waited for a processor: on a busy machine a student
 gets the same time as on a quiet one."""
@@ -11,6 +12,7 @@ from pathlib import Path
 MAX_STRETCH = 8  # a second of a cell's time is at most so many seconds on the wall
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _NS = 1e-9
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 Times = dict[str, tuple[float, float]]  # by thread: seconds on a processor, seconds of waiting for one
 
@@ -69,3 +71,33 @@ def proportional_bytes() -> int:
             rollup = Path(f"/proc/{entry}/smaps_rollup").read_text()
             total += int(rollup.split("Pss:")[1].split()[0]) * 1024
     return total
+
+
+class CpuMeter:
+    """Processor time of all processes in this sandbox together, also of those that have ended: a process counts its
+    children when it waits for them; of others the last reading counts."""
+
+    def __init__(self) -> None:
+        self._before_s, self._most_s, self._gone_s = 0.0, 0.0, 0.0
+        self._own: dict[tuple[str, str], float] = {}  # by process id and start
+
+    def read_s(self) -> float:
+        readings = {name: found for name, found in map(_cpu_of, _others()) if found}
+        self._most_s = max(self._most_s, sum(own + waited for own, waited in readings.values()))
+        self._gone_s += sum(own for name, own in self._own.items() if name not in readings)
+        self._own = {name: own for name, (own, _) in readings.items()}
+        return self._before_s + max(self._most_s, self._gone_s + sum(self._own.values()))
+
+    def start_again(self) -> None:
+        """All processes are about to be killed."""
+        self._before_s, self._most_s, self._gone_s, self._own = self.read_s(), 0.0, 0.0, {}
+
+
+def _cpu_of(process: str) -> tuple[tuple[str, str], tuple[float, float] | None]:
+    """Its own seconds, and those of children that it waited for."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        own, waited = (sum(map(int, fields[start : start + 2])) / _TICKS for start in (11, 13))
+        return (process, fields[19]), (own, waited)
+    except (OSError, IndexError, ValueError):  # it has just ended
+        return (process, ""), None

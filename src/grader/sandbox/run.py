@@ -25,20 +25,24 @@ from grader.verdicts import Evidence, Flag
 
 BACKEND = "bubblewrap"
 _MAX_RESULT_BYTES = 256 * 2**20
-_LIMITS = ("CellTimeout", "MemoryLimit", "OutputLimit", "KernelDied")
+_LIMITS = ("CellTimeout", "MemoryLimit", "CpuLimit", "OutputLimit", "KernelDied")
 _STATUSES = ("finished", "timed_out", "died")
 
 
 def rerun_for(rubric: Rubric, notebook: Notebook, inputs: Path | None = None) -> Rerun:
     """Re-runs with the rubric's limits, its tests, and the variables that its output checks name."""
-    tests = [TestCode(item.id, item.check.code, item.check.after_cell) for item in rubric.items if _is_test(item.check)]  # type: ignore[union-attr]
-    checks = [item.check for item in rubric.items if isinstance(item.check, OutputMatch)]
-    probes = sorted({check.where.variable for check in checks if check.where.variable.isidentifier()})
-    return rerun(notebook, rubric.limits, inputs, tests, probes)
+    return rerun(notebook, rubric.limits, inputs, code_tests_of(rubric), probes_of(rubric))
 
 
-def _is_test(check: object) -> bool:
-    return isinstance(check, CodeTests)
+def code_tests_of(rubric: Rubric) -> list[TestCode]:
+    checks = [(item.id, item.check) for item in rubric.items if isinstance(item.check, CodeTests)]
+    return [TestCode(name, check.code, check.after_cell) for name, check in checks]
+
+
+def probes_of(rubric: Rubric) -> list[str]:
+    """Variables whose values the rubric's output checks compare."""
+    names = {item.check.where.variable for item in rubric.items if isinstance(item.check, OutputMatch)}
+    return sorted(name for name in names if name.isidentifier())
 
 
 def rerun(
@@ -61,6 +65,7 @@ def rerun(
         notebook_timeout_s=limits.notebook_timeout_s,
         startup_timeout_s=startup_timeout_s,
         memory_mib=limits.memory_mib,
+        cpu_s=limits.cpu_s,
         output_kib=limits.output_kib,
     )
     begin = time.monotonic()
@@ -137,8 +142,8 @@ def _cell(cell: Cell, run: CellRun | None) -> Cell:
 def _flags(notebook: Notebook, cells: Sequence[Cell], result: JobResult) -> list[Flag]:
     flags = []
     if result.status != "finished":
-        message = "The notebook ran out of time." if result.status == "timed_out" else "The notebook could not be run"
-        flags.append(Flag(code=f"rerun_{result.status}", message=". ".join([message, *result.notes])))
+        message = "The notebook ran out of time." if result.status == "timed_out" else "The notebook could not be run."
+        flags.append(Flag(code=f"rerun_{result.status}", message=" ".join([message, *result.notes])))
     for cell in cells:
         if cell.error is not None and cell.error.error_name in _LIMITS:
             where = (Evidence(cell=cell.index, quote=cell.error.error_value, part="output"),)

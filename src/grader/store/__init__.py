@@ -44,6 +44,7 @@ from grader.store.queue import (
     postpone,
     queued_at,
     recover,
+    settings_of_batches,
 )
 from grader.store.reviews import (
     Approval,
@@ -54,6 +55,7 @@ from grader.store.reviews import (
     comment_bank,
     history,
     keep_comment,
+    last_decision,
     reopen,
     review_of,
     set_comment,
@@ -120,6 +122,7 @@ __all__ = [
     "known_answer",
     "known_files",
     "known_rerun",
+    "last_decision",
     "last_settings",
     "live_workers",
     "names_of",
@@ -142,6 +145,7 @@ __all__ = [
     "save_rubric",
     "set_comment",
     "set_points",
+    "settings_of_batches",
     "submission",
     "submissions",
     "undo",

@@ -111,14 +111,19 @@ def enqueue(database: Database, submission_ids: list[int], key: str, rubric_vers
     return added
 
 
-def last_settings(database: Database, assignment_id: int) -> str | None:
-    """Of the newest batch of this assignment."""
-    row = database.row(
+def settings_of_batches(database: Database, assignment_id: int) -> list[str]:
+    """Of this assignment's batches, newest first."""
+    rows = database.rows(
         "SELECT settings FROM jobs JOIN submissions ON submissions.id = submission_id WHERE assignment_id = ?"
-        " ORDER BY queued_at DESC LIMIT 1",
+        " GROUP BY settings ORDER BY max(queued_at) DESC",
         (assignment_id,),
     )
-    return row["settings"] if row else None
+    return [row["settings"] for row in rows]
+
+
+def last_settings(database: Database, assignment_id: int) -> str | None:
+    """Of the newest batch of this assignment."""
+    return next(iter(settings_of_batches(database, assignment_id)), None)
 
 
 def queued_at(database: Database, assignment_id: int) -> float | None:

@@ -130,13 +130,23 @@ def reopen(database: Database, submission_id: int, who: str, why: str) -> None:
 def _record(
     database: Database, submission_id: int, action: Action, item: str, after: object, who: str, why: str
 ) -> None:
-    before = _before(review_of(database, submission_id), action, item)
+    """A decision that is there already is not written twice: of two equal clicks one counts."""
     with database.transaction() as connection:
+        before = _before(review_of(database, submission_id), action, item)
+        last = last_decision(database, submission_id)
+        if last and (last.action, last.item, last.after, last.who, last.why) == (action, item, after, who, why):
+            return
         connection.execute(
             "INSERT INTO changes (submission_id, item, action, before, after, who, why, at)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (submission_id, item, action, json.dumps(before), json.dumps(after), who, why, time.time()),
         )
+
+
+def last_decision(database: Database, submission_id: int) -> Change | None:
+    """That was not taken back."""
+    left = [one for one in history(database, submission_id) if not one.undone and one.action != "undo"]
+    return left[-1] if left else None
 
 
 def _before(review: Review, action: Action, item: str) -> str | None:
@@ -147,13 +157,14 @@ def _before(review: Review, action: Action, item: str) -> str | None:
     return f"{review.approval.total} {review.approval.content}" if review.approval else None
 
 
-def undo(database: Database, submission_id: int, who: str) -> Change:
-    """Takes the last decision back that was not taken back yet."""
-    left = [one for one in history(database, submission_id) if not one.undone and one.action != "undo"]
-    if not left:
-        raise GradeBookError("nothing to undo: this submission has no decision of a person")
-    last = left[-1]
+def undo(database: Database, submission_id: int, who: str, decision: int | None = None) -> Change:
+    """Takes the last decision back that was not taken back yet. `decision`: the one that is meant."""
     with database.transaction() as connection:
+        last = last_decision(database, submission_id)
+        if last is None:
+            raise GradeBookError("nothing to undo: this submission has no decision of a person")
+        if decision not in (None, last.id):
+            raise GradeBookError("nothing was undone: the decision is taken back already, or another came after it")
         connection.execute(
             "INSERT INTO changes (submission_id, item, action, before, after, who, why, at, undoes)"
             " VALUES (?, ?, 'undo', ?, ?, ?, '', ?, ?)",

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import streamlit as st
 
 from grader.errors import GraderError, RubricInvalid
@@ -12,10 +13,9 @@ from grader.notebook import read_notebook
 from grader.points import plain
 from grader.rubric import EXAMPLE, LARGEST_RUBRIC_BYTES, Rubric, dump_rubric, import_text, layer_of, load_rubric
 from grader.store import Assignment, Database, assignment, assignment_names, rubric_versions, save_assignment
-from grader.web.session import book, note, refusals, show_note
+from grader.web.session import book, decide, field, refusals, show_note
 
 _NEW = "A new assignment"
-_TAKEN = "rubric-file"  # in the session: the file that is in the editor, and the notes about it
 _DECIDED_BY = {"structure": "program (structure)", "outputs": "program (outputs)", "code": "code model", "human": "you"}
 
 
@@ -24,7 +24,7 @@ def assignments_page() -> None:
     st.html("<style>textarea{font-family:ui-monospace,Menlo,Consolas,monospace!important}</style>")
     database = book()
     names = assignment_names(database)
-    asked = st.session_state.pop("saved", "") or st.query_params.get("assignment", "")
+    asked = st.session_state.get("saved") or st.query_params.get("assignment", "")
     choices = [*names, _NEW]
     name = st.selectbox("Assignment", choices, index=choices.index(asked) if asked in names else 0)
     chosen = assignment(database, name) if name != _NEW else None
@@ -32,9 +32,9 @@ def assignments_page() -> None:
         _show_state(database, chosen)
     left, right = st.columns([3, 2])
     with left:
-        rubric = _editor(chosen)
+        rubric, editor = _editor(chosen)
     with right:
-        _files_and_save(database, chosen, rubric)
+        _files_and_save(database, chosen, rubric, editor)
 
 
 def _show_state(database: Database, chosen: Assignment) -> None:
@@ -44,43 +44,48 @@ def _show_state(database: Database, chosen: Assignment) -> None:
     st.text(f"Rubric version {chosen.rubric.number} of {versions}. Files: {files}.")
 
 
-def _editor(chosen: Assignment | None) -> Rubric | None:
+def _editor(chosen: Assignment | None) -> tuple[Rubric | None, str]:
+    """The rubric, if it has no mistakes, and the key of the editor. Each text to start from has an editor of its own:
+    it is the field's default, which reaches the browser in every run."""
     text = dump_rubric(parse_rubric(chosen.rubric.content)) if chosen else EXAMPLE
     key = f"rubric-{chosen.id}-{chosen.rubric.id}" if chosen else "rubric-new"
-    _from_file(key)
-    st.session_state.setdefault(key, text)
-    written = st.text_area("Rubric (YAML or JSON)", height=460, key=key)
+    if (given := _from_file(key)) is not None:
+        text, key = given.text, f"{key}-{given.id}"
+    written = st.text_area("Rubric (YAML or JSON)", text, height=460, key=key)
     try:
         rubric = load_rubric(written)
     except RubricInvalid as error:
         _show_mistakes(written, error)
-        return None
+        return None, key
     st.dataframe(_items(rubric), hide_index=True)
     shared = sum((item.points * item.ai_share for item in rubric.items), rubric.maximum * 0)
     st.text(f"{plain(rubric.maximum)} points. Models may decide {plain(shared)} of them.")
-    return rubric
+    return rubric, key
 
 
-def _from_file(key: str) -> None:
-    """A chosen file goes into the editor once; then the text in the editor counts."""
+class _Given(msgspec.Struct, frozen=True):
+    id: str
+    text: str
+
+
+def _from_file(key: str) -> _Given | None:
+    """A chosen file goes into the editor; then the text in the editor counts."""
     given = st.file_uploader(
         "Start from a file: a rubric of any known shape, or the instructor's notebook of nbgrader or otter",
         type=["yaml", "yml", "json", "ipynb"],
         max_upload_size=LARGEST_RUBRIC_BYTES >> 20,
         key=f"file-{key}",
     )
-    taken = st.session_state.get(_TAKEN)
-    if given is None or (taken and taken[0] == given.file_id):
-        notes = taken[1] if given is not None and taken else ()
-    else:
-        notes = ()
-        with refusals():
-            found = import_text(given.name, given.getvalue())
-            st.session_state[key], notes = found.text, found.notes
-            st.session_state[_TAKEN] = given.file_id, notes
-    if notes:
-        st.info("Look at this before you save:")
-        st.code("\n".join(notes), language=None, wrap_lines=True)
+    if given is None:
+        return None
+    found: list[_Given] = []
+    with refusals():
+        imported = import_text(given.name, given.getvalue())
+        found = [_Given(given.file_id, imported.text)]
+        if imported.notes:
+            st.info("Look at this before you save:")
+            st.code("\n".join(imported.notes), language=None, wrap_lines=True)
+    return found[0] if found else None
 
 
 def _show_mistakes(written: str, error: RubricInvalid) -> None:
@@ -108,26 +113,32 @@ def _decided_by(layer: str, by_model: bool) -> str:
     return "you, advised by the code model" if layer == "code" and not by_model else _DECIDED_BY[layer]
 
 
-def _files_and_save(database: Database, chosen: Assignment | None, rubric: Rubric | None) -> None:
-    largest = IntakeLimits().file_bytes >> 20
-    solution = st.file_uploader("Solution (a notebook with its outputs)", type="ipynb", max_upload_size=largest)
-    template = st.file_uploader("Template (what students started from)", type="ipynb", max_upload_size=largest)
-    data = st.file_uploader("Data files that notebooks read", accept_multiple_files=True)
+def _files_and_save(database: Database, chosen: Assignment | None, rubric: Rubric | None, editor: str) -> None:
+    largest, key = IntakeLimits().file_bytes >> 20, f"files-{chosen.id if chosen else 'new'}"
+    st.file_uploader(
+        "Solution (a notebook with its outputs)", type="ipynb", max_upload_size=largest, key=f"{key}-solution"
+    )
+    st.file_uploader(
+        "Template (what students started from)", type="ipynb", max_upload_size=largest, key=f"{key}-template"
+    )
+    st.file_uploader("Data files that notebooks read", accept_multiple_files=True, key=f"{key}-data")
     st.caption("Files that you do not choose stay as they are.")
-    if not st.button("Save the assignment", type="primary", disabled=rubric is None) or rubric is None:
-        return
-    with refusals():
-        saved = save_assignment(
-            database,
-            chosen.name if chosen else _new_name(database, rubric.assignment),
-            dump_rubric(rubric),
-            solution=_notebook(solution),
-            template=_notebook(template),
-            inputs={Path(one.name).name: one.getvalue() for one in data} if data else None,
-        )
-        note(f"Saved: rubric version {saved.rubric.number}, {plain(rubric.maximum)} points.")
-        st.session_state["saved"] = st.session_state["assignment"] = saved.name
-        st.rerun()
+    given = _save, database, chosen, editor, key
+    st.button("Save the assignment", type="primary", disabled=rubric is None, on_click=decide, args=given)
+
+
+def _save(database: Database, chosen: Assignment | None, editor: str, key: str) -> str:
+    rubric, data = load_rubric(field(editor, "")), field(f"{key}-data")
+    saved = save_assignment(
+        database,
+        chosen.name if chosen else _new_name(database, rubric.assignment),
+        dump_rubric(rubric),
+        solution=_notebook(field(f"{key}-solution")),
+        template=_notebook(field(f"{key}-template")),
+        inputs={Path(one.name).name: one.getvalue() for one in data} if data else None,
+    )
+    st.session_state["saved"] = st.session_state["assignment"] = saved.name
+    return f"Saved: rubric version {saved.rubric.number}, {plain(rubric.maximum)} points."
 
 
 def _new_name(database: Database, name: str) -> str:

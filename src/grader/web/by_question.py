@@ -4,10 +4,13 @@ from typing import Any
 
 import streamlit as st
 
+from grader.errors import GraderError
 from grader.grading import Grade, for_graders, override
 from grader.points import plain
 from grader.store import Assignment, Database
-from grader.web.session import all_grades, note, refusals, who
+from grader.web.session import all_grades, decide, field, who
+
+_STUDENT, _POINTS, _WHY = "question-student", "question-points", "question-why"
 
 
 def by_question(database: Database, chosen: Assignment) -> None:
@@ -40,15 +43,18 @@ def _row(grade: Grade, item: str) -> dict[str, Any] | None:
 
 
 def _set_points(database: Database, found: list[Grade], item: str) -> None:
+    works = {one.submission.pseudonym: one for one in found}
     with st.form("by-question"):
-        names = [one.submission.pseudonym for one in found]
         first, second, third = st.columns([2, 1, 4])
-        name = first.selectbox("Student", names)
-        points = second.text_input("Points")
-        why = third.text_input("Reason")
-        if not st.form_submit_button("Set points"):
-            return
-    with refusals():
-        override(database, found[names.index(name)], item, points.strip(), who(), why)
-        note(f"{name}, {item}: {points} points.")
-        st.rerun()
+        first.selectbox("Student", list(works), key=_STUDENT)
+        second.text_input("Points", key=_POINTS)
+        third.text_input("Reason", key=_WHY)
+        st.form_submit_button("Set points", on_click=decide, args=(_give, database, works, item))
+
+
+def _give(database: Database, works: dict[str, Grade], item: str) -> str:
+    name, points = field(_STUDENT, ""), str(field(_POINTS, "")).strip()
+    if name not in works:
+        raise GraderError(f"{name} has no grade here")
+    override(database, works[name], item, points, who(), field(_WHY, ""))
+    return f"{name}, {item}: {points} points."

@@ -19,7 +19,7 @@ from grader.grading import (
     model_figures,
 )
 from grader.models import ALL_UP, LayerRun, ModelSettings, connect
-from grader.store import Assignment, Database, last_settings
+from grader.store import Assignment, Database, settings_of_batches
 from grader.web.cards import cards_html, combined_card_html, model_card_html, rate, seconds
 from grader.web.session import book, chosen_assignment, refusals
 from grader.web.settings import settings
@@ -36,11 +36,8 @@ def cluster_page() -> None:
     with refusals("The models cannot be reached:"), closing(connect(models)) as endpoint:
         health = endpoint.health(*names)
     _show_cards(names, records, health.get("verdicts", {}))
-    left, right = st.columns(2)
-    with left:
-        _show_health(health)
-    with right:
-        _show_last(records)
+    _show_health(health)
+    _show_last(records)
     read = [one for one in grades(database, chosen) if one.models]
     _show_costs(model_figures(one.models for one in read if one.models))
     _show_runs(read)
@@ -48,10 +45,10 @@ def cluster_page() -> None:
 
 
 def _models(database: Database, chosen: Assignment) -> ModelSettings:
-    """Of the last batch, else the defaults."""
-    text = last_settings(database, chosen.id)
-    before = msgspec.json.decode(text, type=GradeSettings).models if text else None
-    return before or ModelSettings(config=settings().config)
+    """Of the last batch that asked models, else the defaults."""
+    batches = (msgspec.json.decode(text, type=GradeSettings) for text in settings_of_batches(database, chosen.id))
+    asked = (batch.models for batch in batches if batch.models)
+    return next(asked, None) or ModelSettings(config=settings().config)
 
 
 def _show_cards(names: list[str], records: list[AnswerRecord], verdicts: dict[str, str]) -> None:

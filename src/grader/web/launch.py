@@ -18,6 +18,7 @@ _STREAMLIT: dict[str, object] = {
     "client.toolbarMode": "minimal",
     "logger.level": "error",
     "logger.hideWelcomeMessage": True,
+    "runner.fastReruns": False,  # see clicks.py
     "server.fileWatcherType": "none",
     "server.headless": True,
     "server.maxUploadSize": _LARGEST_UPLOAD_MIB,
@@ -42,7 +43,10 @@ def run_web(settings: WebSettings, host: str, port: int, password_file: Path | N
         ) from None
     from starlette.middleware import Middleware
 
+    from grader.web.clicks import keep_every_click
     from grader.web.password import PasswordGate
+
+    keep_every_click()
 
     page = Path(__file__).with_name("app.py")
     app = streamlit.App(page, middleware=[Middleware(PasswordGate, password=password)])

@@ -3,9 +3,11 @@
 import json
 from datetime import datetime
 
+import msgspec
 import streamlit as st
 
 from grader.grading import Grade
+from grader.models import Figures
 from grader.store import Database, answers, history
 
 
@@ -49,7 +51,8 @@ def show_prompts(database: Database, grade: Grade) -> None:
         return
     with st.expander("Raw prompts and answers"):
         for one in found:
-            st.text(f"{one.layer} model {one.model}, reading {one.reading + 1}")
+            weights = ", ".join(msgspec.json.decode(one.figures, type=Figures).weights) or "not told"
+            st.text(f"{one.layer} model {one.model}, reading {one.reading + 1}, weights: {weights}")
             messages = json.loads(one.prompt)["messages"]
             said = "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in messages)
             st.code(f"{said}\n\n[answer]\n{one.answer or one.error}", language=None, wrap_lines=True, height=300)

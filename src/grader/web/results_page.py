@@ -6,8 +6,8 @@ import streamlit as st
 
 from grader.grading import Grade, approve_all
 from grader.points import plain
-from grader.store import Assignment, Database
-from grader.web.session import all_grades, book, chosen_assignment, note, show_note, who
+from grader.store import Database
+from grader.web.session import all_grades, book, chosen_assignment, decide, show_note, who
 
 
 def results_page() -> None:
@@ -29,7 +29,7 @@ def results_page() -> None:
     for place in picked.selection.rows if shown else ():
         st.session_state["student"] = shown[place].submission.pseudonym
         st.text(f"{shown[place].submission.pseudonym} is open on the page Review.")
-    _approve(database, chosen, found)
+    _approve(database, found)
 
 
 def _columns(found: list[Grade]) -> dict[str, Any]:
@@ -81,8 +81,11 @@ def result_row(grade: Grade) -> dict[str, Any]:
     }
 
 
-def _approve(database: Database, chosen: Assignment, found: list[Grade]) -> None:
-    if st.button("Approve all without open items and flags"):
-        done = approve_all(database, found, who())
-        note(f"{done.approved} approved; {done.left_open} have open items or flags: look at each of them.")
-        st.rerun()
+def _approve(database: Database, found: list[Grade]) -> None:
+    st.button("Approve all without open items and flags", on_click=decide, args=(_approve_all, database, found))
+
+
+def _approve_all(database: Database, found: list[Grade]) -> str:
+    """As the page showed them: one that changed meanwhile is not approved by this."""
+    done = approve_all(database, found, who())
+    return f"{done.approved} approved; {done.left_open} have open items or flags: look at each of them."

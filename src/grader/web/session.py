@@ -2,21 +2,26 @@
 
 Streamlit reads most texts as markdown. Texts of students and of models go through `st.text`, `st.code`, tables or
 escaped HTML alone.
+
+Buttons act by `decide` or `note` in their callbacks, and read their fields there: what a page's run does after a click
+may be ended by the next click.
 """
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import streamlit as st
 
 from disaggregated_inference.errors import DisaggError
 from grader.errors import GraderError
-from grader.grading import Grade, grade_of, grades
+from grader.grading import Grade, grade_in_class, grades
 from grader.store import Assignment, Database, assignment, assignment_names, find_submission
 from grader.web.settings import settings
 
-_NOTE = "note"
+_NOTES, _REFUSED = "notes", "refused"  # of decisions, until a page has shown them
+REFUSALS = (GraderError, DisaggError, OSError, sqlite3.Error)
 
 
 def book() -> Database:
@@ -47,7 +52,7 @@ def all_grades(database: Database, chosen: Assignment) -> list[Grade]:
 
 
 def one_grade(database: Database, chosen: Assignment, pseudonym: str) -> Grade | None:
-    return grade_of(database, find_submission(database, chosen.id, pseudonym))
+    return grade_in_class(database, chosen, find_submission(database, chosen.id, pseudonym))
 
 
 @contextmanager
@@ -55,17 +60,42 @@ def refusals(what: str = "This was refused:") -> Iterator[None]:
     """Errors that say what to do are shown, as plain text."""
     try:
         yield
-    except (GraderError, DisaggError, OSError, sqlite3.Error) as error:
-        st.error(what)
-        st.code(str(error), language=None, wrap_lines=True)
+    except REFUSALS as error:
+        show_refusal(str(error), what)
+
+
+def show_refusal(why: str, what: str = "This was refused:") -> None:
+    st.error(what)
+    st.code(why, language=None, wrap_lines=True)
+
+
+def decide(what: Callable[..., str], *args: Any) -> None:
+    """The callback of a button: acts, and keeps what the page then says: what was done, or why not."""
+    try:
+        note(what(*args))
+    except REFUSALS as error:
+        _keep(_REFUSED, str(error))
+
+
+def field(key: str, default: Any = None) -> Any:
+    """What stands in a field when a button acts."""
+    return st.session_state.get(key, default)
 
 
 def note(text: str) -> None:
     """Shown once, after the page has run again."""
-    st.session_state[_NOTE] = text
+    _keep(_NOTES, text)
+
+
+def _keep(where: str, text: str) -> None:
+    st.session_state[where] = [*st.session_state.get(where, ()), text]
 
 
 def show_note() -> None:
-    if text := st.session_state.pop(_NOTE, ""):
+    for text in st.session_state.get(_NOTES, ()):
         st.toast(text)
         st.success(text)
+    for why in st.session_state.get(_REFUSED, ()):
+        show_refusal(why)
+    for name in (_NOTES, _REFUSED):
+        st.session_state.pop(name, None)

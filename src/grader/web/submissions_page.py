@@ -5,17 +5,21 @@ import time
 import msgspec
 import streamlit as st
 
+from grader.errors import GraderError
 from grader.grading import GradeSettings, parse_rubric
 from grader.intake import read_roster, read_uploads, take_in
 from grader.models import ModelSettings, require_models
 from grader.sandbox import require_sandbox
 from grader.store import Assignment, Database, last_settings, live_workers, progress, queued_at, submissions
 from grader.texts import decoded
-from grader.web.session import book, chosen_assignment, note, refusals, show_note
+from grader.web.session import book, chosen_assignment, decide, field, show_note
 from grader.web.settings import settings
 from grader.worker import Watched, WorkerOptions, ensure_worker, queue_some, watched
 
 _ALL = "all submissions"
+_FILES, _ROSTER, _REPLACE = "intake-files", "intake-roster", "intake-replace"
+_WORDS = ("code_model", "feedback_model", "endpoint", "config")
+_COUNTS = ("readings", "code_tokens", "feedback_tokens")
 
 
 def submissions_page() -> None:
@@ -35,45 +39,56 @@ def submissions_page() -> None:
 def _intake(database: Database, chosen: Assignment) -> None:
     st.subheader("Take in")
     with st.form("intake", clear_on_submit=True):
-        files = st.file_uploader("Notebooks and ZIPs", type=["ipynb", "zip"], accept_multiple_files=True)
-        roster = st.file_uploader(
+        st.file_uploader("Notebooks and ZIPs", type=["ipynb", "zip"], accept_multiple_files=True, key=_FILES)
+        st.file_uploader(
             "Roster, if there is one (CSV of Canvas or Moodle, or: key, name, email, lms_id, late_days)",
             type="csv",
             max_upload_size=5,
+            key=_ROSTER,
         )
-        replace = st.checkbox("These files count, also where a newer one of the student is there (--replace)")
-        if not st.form_submit_button("Take in", type="primary"):
-            return
+        st.checkbox("These files count, also where a newer one of the student is there (--replace)", key=_REPLACE)
+        st.form_submit_button("Take in", type="primary", on_click=decide, args=(_take_in, database, chosen))
+
+
+def _take_in(database: Database, chosen: Assignment) -> str:
+    files, roster = field(_FILES), field(_ROSTER)
     if not files:
-        st.warning("Choose files first.")
-        return
-    with refusals():
-        known = read_roster(decoded(roster.getvalue(), roster.name)) if roster else {}
-        taken = take_in(database, chosen, read_uploads(((one.name, one) for one in files), known), replace)
-        note(f"{taken.told()}.")
-        st.rerun()
+        raise GraderError("choose files first")
+    known = read_roster(decoded(roster.getvalue(), roster.name)) if roster else {}
+    taken = take_in(database, chosen, read_uploads(((one.name, one) for one in files), known), bool(field(_REPLACE)))
+    return f"{taken.told()}."
 
 
 def _grading(database: Database, chosen: Assignment) -> None:
     st.subheader("Grade")
-    everyone = submissions(database, chosen.id)
+    everyone, key = submissions(database, chosen.id), f"grade-{chosen.id}"
     before = _last(database, chosen)
-    which = st.selectbox("Grade", [_ALL, *(one.pseudonym for one in everyone)], label_visibility="collapsed")
-    rerun = st.checkbox("Run the notebooks again in the sandbox", before.rerun)
-    models = _models(before.models) if st.checkbox("Ask the models (layers 3 and 4)", bool(before.models)) else None
+    st.selectbox(
+        "Grade",
+        [_ALL, *(one.pseudonym for one in everyone)],
+        label_visibility="collapsed",
+        key=f"{key}-which",
+    )
+    st.checkbox("Run the notebooks again in the sandbox", before.rerun, key=f"{key}-rerun")
+    start = before.models or ModelSettings(config=settings().config)
+    if st.checkbox("Ask the models (layers 3 and 4)", bool(before.models), key=f"{key}-ask"):
+        _models(start, key)
     st.text(f"{len(everyone)} submissions. What is graded already is not graded again.")
-    if not st.button("Grade", type="primary", disabled=not everyone):
-        return
-    with refusals():
-        if rerun or parse_rubric(chosen.rubric.content).rerun:
-            require_sandbox()
-        if models:
-            require_models(models)
-        ids = [one.id for one in everyone if which in (_ALL, one.pseudonym)]
-        count = queue_some(database, chosen, GradeSettings(models=models, rerun=rerun), ids)
-        ensure_worker(database, WorkerOptions())
-        note(f"{count} new in the queue." if count else "All of this is graded already.")
-        st.rerun()
+    given = _start, database, chosen, start, key
+    st.button("Grade", type="primary", disabled=not everyone, on_click=decide, args=given)
+
+
+def _start(database: Database, chosen: Assignment, start: ModelSettings, key: str) -> str:
+    which, rerun = field(f"{key}-which", _ALL), bool(field(f"{key}-rerun"))
+    models = _models_given(start, key) if field(f"{key}-ask") else None
+    if rerun or parse_rubric(chosen.rubric.content).rerun:
+        require_sandbox()
+    if models:
+        require_models(models)
+    ids = [one.id for one in submissions(database, chosen.id) if which in (_ALL, one.pseudonym)]
+    count = queue_some(database, chosen, GradeSettings(models=models, rerun=rerun), ids)
+    ensure_worker(database, WorkerOptions())
+    return f"{count} new in the queue." if count else "All of this is graded already."
 
 
 def _last(database: Database, chosen: Assignment) -> GradeSettings:
@@ -81,19 +96,23 @@ def _last(database: Database, chosen: Assignment) -> GradeSettings:
     return msgspec.json.decode(text, type=GradeSettings) if text else GradeSettings()
 
 
-def _models(before: ModelSettings | None) -> ModelSettings:
-    start = before or ModelSettings(config=settings().config)
+def _models(start: ModelSettings, key: str) -> None:
     with st.expander("Which models"):
-        return msgspec.structs.replace(
-            start,
-            code_model=st.text_input("Code model", start.code_model),
-            feedback_model=st.text_input("Feedback model", start.feedback_model),
-            endpoint=st.text_input("OpenAI-compatible endpoint that ends in /v1 (empty: the cluster)", start.endpoint),
-            config=st.text_input("Cluster file (empty: as the client finds it)", start.config),
-            readings=int(st.number_input("Readings of the code model", 1, 9, start.readings)),
-            code_tokens=int(st.number_input("Longest answer of the code model, tokens", 16, 32_000, start.code_tokens)),
-            feedback_tokens=int(st.number_input("Longest feedback, tokens", 16, 32_000, start.feedback_tokens)),
-        )
+        st.text_input("Code model", start.code_model, key=f"{key}-code_model")
+        st.text_input("Feedback model", start.feedback_model, key=f"{key}-feedback_model")
+        where = "OpenAI-compatible endpoint that ends in /v1 (empty: the cluster)"
+        st.text_input(where, start.endpoint, key=f"{key}-endpoint")
+        st.text_input("Cluster file (empty: as the client finds it)", start.config, key=f"{key}-config")
+        st.number_input("Readings of the code model", 1, 9, start.readings, key=f"{key}-readings")
+        longest = "Longest answer of the code model, tokens"
+        st.number_input(longest, 16, 32_000, start.code_tokens, key=f"{key}-code_tokens")
+        st.number_input("Longest feedback, tokens", 16, 32_000, start.feedback_tokens, key=f"{key}-feedback_tokens")
+
+
+def _models_given(start: ModelSettings, key: str) -> ModelSettings:
+    words = {name: str(field(f"{key}-{name}", getattr(start, name))).strip() for name in _WORDS}
+    counts = {name: int(field(f"{key}-{name}", getattr(start, name))) for name in _COUNTS}
+    return msgspec.structs.replace(start, **words, **counts)
 
 
 @st.fragment(run_every=1.0)
@@ -108,8 +127,7 @@ def _watch(assignment_id: int) -> None:
     _bars(watched(database, state, began_at, max(time.time() - began_at, 0.1)))
     if not state.is_over and not live_workers(database):
         st.warning("No worker process runs.")
-        if st.button("Go on"):
-            ensure_worker(database, WorkerOptions())
+        st.button("Go on", on_click=ensure_worker, args=(database, WorkerOptions()))
     for pseudonym, error in state.failures:
         st.code(f"{pseudonym} failed: {error}", language=None, wrap_lines=True)
 

@@ -7,8 +7,10 @@ grade book has the state.
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -27,6 +29,8 @@ from grader.store import (
 from grader.worker.timeouts import WorkerTimeouts
 from grader.worker.worker import MODELS_AWAY, UNWRITABLE, WorkerOptions
 
+_starting = threading.Lock()
+_started: dict[Path, "subprocess.Popen[bytes]"] = {}  # of this process, the last one of each grade book
 _RESTARTS = 5  # without any job finished in between
 
 
@@ -66,9 +70,11 @@ def _private(path: str, flags: int) -> int:
 
 
 def ensure_worker(database: Database, options: WorkerOptions) -> None:
-    """For a page: starts a worker unless one runs."""
-    if not live_workers(database):
-        start_worker(database, options)
+    """For a page: starts a worker unless one runs, or is about to: of two clicks one starts it."""
+    with _starting:
+        last = _started.get(database.path)
+        if not live_workers(database) and (last is None or last.poll() is not None):
+            _started[database.path] = start_worker(database, options)
 
 
 def run_batch(

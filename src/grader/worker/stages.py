@@ -13,7 +13,7 @@ from grader.grading import (
     grading_key,
     parse_rubric,
     record_of,
-    rerun_notebook,
+    rerun_of,
 )
 from grader.models import (
     Endpoint,
@@ -130,10 +130,10 @@ def _work(database: Database, job: GradingJob, settings: GradeSettings, models: 
     assert stored.checks
     rubric = parse_rubric(version.content)
     rerun = settings.rerun or rubric.rerun
-    fresh = rerun_notebook(database, assignment, rubric, found.blob_sha) if rerun else None
+    fresh = rerun_of(database, assignment, rubric, found.blob_sha) if rerun else None
     work = Work(
         rubric=rubric,
-        notebook=fresh or _notebook(database, found),
+        notebook=fresh.notebook if fresh else _notebook(database, found),
         fresh=fresh is not None,
         solution=_solution(database, assignment),
         verdicts=msgspec.json.decode(stored.checks, type=ChecksResult).verdicts,

@@ -109,8 +109,9 @@ class Worker:
 
     def _loop(self, stage: Stage) -> None:
         try:
-            while not self._stop.is_set() and (self._step(stage) or self._more_to_come(stage)):
-                pass
+            while not self._stop.is_set() and not self._gives_up(stage):
+                if not (self._step(stage) or self._more_to_come(stage)):
+                    break
         except sqlite3.Error:  # the disk is full, as a rule: no result can be stored, and no other thread can go on
             log.exception("the grade book cannot be used")
             self._unwritable = True
@@ -154,12 +155,18 @@ class Worker:
 
     def _more_to_come(self, stage: Stage) -> bool:
         """Waits a little where jobs of this stage may still come."""
-        open_stages = {row["stage"] for row in self._database.rows(_OPEN)}
+        open_stages = self._open_stages()
         waits = stage in open_stages or (stage == "models" and "checks" in open_stages)
-        if not waits or (self._impatient and "checks" not in open_stages):
-            return False
-        self._stop.wait(self._timeouts.poll_s)
-        return True
+        if waits:
+            self._stop.wait(self._timeouts.poll_s)
+        return waits
+
+    def _gives_up(self, stage: Stage) -> bool:
+        """On models that stay away, when all else is done. Asked before each job: among many jobs one always waits."""
+        return stage == "models" and self._impatient and "checks" not in self._open_stages()
+
+    def _open_stages(self) -> set[str]:
+        return {row["stage"] for row in self._database.rows(_OPEN)}
 
     @property
     def _impatient(self) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from grader.grading import (
     DecisionRefused,
     Grade,
+    GradeSettings,
     approve_all,
     approve_grade,
     changes_since,
@@ -20,6 +21,7 @@ from grader.grading import (
 from grader.models import Feedback, Improvement, ItemReading, ModelsResult, Reflection, Strength
 from grader.models.code_analysis import model_verdicts
 from grader.rubric import dump_rubric, load_rubric
+from grader.sandbox import why_unavailable
 from grader.store import Assignment, Database, StudentIdentity, add_submission, put_models, save_rubric
 from tests.support.grade_books import RUBRIC, grade_here, graded_book, known_points, make_book, work
 
@@ -237,3 +239,23 @@ def test_components_sum_to_the_total(book: tuple[Database, Assignment]) -> None:
 def test_ungraded_work_has_no_grade(book: tuple[Database, Assignment]) -> None:
     new = add_submission(book[0], book[1].id, StudentIdentity(key="new"), "x.ipynb", work(words="new"))
     assert grade_of(book[0], new) is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_unavailable()), reason=f"no sandbox: {why_unavailable()}")
+def test_a_changed_tolerance_runs_no_student_code_again(tmp_path: Path) -> None:
+    """What is compared changes no run; what is run does."""
+    database, assignment = make_book(tmp_path)
+    add_submission(database, assignment.id, StudentIdentity(key="one"), "one.ipynb", work(mean=21))
+    grade_here(database, assignment, GradeSettings(rerun=True))
+    assert grades(database, assignment)[0].score.total == 6, "the cell prints 20 when it runs"
+    runs = database.rows("SELECT * FROM reruns")
+    assert len(runs) == 2, "the work and the solution"
+    for changed in ("compare: number, rel_tol: 0.2", "compare: text"):
+        text = RUBRIC.replace("compare: number", changed)
+        assignment = save_rubric(database, "sales", dump_rubric(load_rubric(text)))
+        grade_here(database, assignment, GradeSettings(rerun=True))
+        assert [tuple(row) for row in database.rows("SELECT * FROM reruns")] == [tuple(row) for row in runs]
+    assignment = save_rubric(database, "sales", dump_rubric(load_rubric(RUBRIC + "limits: {cell_timeout_s: 30}\n")))
+    grade_here(database, assignment, GradeSettings(rerun=True))
+    assert len(database.rows("SELECT * FROM reruns")) == 4

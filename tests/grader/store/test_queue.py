@@ -19,11 +19,13 @@ from grader.store import (
     enqueue,
     fail,
     finish,
+    last_settings,
     live_workers,
     postpone,
     progress,
     recover,
     save_assignment,
+    settings_of_batches,
 )
 
 
@@ -172,3 +174,13 @@ def test_a_full_disk_leaves_the_grade_book_usable(book: Database) -> None:
     book.connection.execute("PRAGMA max_page_count = 1000000")
     add_submission(book, assignment.id, StudentIdentity(key="big"), "x.ipynb", bytes(1 << 20))
     assert len(book.rows("SELECT * FROM submissions")) == 1
+
+
+def test_settings_of_batches_newest_first(book: Database) -> None:
+    """Each once: a page looks for the last batch that asked models."""
+    assignment = _queued(book, 2)
+    version = save_assignment(book, "hw1", "{}").rubric.id
+    for key, settings in (("m", '{"models":1}'), ("r", '{"rerun":true}'), ("x", "{}")):
+        enqueue(book, [1], key, version, settings)
+    assert settings_of_batches(book, assignment) == ["{}", '{"rerun":true}', '{"models":1}']
+    assert last_settings(book, assignment) == "{}"

@@ -13,8 +13,8 @@ import pytest
 from grader.grading import GradeSettings, grades
 from grader.models import HttpEndpoint, ModelSettings, ModelsUnavailable, connect
 from grader.store import Assignment, Database, answers, progress, submissions
-from grader.worker import MODELS_AWAY, WorkerOptions, WorkerTimeouts, queue_all, run_batch, start_worker
-from tests.support.cluster import Process
+from grader.worker import MODELS_AWAY, Worker, WorkerOptions, WorkerTimeouts, queue_all, run_batch, start_worker
+from tests.support.cluster import Process, free_port
 from tests.support.gateway import gateway_process, simulated_config, simulated_pair
 from tests.support.grade_books import add_class, known_points, make_book
 from tests.support.waiting import until
@@ -99,11 +99,27 @@ def _every_grade_has_its_record(book: Database, assignment: Assignment) -> None:
             stored = answers(book, grade.submission.id, grade.submission.current_key or "")
             assert {one.layer for one in stored} == {"code", "feedback"}
             figures = [msgspec.json.decode(one.figures) for one in stored]
+            assert all(each.startswith("simulated-") for one in figures for each in one["weights"])
+            assert all(one["weights"] for one in figures)
             assert all(one["prefill_s"] is not None and one["decode_s"] is not None for one in figures)
     everything = "".join(row["prompt"] for row in book.rows("SELECT prompt FROM answers"))
     assert "Family" not in everything
     assert "student1" not in everything
     assert any(row["figures"] for row in book.rows("SELECT figures FROM answers"))
+
+
+def test_patience_ends_also_where_many_jobs_wait(tmp_path: Path) -> None:
+    """Among many jobs one always waits for its next try: the worker gives up all the same, and says so."""
+    book, assignment = make_book(tmp_path)
+    add_class(book, assignment, 30)
+    nobody = ModelSettings(endpoint=f"http://127.0.0.1:{free_port()}/v1")
+    queue_all(book, assignment, GradeSettings(models=nobody))
+    options = WorkerOptions(model_threads=1, patience_s=0.5, timeouts=WorkerTimeouts(models_retry_s=0.0))
+    assert Worker(tmp_path, options).run() == MODELS_AWAY
+    state = progress(book, assignment.id)
+    assert (state.checks.done, state.models.done, state.models.left) == (30, 0, 27)
+    assert "refused" in state.waiting_reason
+    assert all(one.score.needs_review for one in grades(book, assignment) if one.checks.readable)
 
 
 def test_any_openai_endpoint_will_do(tmp_path: Path, pair: tuple[Process, Process]) -> None:
@@ -118,5 +134,7 @@ def test_any_openai_endpoint_will_do(tmp_path: Path, pair: tuple[Process, Proces
     first = submissions(book, assignment.id)[0]
     figures = msgspec.json.decode(answers(book, first.id, first.current_key or "")[0].figures)
     assert figures["method"] == "disaggregated_simulated"
+    assert len(figures["weights"]) == 1, "as the gateway's list of models tells it"
+    assert figures["weights"][0].startswith("simulated-")
     with pytest.raises(ModelsUnavailable, match="refused"):
         connect(settings).health()

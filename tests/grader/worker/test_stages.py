@@ -10,8 +10,8 @@ import pytest
 from grader.grading import Grade, GradeSettings, answer_records, grades, grading_key
 from grader.models import Figures, ModelSettings, ModelsUnavailable, Question, RawAnswer, text_sha
 from grader.notebook import read_notebook
-from grader.rubric import OutputMatch, dump_rubric, load_rubric
-from grader.sandbox import Rerun
+from grader.rubric import dump_rubric, load_rubric
+from grader.sandbox import Rerun, code_tests_of, probes_of
 from grader.store import (
     Assignment,
     Database,
@@ -201,8 +201,7 @@ def test_a_solution_that_changes_under_a_run_mixes_no_points(book: tuple[Databas
 def _put_reruns(book: Database, assignment: Assignment, *ids: int) -> None:
     """As if these submissions and the solution had run, and printed 99."""
     rubric, notebook = load_rubric(assignment.rubric.content), read_notebook(work(99), "fresh")
-    asked = [item.check for item in rubric.items if isinstance(item.check, OutputMatch)]
-    settings = msgspec.to_builtins([rubric.limits, assignment.inputs, asked])
+    settings = msgspec.to_builtins([rubric.limits, assignment.inputs, code_tests_of(rubric), probes_of(rubric)])
     run = msgspec.json.encode(Rerun(notebook=notebook, status="finished", backend="test")).decode()
     for sha in (*(submission(book, one).blob_sha for one in ids), assignment.solution_sha):
         assert sha

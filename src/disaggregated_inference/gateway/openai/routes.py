@@ -39,7 +39,8 @@ def routes() -> list[Route]:
 
 async def models(request: Request) -> Response:
     context = RequestContext(request)
-    found = [await _description(context, id, name) for id, name in context.names().items()]
+    nodes = (await context.core.status())["nodes"]
+    found = [await _description(context, id, name, nodes) for id, name in context.names().items()]
     return json_response({"object": "list", "data": found}, headers=context.headers())
 
 
@@ -48,15 +49,17 @@ async def model(request: Request) -> Response:
     context, name = RequestContext(request), request.path_params["name"]
     if not name:
         raise HTTPException(404)
-    model = context.model(name)
-    return json_response(await _description(context, context.shown_model, model), headers=context.headers())
+    model, nodes = context.model(name), (await context.core.status())["nodes"]
+    return json_response(await _description(context, context.shown_model, model, nodes), headers=context.headers())
 
 
 async def embeddings(request: Request) -> Response:
     raise NotOffered("/v1/embeddings: no node makes embeddings; use another server for them, an Ollama for instance")
 
 
-async def _description(context: RequestContext, id: str, name: str) -> dict[str, Any]:
+async def _description(context: RequestContext, id: str, name: str, nodes: list[dict[str, Any]]) -> dict[str, Any]:
+    """`weights`: hashes of the weights with which the nodes answer."""
     found = {"id": id, "object": "model", "created": _STARTED, "owned_by": "disaggregated-inference", "root": name}
     window = await context_window(context.core, name)
-    return found | ({"context_window": window} if window else {})
+    weights = sorted({node["weights"] for node in nodes if node["model"] == name and node["weights"]})
+    return found | ({"context_window": window} if window else {}) | ({"weights": weights} if weights else {})
