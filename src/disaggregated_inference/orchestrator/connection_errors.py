@@ -49,7 +49,7 @@ async def _identify(session: aiohttp.ClientSession, server: Server) -> str:
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> tuple[aiohttp.ClientResponse, bytes]:
-    """Without the node's token: a stranger must not get it."""
+    """Without the node's token: another program must not get it."""
     async with session.get(url, allow_redirects=False) as response:
         return response, await response.content.read(_LIMIT_BYTES)
 

@@ -68,7 +68,7 @@ class NodeState:
         self._best_rates: dict[tuple[str, int], float] = {}  # of this epoch, by kind and size
         self.doubtful = False  # a rate is far below its best, or that of its prefills rests on its start alone
         self.explorations = 0  # requests sent there while that is so, to find out
-        self._session, self._stranger, self._identified_at = session, "", -math.inf
+        self._session, self._other_program, self._identified_at = session, "", -math.inf
 
     @property
     def epoch(self) -> str:
@@ -164,9 +164,9 @@ class NodeState:
         if code == _UNREACHABLE:
             return f"{reason}; is {self.server.port} its HTTP port, not its KV port?" if closed else reason
         if time.monotonic() - self._identified_at > self._timeouts.identify_s:
-            self._stranger = await what_answers(self._session, self.server, self._policies.health_timeout_s)
+            self._other_program = await what_answers(self._session, self.server, self._policies.health_timeout_s)
             self._identified_at = time.monotonic()
-        return f"{reason}; {self._stranger}" if self._stranger else reason
+        return f"{reason}; {self._other_program}" if self._other_program else reason
 
     def prompt_was_read(self, tokens: int, sent_at: float) -> None:
         """A prompt of ours, sent there at `sent_at`, was prefilled."""
