@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from disaggregated_inference.chaos.answers import ChaosAnswer, ChaosChoice, difference, partial_difference
-from disaggregated_inference.chaos.footprint import Footprint
+from disaggregated_inference.chaos.footprint import Footprint, footprint_of
 from disaggregated_inference.chaos.gate import Gate
 from disaggregated_inference.chaos.nodes import given_nodes, model_of
 from disaggregated_inference.chaos.outcomes import FailingCase, RequestOutcomes
@@ -147,6 +147,17 @@ def test_growth_is_what_grows_after_the_warm_up() -> None:
         assert not report_of(outcomes, [*steady[:2], leaking]).passed
         assert report_of(outcomes, [*steady, leaking]).passed, "garbage that waits for its collection"
         assert not report_of(outcomes, [*steady, *[leaking] * 3]).passed
+
+
+def test_a_node_that_serves_late_is_not_grown() -> None:
+    """The first requests of a node fill its caches, also when all before went to another one."""
+    idle = msgspec.structs.replace(sample(6_000, 50, 5, 5).processes["d1"], requests=0)
+    late = [GrowthSample(requests=6_000, processes={"d1": idle}), *(sample(at, 100, 9, 30) for at in (9_000, 10_000))]
+    assert report_of(outcomes_of(right=10), late).passed
+    metrics = 'disagg_python_blocks 5.0\ndisagg_requests_total{outcome="stop",role="decode"} 3.0\n'
+    assert footprint_of(1, metrics).requests == 3
+    assert footprint_of(1, "# TYPE disagg_requests_total counter\n").requests == 0
+    assert footprint_of(1, "disagg_gateway_python_blocks 7.0\n").requests is None
 
 
 def test_only_nodes_of_this_machine_are_disturbed() -> None:

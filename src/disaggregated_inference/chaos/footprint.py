@@ -17,6 +17,7 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     descriptors: int | None = None
     python_blocks: int | None = None
     malloc_bytes: int | None = None
+    requests: int | None = None  # that a node has ended
 
 
 def footprint_of(pid: int, metrics: str = "") -> Footprint:
@@ -27,7 +28,9 @@ def footprint_of(pid: int, metrics: str = "") -> Footprint:
 
 def _told(metrics: str) -> dict[str, int]:
     found = re.findall(r"^disagg_(?:gateway_)?(python_blocks|malloc_bytes) (\S+)$", metrics, re.MULTILINE)
-    return {name: int(float(value)) for name, value in found}
+    ended = re.findall(r"^disagg_requests_total\{.*\} (\S+)$", metrics, re.MULTILINE)
+    told = {name: int(float(value)) for name, value in found}
+    return told | ({"requests": int(sum(map(float, ended)))} if "disagg_requests" in metrics else {})
 
 
 def _footprint_of(pid: int) -> Footprint:

@@ -82,14 +82,8 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
     def grown(self) -> list[str]:
         """What a process holds more of at the end than after the warm-up; unknown for a run that is too short."""
         begin = max(_WARM * self.requests, _FULL)
-        warm = [sample for sample in self.samples if sample.requests >= begin]
-        if len(warm) < 2:
-            return []
-        return [
-            f"{name}: {text}"
-            for name, first in warm[0].processes.items()
-            for text in _growth(first, [sample.processes[name] for sample in warm[1:][-_LAST:]])
-        ]
+        warm = [sample.processes for sample in self.samples if sample.requests >= begin]
+        return [f"{name}: {text}" for name in (warm[0] if warm else ()) for text in _growth([at[name] for at in warm])]
 
     def as_data(self) -> dict[str, Any]:
         hidden = ("logs",)
@@ -154,11 +148,13 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
         yield "passed" if self.passed else "FAILED"
 
 
-def _growth(first: Footprint, last: list[Footprint]) -> Iterator[str]:
-    """The least of the last samples counts: what is grown stays, and garbage waits up to a minute to be collected."""
+def _growth(found: list[Footprint]) -> Iterator[str]:
+    """From the first sample in which a node has served at all. The least of the last samples counts: what is grown
+    stays, and garbage waits up to a minute to be collected."""
+    first, *later = [each for each in found if each.requests != 0] or [Footprint()]
     for name, limit in _MOST_GROWTH.items():
-        before, later = getattr(first, name), [getattr(each, name) for each in last]
-        if before is not None and None not in later and (after := min(later)) > before + limit:
+        before, last = getattr(first, name), [getattr(each, name) for each in later[-_LAST:]]
+        if before is not None and last and None not in last and (after := min(last)) > before + limit:
             yield f"{name} from {before:,} to {after:,}"
 
 
