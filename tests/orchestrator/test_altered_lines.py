@@ -97,7 +97,7 @@ class DigitProxy(TcpProxy):
 
     field, altered = b"", 0
 
-    def _back(self, data: bytes) -> bytes:
+    def to_client(self, data: bytes) -> bytes:
         if not (self.field and (found := re.search(rb'"%b":(\d)' % self.field, data))):
             return data
         self.altered += 1
