@@ -190,7 +190,7 @@ class GatewayTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """The gateway (package `gateway`)."""
 
     event_poll_s: float = 1.0  # how often the event stream looks at the cluster
-    event_batch_s: float = 0.2  # events of this time are sent together
+    event_batch_s: float = 0.5  # events of this time are sent together
     event_quiet_s: float = 5.0  # an unchanged status is sent again this often
     answer_s: float = 2.0  # how long an answer about the history is good for all that ask the same
     answer_hint_s: int = 2  # the `Retry-After` where too many such questions wait

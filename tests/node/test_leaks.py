@@ -73,7 +73,8 @@ def test_a_prompt_that_is_fetched_at_once_counts_as_computed(
     """The decode node may fetch everything and end the ticket before the scheduler continues."""
     prefill, decode = nodes("torch", "torch", prefix_bytes=LOTS)
     prompt, finish = prompt_of(400), Outbox.finish
-    list(decode.generate_from_kv(prefill.submit(prompt_of(50, seed=1))[0], GenerationParams(max_tokens=1)))  # peer check
+    first, _ = prefill.submit(prompt_of(50, seed=1))
+    list(decode.generate_from_kv(first, GenerationParams(max_tokens=1)))  # the peer check
 
     def finish_and_stay(outbox: Outbox, end: End) -> None:
         finish(outbox, end)

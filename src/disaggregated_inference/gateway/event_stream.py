@@ -17,7 +17,7 @@ from disaggregated_inference.timeouts import GatewayTimeouts
 
 log = logging.getLogger(__name__)
 
-_MAX_QUEUED = 256  # events for a subscriber that does not read; then it is dropped
+_MAX_QUEUED = 1024  # events for a subscriber that does not read; then it is dropped
 _MAX_QUEUED_BYTES = 2 << 20
 
 
