@@ -19,7 +19,7 @@ header has its own check: otherwise a flipped bit would look like a peer that vi
 last so that both sides compute it block by block, while a block is in the processor's cache.
 
 In the authenticated mode (authenticated_frames.py) the magic is b"DKVA", and a keyed tag of 16 bytes takes the
-checksum's place.
+checksum's place. Inside TLS the checksum is 0: each record of TLS has a keyed tag of its own.
 """
 
 import select
@@ -134,6 +134,7 @@ class Connection:
         self.sock, self.timeouts = sock, timeouts
         self.keys: FrameKeys | None = None  # in the authenticated mode
         self.keyed = False  # whether frames have the magic and the tag of that mode
+        self._in_tls = isinstance(sock, TlsSocket)
         self.place = ""  # where it was dialled
         if isinstance(sock, socket.socket) and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -164,7 +165,7 @@ class Connection:
         head = encode_header(frame, KEYED_MAGIC if self.keys else MAGIC)
         waiting = [memoryview(head)]
         with self._sending:
-            seal = _Seal(self.keys.sending() if self.keys else None, head)
+            seal = self._seal(self.keys.sending() if self.keys else None, head)
             for block in _blocks(payload):
                 seal.update(block)
                 waiting.append(block)
@@ -196,11 +197,14 @@ class Connection:
         """Into the caller's memory. Sizes and checksum must match."""
         if sum(map(len, targets)) != frame.size:
             raise ProtocolError(f"a {frame.kind.name} frame of {frame.size} bytes, {sum(map(len, targets))} expected")
-        seal = _Seal(self.keys.receiving() if self.keys else None, bytes(self._raw))
+        seal = self._seal(self.keys.receiving() if self.keys else None, bytes(self._raw))
         for block in _blocks(targets):
             self._fill(block)
             seal.update(block)
         self._require_trailer(seal, frame)
+
+    def _seal(self, mac: FrameMac | None, head: bytes) -> "_Seal":
+        return _Seal(mac, None if mac or self._in_tls else xxhash.xxh3_64(), head)
 
     def _require_trailer(self, seal: "_Seal", frame: Frame) -> None:
         received = self._checksum if not self.keys else bytearray(TAG_BYTES)
@@ -212,7 +216,7 @@ class Connection:
         """A control payload that names its own key: `keys_of` finds it, from content that is not proven yet."""
         content = self._read_content(frame, CONTROL_LIMIT_BYTES)
         self.keys = keys_of(bytes(content))
-        seal = _Seal(self.keys.receiving(), bytes(self._raw))
+        seal = self._seal(self.keys.receiving(), bytes(self._raw))
         seal.update(content)
         self._require_trailer(seal, frame)
         return bytes(content)
@@ -280,18 +284,25 @@ class Connection:
 
 
 class _Seal:
-    """What follows a payload: XXH3-64, or the tag of the authenticated mode."""
+    """What follows a payload: XXH3-64, or the tag of the authenticated mode, or 0."""
 
-    def __init__(self, mac: FrameMac | None, head: bytes) -> None:
-        self._mac, self._hash = mac, xxhash.xxh3_64()
-        self.update: Callable[[Buffer], None] = mac.update if mac else self._hash.update
+    def __init__(self, mac: FrameMac | None, checksum: xxhash.xxh3_64 | None, head: bytes) -> None:
+        self._mac, self._checksum = mac, checksum
+        summed = mac or checksum
+        self.update: Callable[[Buffer], None] = summed.update if summed else _ignore
         self.update(head)
 
     def trailer(self) -> bytes:
-        return self._mac.tag() if self._mac else CHECKSUM.pack(self._hash.intdigest())
+        if self._mac:
+            return self._mac.tag()
+        return CHECKSUM.pack(self._checksum.intdigest() if self._checksum else 0)
 
     def is_trailer(self, received: bytes | bytearray) -> bool:
         return self._mac.is_tag(received) if self._mac else received == self.trailer()
+
+
+def _ignore(block: Buffer) -> None:
+    pass
 
 
 def _blocks(parts: Sequence[Buffer]) -> Iterator[memoryview]:
