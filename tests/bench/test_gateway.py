@@ -20,7 +20,10 @@ def test_what_the_gateway_adds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert [row["what"] for row in saved] == [row.what for row in report.rows]
     found = {row.what: row for row in report.rows}
     assert "SIMULATED" in report.title
-    assert found["3 at once: CPU of a request for one token"].against == servers.BARE
+    others = {row.against for row in report.rows if row.what == "3 at once: CPU of a request for one token"}
+    assert others == {servers.BARE, servers.HANDING}
+    goals = {other: found[f"3 at once: CPU of a request, of {other}"].goal for other in others}
+    assert goals == {servers.BARE: None, servers.HANDING: 2.0}
     assert found["3 of 50 tokens/s: CPU per token, of bare"].goal == 1.4
     assert found["3 of 50 tokens/s: added to a token, p99"].value > 0
     assert found["of 12 prompts, answered differently by them"].value == 0

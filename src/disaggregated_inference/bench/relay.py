@@ -2,7 +2,8 @@
 
 No plan, failover, health checks, record, keys, keep-alive or tokenizer: the comparison shows the cost of all these.
 Like the gateway, it rewrites and sends everything that has arrived in one go.
-`python -m disaggregated_inference.bench.relay NODE_URL` prints its port.
+`python -m disaggregated_inference.bench.relay NODE_URL` prints its port. With a second URL, of a prefill node, it hands
+each prompt over, as the gateway does: two POSTs instead of one.
 """
 
 import asyncio
@@ -23,10 +24,10 @@ from starlette.routing import Route
 
 _DONE = b"data: [DONE]\n\n"
 _JSON = {"Content-Type": "application/json"}
-_FIELDS = ("messages", "max_tokens", "ignore_eos", "temperature")
+_SAMPLING = ("max_tokens", "ignore_eos", "temperature")
 
 
-def relay_app(node_url: str) -> Starlette:
+def relay_app(node_url: str, prefill_url: str = "") -> Starlette:
     @asynccontextmanager
     async def session(app: Starlette) -> AsyncIterator[None]:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
@@ -35,19 +36,38 @@ def relay_app(node_url: str) -> Starlette:
 
     async def chat(request: Request) -> Response:
         body = msgspec.json.decode(await request.body())
-        return StreamingResponse(_relayed(request.app.state.session, node_url, body), media_type="text/event-stream")
+        session = request.app.state.session
+        relayed = _relayed(session, node_url, prefill_url, body)
+        return StreamingResponse(relayed, media_type="text/event-stream")
 
     return Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])], lifespan=session)
 
 
-async def _relayed(session: aiohttp.ClientSession, node_url: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
-    request = msgspec.json.encode({name: body[name] for name in _FIELDS if name in body} | {"stream": True})
+async def _relayed(
+    session: aiohttp.ClientSession, node_url: str, prefill_url: str, body: dict[str, Any]
+) -> AsyncIterator[bytes]:
     name = body["messages"][-1]["content"].partition(":")[0]  # the one field that every proxy passes on unchanged
-    head = _chunk_head(name, body["model"])
-    async with session.post(node_url + "/generate", data=request, headers=_JSON | {"X-Request-Id": name}) as response:
+    headers, head = _JSON | {"X-Request-Id": name}, _chunk_head(name, body["model"])
+    path, request = "/generate", {name: body[name] for name in _SAMPLING if name in body} | {"stream": True}
+    if prefill_url:
+        path, request["context"] = "/decode", await _prefill(session, prefill_url, body["messages"], headers)
+    else:
+        request["messages"] = body["messages"]
+    content = msgspec.json.encode(request)
+    async with session.post(node_url + path, data=content, headers=headers) as response:
         response.raise_for_status()
         async for lines in event_lines(response):
             yield b"".join(_chunk(head, line) for line in lines)
+
+
+async def _prefill(
+    session: aiohttp.ClientSession, url: str, messages: list[dict[str, Any]], headers: dict[str, str]
+) -> str:
+    content = msgspec.json.encode({"messages": messages, "wait": False})
+    async with session.post(url + "/prefill", data=content, headers=headers) as response:
+        response.raise_for_status()
+        context: str = msgspec.json.decode(await response.read())["context"]
+        return context
 
 
 async def event_lines(response: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
@@ -81,5 +101,5 @@ class _RelayServer(uvicorn.Server):
 
 
 if __name__ == "__main__":
-    settings = uvicorn.Config(relay_app(sys.argv[1]), port=0, log_level="warning", access_log=False)
+    settings = uvicorn.Config(relay_app(*sys.argv[1:]), port=0, log_level="warning", access_log=False)
     asyncio.run(_RelayServer(settings).serve())

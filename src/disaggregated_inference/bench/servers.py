@@ -16,7 +16,7 @@ from disaggregated_inference.bench.processes import free_port
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.local_nodes import Process, disagg, running
 
-OURS, BARE, LITELLM = "ours", "bare", "litellm"
+OURS, BARE, HANDING, LITELLM = "ours", "bare", "bare, handing over", "litellm"
 MODEL = "tiny"
 _OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # LiteLLM would fetch a price list first
 
@@ -29,14 +29,19 @@ def node_of(role: str, profile: str) -> Machine:
 
 
 @contextmanager
-def serving(prefill: Machine, decode_port: int, bare_port: int, litellm: str = "") -> Iterator[Servers]:
-    """The gateway with a prefill node and the decode node at `decode_port`; the bare relay with that at `bare_port`;
-    LiteLLM in front of the bare relay, if the environment `litellm` is given."""
+def serving(
+    prefill: Machine, decode_port: int, bare_port: int, litellm: str = "", handing_over: bool = False
+) -> Iterator[Servers]:
+    """The gateway with a prefill node and the decode node at `decode_port`; the bare relay with that at `bare_port`,
+    and, `handing_over`, one that uses the prefill node too; LiteLLM in front of the bare relay, if the environment
+    `litellm` is given."""
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = Path(temporary)
         relay = [sys.executable, "-m", "disaggregated_inference.bench.relay", f"http://127.0.0.1:{bare_port}"]
         gateway = gateway_process(config_file(folder, prefill, decode_port))
         servers = {OURS: gateway, BARE: Process("the relay", relay)}
+        if handing_over:
+            servers[HANDING] = Process("the relay that hands over", [*relay, f"http://127.0.0.1:{prefill.port}"])
         stack.enter_context(running([*servers.values()]))
         if litellm:
             command, port = litellm_command(litellm, folder, servers[BARE].url), free_port()
