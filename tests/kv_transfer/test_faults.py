@@ -429,7 +429,8 @@ def test_windows_and_memory_that_differ(
 ) -> None:
     """The node with less refuses the whole prompt. None is cut, and what fits both is right."""
     prefill, decode = nodes(timeouts=ONE_PROCESS)
-    engine = (prefill if smaller == "prefill" else decode).kv_memory.engine
+    kv_memory = (prefill if smaller == "prefill" else decode).kv_memory
+    engine = kv_memory.engine
 
     def refused(error: type[Exception], match: str) -> None:
         with pytest.raises(error, match=match):
@@ -442,8 +443,8 @@ def test_windows_and_memory_that_differ(
         less.setattr(engine, "spec", msgspec.structs.replace(engine.spec, context_window=299))
         refused(ContextTooLong, r"3\d\d tokens do not fit the context window of 299")
     with monkeypatch.context() as less:
-        less.setattr(engine, "kv_limit_bytes", engine.kv_cost(299))
-        refused(RequestTooLarge, "memory")
+        less.setattr(kv_memory.admission, "limit_bytes", engine.kv_cost(300) - 1)
+        refused(RequestTooLarge, "can never fit")
     assert ask(prefill, decode) == right
 
 
