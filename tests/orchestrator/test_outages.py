@@ -85,7 +85,7 @@ def test_a_whole_answer_waits_too(only: Process, client: DisaggregatedClient, ca
     """It runs when its node dies, and nothing tells its client."""
     _, expected = client.generate(**ASK)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(client.generate, **ASK, timeout=120)
+        running = pool.submit(lambda: client.generate(**ASK, timeout=120))
         assert until(lambda: only.status()["running"] or running.done())
         only.kill()
         assert until(lambda: "the request waits for one" in caplog.text or running.done())
