@@ -178,7 +178,7 @@ class NodeRegistry:
             links=pairs.links,
             checked=pairs.checked,
             refused=pairs.refused,
-            check_credit_s=self._check_credit_s,
+            check_credit_s=dict(self._check_credit_s),
         )
 
     def credit_checks(self, taken: Route, routes: Iterable[Route]) -> None:
