@@ -28,6 +28,8 @@ from disaggregated_inference.gateway.key_file import Key, KeyLimits, new_key
 from disaggregated_inference.orchestrator import DisaggregatedInference
 from tests.support.cluster import Process
 from tests.support.gateway import simulated_config, simulated_pair
+from tests.support.recorded_ollama import Front, RecordedOllama
+from tests.support.waiting import until
 
 MODEL = "simulated:tiny"
 AWAY: Any = {"decode_servers": [{"host": "127.0.0.1", "port": 9, "model": MODEL, "name": "d1"}]}  # no node runs
@@ -318,3 +320,42 @@ def test_the_command_writes_every_limit(tmp_path: Path) -> None:
     expected = {"concurrency": 3, "per_minute": 60.0, "tokens_per_minute": 1000, "tokens_per_day": 20000}
     assert entry == {"name": "ann", "group": "staff"} | expected
     assert result.output.startswith("sk-disagg-")
+
+
+def test_a_key_that_floods_delays_another_only_by_what_runs(tmp_path: Path) -> None:
+    """Two places: a node with one slot, and one request that waits there."""
+    ollama = RecordedOllama()
+    front = Front(ollama.url, role="decode", slots=1)
+    config: dict[str, Any] = {
+        "decode_servers": [{"host": "127.0.0.1", "port": front.port, "model": "smollm2", "name": "d1"}]
+    }
+
+    async def run() -> None:
+        file = tmp_path / "keys.json"
+        keys = {name: new_key(name, file) for name in ("eve", "bob")}
+        async with DisaggregatedInference(load_config(config)) as core:
+            transport = httpx.ASGITransport(gateway_app(core, Keys.load(file)))
+            async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60) as client:
+
+                def ask(name: str) -> asyncio.Task[httpx.Response]:
+                    body = {"model": "smollm2", "prompt": f"{name} 1", "max_tokens": 2}
+                    headers = {"Authorization": f"Bearer {keys[name]}"}
+                    return asyncio.create_task(client.post("/v1/completions", json=body, headers=headers))
+
+                assert (await ask("eve")).status_code == 200
+                ollama.hold.clear()
+                asked = [ask("eve") for _ in range(12)]
+                assert await asyncio.to_thread(until, lambda: (core.queue.waiting, len(ollama.asked)) == (10, 3), 60)
+                asked.append(ask("bob"))
+                assert await asyncio.to_thread(until, lambda: core.queue.waiting == 11, 60)
+                ollama.hold.set()
+                assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 13
+
+    try:
+        asyncio.run(run())
+    finally:
+        front.end()
+        ollama.end()
+    order = [body["prompt"].split()[0] for body in ollama.asked[1:]]
+    assert order[:2] == ["eve", "eve"], "they run when bob comes"
+    assert "bob" in order[2:4], "both places become free at nearly the same time"

@@ -14,7 +14,7 @@ from disaggregated_inference.api import CHECKSUM_HEADER, DecodeRequest, PrefillR
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.http import error_response, json_response, read_body
 from disaggregated_inference.timeouts import HttpTimeouts
-from tests.support.alterations import TIMES, altered
+from tests.support.alterations import TIMES, altered, http_parts
 from tests.support.recorded_ollama import OnThread
 
 CONTEXT = "eyJ0aWNrZXQiOiJhIn0=." + "QUJD" * 60  # opaque to all but the two nodes
@@ -65,7 +65,8 @@ def test_altered_requests(path: str) -> None:
         return answer
 
     async def run(port: int) -> list[bytes]:
-        whole, parts = head + body, [(0, len(head)), (len(head), len(head + body)), (len(head), len(head + body))]
+        whole = head + body
+        parts = http_parts(whole, "key", "value", "checksum", "length")
         assert b" 200 " in await send(port, whole)
         return [await send(port, content) for content in altered(whole, CASES, seed=4, parts=parts)]
 

@@ -23,6 +23,7 @@ from disaggregated_inference.errors import (
     PeerFailed,
     PeerGone,
     PeerRefused,
+    RequestTooLarge,
 )
 from disaggregated_inference.kv import Fingerprint
 from disaggregated_inference.kv_transfer import Connection, Hello
@@ -420,6 +421,31 @@ def test_prompts_around_the_window(length: int, nodes: Callable[..., Pair], tiny
             tiny_engine("torch", "llama"), prompt, 1
         )
     assert until(lambda: nothing_held(prefill, decode))
+
+
+@pytest.mark.parametrize("smaller", ["prefill", "decode"])
+def test_windows_and_memory_that_differ(
+    smaller: str, nodes: Callable[..., Pair], right: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node with less refuses the whole prompt. None is cut, and what fits both is right."""
+    prefill, decode = nodes(timeouts=ONE_PROCESS)
+    kv_memory = (prefill if smaller == "prefill" else decode).kv_memory
+    engine = kv_memory.engine
+
+    def refused(error: type[Exception], match: str) -> None:
+        with pytest.raises(error, match=match):
+            list(begin(prefill, decode))
+        for ticket in list(prefill.jobs):
+            prefill.tickets.cancel(ticket)
+        assert until(lambda: nothing_held(prefill, decode))
+
+    with monkeypatch.context() as less:
+        less.setattr(engine, "spec", msgspec.structs.replace(engine.spec, context_window=299))
+        refused(ContextTooLong, r"3\d\d tokens do not fit the context window of 299")
+    with monkeypatch.context() as less:
+        less.setattr(kv_memory.admission, "limit_bytes", engine.kv_cost(300) - 1)
+        refused(RequestTooLarge, "can never fit")
+    assert ask(prefill, decode) == right
 
 
 def test_a_ticket_that_ends_stops_its_sender(pair: Pair) -> None:

@@ -1,6 +1,7 @@
 """Clusters of Ollamas alone: whole requests, failover by text. With other engines: test_mixed_cluster.py."""
 
 import json
+import logging
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from disaggregated_inference.node.node import Node
 from disaggregated_inference.node.routes import node_app
 from disaggregated_inference.orchestrator.text_continuation import CONTINUED_WARNING, estimated_tokens
 from tests.support.gateway import served
+from tests.support.lying_node import LyingNode
 from tests.support.node_pair import Pair
 from tests.support.recorded_ollama import LONG_S, Front, OnThread, RecordedOllama
 from tests.support.waiting import until
@@ -136,6 +138,28 @@ def test_after_it_another_node_goes_on_from_the_text(
     assert (metrics["warning"], metrics["attempts"]) == (CONTINUED_WARNING, 2)
     assert metrics["completion_tokens"] == 6
     assert metrics["prompt_tokens"] in (1, 2, 3)
+
+
+def test_a_node_that_breaks_the_protocol_is_a_failed_leg(farm: Farm, caplog: pytest.LogCaptureFixture) -> None:
+    """Each lie of such a node is in tests/orchestrator/test_stream_check.py."""
+    with LyingNode(farm.nodes["a"].port) as liar:
+        liar.lie = lambda events: [*events[:2], {"token": 5, "text": " 9"}, *events[2:]]
+        farm.config["decode_servers"][0]["port"] = liar.port  # of equal nodes, the first
+        with DisaggregatedClient(farm.config) as client, caplog.at_level(logging.WARNING):
+            assert until(lambda: all(node["usable"] for node in client.health()["nodes"].values()), LONG_S)
+            breaker = "closed"
+            for _ in range(12):
+                before = liar.lies
+                text, metrics = client.generate(**CHAT)
+                assert (text, metrics["decode_node"]) == (" 1 2 3 4 5 6", "b")
+                failed = [(each["node"], each["code"]) for each in metrics["failovers"]]
+                assert failed == [("a", "bad_answer")] * (liar.lies - before)
+                breaker = next(node["breaker"] for node in client.status()["nodes"] if node["name"] == "a")
+                if breaker != "closed":
+                    break
+    assert (breaker in ("open", "half_open"), liar.lies) == (True, 3)
+    said = "a leg failed: a: its stream breaks the protocol: it sends tokens, and was asked for text"
+    assert [record.getMessage() for record in caplog.records].count(said) == 3
 
 
 def test_what_cannot_be_gone_on_with_fails_with_the_reason(farm: Farm, client: DisaggregatedClient) -> None:

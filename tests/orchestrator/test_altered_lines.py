@@ -4,6 +4,7 @@ import asyncio
 import random
 import re
 import socket
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from typing import Any
 
@@ -31,7 +32,7 @@ from disaggregated_inference.orchestrator.leg_errors import LegBusy, LegFailed
 from disaggregated_inference.orchestrator.node_client import NodeClient
 from disaggregated_inference.orchestrator.stream_check import TokenStreamCheck
 from disaggregated_inference.timeouts import BreakerTimeouts, OrchestratorTimeouts
-from tests.support.alterations import altered
+from tests.support.alterations import TIMES, altered, http_parts
 from tests.support.cluster import Process, config_of
 from tests.support.tcp_proxy import FaultyProxy
 from tests.support.waiting import until
@@ -176,25 +177,50 @@ class Replay:
             await writer.drain()
 
 
+SMALL = {
+    "POST /prefill": PrefillRequest(tokens=[5, 6, 7], ticket="t", wait=False),
+    "GET /status": None,
+    "GET /model": None,
+}
+
+
+@pytest.fixture(scope="module")
+def answers() -> Iterator[dict[str, bytes]]:
+    """Of real nodes: the streams of a decode node, and what a prefill node says."""
+    nodes = [
+        Process(name, role, "simulated", "simulated:tiny", "--profile", "instant")
+        for name, role in (("p1", "prefill"), ("d1", "decode"))
+    ]
+    try:
+        reader, writer = (node.ready().port for node in nodes)
+        found = {asked: recorded(reader, asked, request) for asked, request in SMALL.items()}
+        context = msgspec.json.decode(found["POST /prefill"].partition(b"\r\n\r\n")[2])["context"]
+        handed = msgspec.structs.replace(REQUEST, context=context)
+        found["POST /generate"] = recorded(writer)
+        found["POST /decode"] = recorded(writer, "POST /decode", handed)
+        assert all(b" 200 " in whole.partition(b"\r\n")[0] for whole in found.values())
+        yield found
+    finally:
+        for node in nodes:
+            node.end()
+
+
 def output_of(events: list[StreamEvent]) -> list[tuple[int | None, str, str | None]]:
     return [(event.token, event.text, event.finish_reason) for event in events if not event.done]
 
 
-async def read(replay: Replay, server: Server, session: aiohttp.ClientSession) -> list[StreamEvent]:
+async def read(path: str, server: Server, session: aiohttp.ClientSession) -> list[StreamEvent]:
     client, events = NodeClient(server, session, Heartbeats(), 30.0), list[StreamEvent]()
-    async for batch in client.generate("/generate", REQUEST, "r", TokenStreamCheck(REQUEST, MODEL)):
+    async for batch in client.generate(path, REQUEST, "r", TokenStreamCheck(REQUEST, MODEL)):
         events += batch
     return events
 
 
 @pytest.mark.slow
-def test_altered_answers_are_failed_legs() -> None:
+@pytest.mark.parametrize("path", ["/generate", "/decode"])
+def test_altered_answers_are_failed_legs(answers: dict[str, bytes], path: str) -> None:
     """The client of the orchestrator reads recorded bytes of a node, altered in every class of position."""
-    node = Process("d1", "decode", "simulated", "simulated:tiny", "--profile", "instant")
-    try:
-        whole = recorded(node.ready().port)
-    finally:
-        node.end()
+    whole = answers[f"POST {path}"]
 
     async def run() -> None:
         replay, failed = Replay(), 0
@@ -204,39 +230,24 @@ def test_altered_answers_are_failed_legs() -> None:
         )
         async with listening, aiohttp.ClientSession() as session:
             replay.answer = whole
-            expected = output_of(await read(replay, server, session))
+            expected = output_of(await read(path, server, session))
             assert len(expected) == 12
-            head = whole.index(b"\r\n\r\n") + 4
-            for replay.answer in altered(
-                whole, 2000, seed=6, parts=[(0, head), (head, len(whole)), (head, len(whole))]
-            ):
+            parts = http_parts(whole, "key", "value", "checksum", "length", "line")
+            for replay.answer in altered(whole, 1000, seed=6, parts=parts):
                 try:
-                    assert output_of(await read(replay, server, session)) == expected
+                    assert output_of(await read(path, server, session)) == expected
                 except (LegFailed, LegBusy):  # any other error would end the request
                     failed += 1
-        assert failed > 1500
+        assert failed > 800 * TIMES
 
     asyncio.run(run())
 
 
-SMALL = {
-    "POST /prefill": PrefillRequest(tokens=[5, 6, 7], ticket="t", wait=False),
-    "GET /status": None,
-    "GET /model": None,
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", SMALL)
-def test_altered_small_answers(asked: str) -> None:
+def test_altered_small_answers(answers: dict[str, bytes], asked: str) -> None:
     """The context of a prefill, and what a node says of itself: as it was sent, or a failed leg."""
-    node = Process("p1", "prefill", "simulated", "simulated:tiny", "--profile", "instant")
-    try:
-        whole = recorded(node.ready().port, asked, SMALL[asked])
-    finally:
-        node.end()
-    head = whole.index(b"\r\n\r\n") + 4
-    assert b" 200 " in whole[:head]
+    whole = answers[asked]
 
     async def taken(client: NodeClient) -> object:
         if request := SMALL[asked]:
@@ -252,11 +263,12 @@ def test_altered_small_answers(asked: str) -> None:
         async with listening, aiohttp.ClientSession() as session:
             client, replay.answer = NodeClient(server, session, Heartbeats(), 30.0), whole
             expected = await taken(client)
-            for replay.answer in altered(whole, 400, seed=8, parts=[(0, head), (head, len(whole)), (head, len(whole))]):
+            parts = http_parts(whole, "key", "value", "checksum", "length")
+            for replay.answer in altered(whole, 400, seed=8, parts=parts):
                 try:
                     assert await taken(client) == expected
                 except (LegFailed, LegBusy):
                     failed += 1
-        assert failed > 200
+        assert failed > 250 * TIMES
 
     asyncio.run(run())

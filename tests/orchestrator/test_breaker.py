@@ -1,11 +1,19 @@
 """The breaker: what opens a circuit, what closes it, and how a node that came back is warmed up."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.orchestrator.breaker import Breaker
-from disaggregated_inference.timeouts import BreakerTimeouts
+from disaggregated_inference.timeouts import BreakerTimeouts, OrchestratorTimeouts
+from tests.support.cluster import Process, config_of
+from tests.support.orchestrator_cluster import answered
+from tests.support.waiting import until
+
+MODEL = "simulated:tiny"
 
 
 class Clock:
@@ -223,3 +231,44 @@ def test_a_breaker_always_half_opens_again(steps: list[str]) -> None:
     assert breaker.allows()
     breaker.succeeded()
     assert state(breaker) == "closed"
+
+
+@pytest.mark.slow
+def test_a_half_open_prefill_node_is_tried_and_used_again() -> None:
+    """It freezes while it reads and comes back as the same process: only its trial closes the breaker. The trial is a
+    whole request; another one of that moment does without the node."""
+    long = OrchestratorTimeouts(breaker=BreakerTimeouts(first_open_s=2.0, longest_open_s=2.0))
+    reader, writer = (
+        Process(name, role, "simulated", MODEL, "--profile", f"custom:prefill={speed},decode=500")
+        for name, role, speed in (("p", "prefill", 500), ("d", "decode", 20_000))
+    )
+    short, prompt = [2] * 100, [3] * 2000  # which the prefill node reads for four seconds
+    try:
+        for node in (reader, writer):
+            node.ready()
+        with DisaggregatedClient(config_of(writer, local="always")) as alone:
+            right, right_short = (answered(alone, tokens, 4, model=MODEL)[0] for tokens in (prompt, short))
+        with DisaggregatedClient(config_of(reader, writer, poll_s=0.2), long) as client, ThreadPoolExecutor(2) as pool:
+
+            def breaker() -> str:
+                return str(client.status()["nodes"][0]["breaker"])
+
+            assert until(lambda: client.health()["verdict"] == "all up")
+            struck = pool.submit(answered, client, prompt, 4, model=MODEL)
+            assert until(lambda: reader.status()["waiting"] or struck.done())
+            reader.freeze()
+            assert until(lambda: breaker() == "open" or struck.done(), 60)
+            reader.thaw()
+            tokens, metrics = struck.result(60)
+            assert (tokens, {failover["node"] for failover in metrics["failovers"]}) == (right, {"p"})
+            assert until(lambda: breaker() == "half_open")
+            both = [pool.submit(answered, client, short, 4, model=MODEL) for _ in range(2)]
+            answers = [each.result(60) for each in both]
+            assert [tokens for tokens, _ in answers] == [right_short] * 2
+            assert "p" in [metrics["prefill_node"] for _, metrics in answers]
+            assert breaker() == "closed"
+            assert answered(client, short, 4, model=MODEL)[1]["prefill_node"] == "p"
+            assert until(lambda: reader.nothing_left() and writer.nothing_left())
+    finally:
+        for node in (reader, writer):
+            node.end()

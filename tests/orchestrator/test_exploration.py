@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from disaggregated_inference.api import KVMemoryStatus, ModelInfo, NodeStatus, Rate, Rates, SlotStatus
+from disaggregated_inference.api import KVMemoryStatus, ModelInfo, NodeStatus, PeerStatus, Rate, Rates, SlotStatus
 from disaggregated_inference.cluster import load_config
 from disaggregated_inference.node import RateMeter
 from disaggregated_inference.orchestrator.cluster_view import RouteRequest
@@ -181,6 +181,44 @@ def test_nodes_of_the_best_route_are_not_explored() -> None:
             assert cluster.picks() == "p"
 
     in_cluster(check)
+
+
+def test_a_peer_check_is_avoided_only_until_that_has_cost_as_much() -> None:
+    """With short requests on fast nodes, the check outweighed the load of the other decode node: one stayed idle."""
+    config = {name: [servers[0] | {"name": name[0]}] for name, servers in _CONFIG.items()}
+    config["decode_servers"].append({"name": "e", "host": "e", "model": "m"})
+    fast = (Rate(size=1, tokens_per_s=4000.0, samples=50), Rate(size=8, tokens_per_s=5000.0, samples=50))
+    read = (Rate(size=64, tokens_per_s=500_000.0, samples=9),)
+    question = RouteRequest(model="m", prompt_tokens=40, max_tokens=6)
+
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            registry = NodeRegistry(load_config(config), session, _TIMEOUTS)
+            for node in registry.nodes.values():
+                node.info = ModelInfo(context_window=0, fingerprint=REFERENCE)
+            p, d, e = (registry.nodes[name] for name in "pde")
+            p.update(status_of("prefill", prefill=read))
+            writer = status_of("decode", decode=fast, local_prefill=read)
+            met = msgspec.structs.replace(writer, peers=(PeerStatus(epoch="prefill"),))
+            d.update(met)
+            e.update(writer)
+            d.open = 6
+            failover = FailoverState(registry, "m", registry.config.policies)
+            picker = RoutePicker(registry, "m", failover, can_transfer_kv=True, local="never")
+
+            def picks(times: int) -> list[str]:
+                return [picker.pick(question, explore=True)[0].decode for _ in range(times)]
+
+            found = picks(40)
+            assert found.index("e") in range(5, 30), "a check costs 100 ms, a request on the busy node 5 ms more"
+            assert found.count("e") < 4, "the others do not wait for the check"
+            e.update(met)
+            assert picks(3) == ["e"] * 3
+            d.open = 0
+            e.update(msgspec.structs.replace(writer, epoch="another"))
+            assert "e" not in picks(200), "nothing is lost while the node that was checked is idle"
+
+    asyncio.run(run())
 
 
 def test_the_sentence_says_why_a_route_was_taken() -> None:

@@ -1,8 +1,9 @@
 """A request waits for a decode node of its model as long as it has time, says so, and goes on where it was."""
 
 import json
-import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.slow
 MODEL = "simulated:tiny"
 ASK: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 WAITING = f"waiting for a decode node of {MODEL}"
+LONG_S = 7.0  # an outage: more than the five seconds that once ended every answer
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 30, "temperature": 0}
 STREAMS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT | {"stream": True},
@@ -54,8 +56,10 @@ def tokens_of(deltas: list[Delta]) -> list[int]:
     return [delta.token for delta in deltas if delta.token is not None]
 
 
-@pytest.mark.parametrize("deaths", [(20,), (0, 10, 40)])
-def test_an_answer_goes_on_where_it_was(only: Process, client: DisaggregatedClient, deaths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("deaths", "away_s"), [((20,), LONG_S), ((0, 10, 40), 0.0)])
+def test_an_answer_goes_on_where_it_was(
+    only: Process, client: DisaggregatedClient, deaths: tuple[int, ...], away_s: float
+) -> None:
     """The only node of the model dies before the first token, in the middle, and again."""
     _, expected = client.generate(**ASK)
     left, deltas = list(deaths), list[Delta]()
@@ -66,6 +70,7 @@ def test_an_answer_goes_on_where_it_was(only: Process, client: DisaggregatedClie
         deltas.append(delta)
         if delta.waiting:  # told before the node comes back, so there was time to wait
             assert delta.waiting == WAITING
+            time.sleep(away_s)
             only.start()
             only.ready()
         if left and len(tokens_of(deltas)) == left[0]:
@@ -76,13 +81,19 @@ def test_an_answer_goes_on_where_it_was(only: Process, client: DisaggregatedClie
     assert {failover["node"] for failover in (deltas[-1].metrics or {})["failovers"]} <= {"only"}
 
 
-def test_a_whole_answer_waits_too(only: Process, client: DisaggregatedClient) -> None:
+def test_a_whole_answer_waits_too(only: Process, client: DisaggregatedClient, caplog: pytest.LogCaptureFixture) -> None:
+    """It runs when its node dies, and nothing tells its client."""
     _, expected = client.generate(**ASK)
-    gone(client, only)
-    threading.Timer(6.0, only.start).start()  # longer than the five seconds that ended every answer once
-    _, metrics = client.generate(**ASK, timeout=120)
-    only.ready()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(lambda: client.generate(**ASK, timeout=120))
+        assert until(lambda: only.status()["running"] or running.done())
+        only.kill()
+        assert until(lambda: "the request waits for one" in caplog.text or running.done())
+        only.start()
+        only.ready()
+        _, metrics = running.result(120)
     assert metrics["tokens"] == expected["tokens"]
+    assert [failover["node"] for failover in metrics["failovers"]] == ["only"]
 
 
 def test_the_words_when_the_time_is_over(only: Process, client: DisaggregatedClient) -> None:
@@ -113,6 +124,7 @@ def test_streams_of_the_gateway_say_that_they_wait(only: Process, path: str) -> 
                         only.kill()
                         disturbed = False
                     if line == f": {WAITING}":
+                        time.sleep(LONG_S if path == "/v1/chat/completions" else 0.0)
                         only.start()
                         only.ready()
         assert lines[1].count(f": {WAITING}") == 1

@@ -21,7 +21,7 @@ from disaggregated_inference.api import (
 )
 from disaggregated_inference.models import ModelFiles, ModelTokenizer
 from disaggregated_inference.models.tokenizer import TextStream
-from disaggregated_inference.orchestrator.stream_check import BadEvents, StreamCheck, TokenStreamCheck
+from disaggregated_inference.orchestrator.stream_check import BadEvents, StreamCheck, TextStreamCheck, TokenStreamCheck
 
 SIZE = 300  # tokens of the vocabulary that is drawn from: the first have a byte each, which may be half a character
 
@@ -118,3 +118,54 @@ def test_remembered_texts_are_those_of_the_library(smollm2: ModelFiles, tokens: 
     for _ in range(2):  # the second time, all are known
         assert texts_of(tokenizer, tokens) == [library.push(token) for token in tokens]
         library = TextStream(tokenizer._tokenizer, tokenizer._text_bytes, tokenizer._special_ids)
+
+
+TEXT = StreamEvent(text=" one")
+METRICS = ReportedMetrics()
+FINISH, END = StreamEvent(text="", finish_reason="stop"), StreamEvent(done=True, node_metrics=METRICS)
+BEYOND = {"decode_time": -1.0, "completion_tokens": -1, "prompt_tokens": 10**15, "total_time": 1e300}
+TEXT_LIES: dict[str, tuple[list[StreamEvent], str]] = {
+    "a token": ([StreamEvent(text=" one", token=5)], "it sends tokens, and was asked for text"),
+    "a logprob": ([StreamEvent(text=" one", logprob=-0.5)], "it sends tokens, and was asked for text"),
+    "alternatives": ([StreamEvent(text=" one", top_logprobs=(TopLogprob(1, -0.5),))], "it sends tokens, and was asked"),
+    "another choice": ([TEXT, StreamEvent(text=" two", choice=1)], "choice 1"),
+    "a negative choice": ([TEXT, StreamEvent(text=" two", choice=-1)], "choice -1"),
+    "an empty event": ([TEXT, StreamEvent()], "an event is empty"),
+    "an unknown finish reason": ([TEXT, StreamEvent(finish_reason="done")], "'done' is no finish reason"),
+    "text after the finish": ([TEXT, FINISH, TEXT], "text follows the end of its choice"),
+    "thoughts after the finish": ([TEXT, FINISH, StreamEvent(thinking="hm")], "text follows the end of its choice"),
+    "two finishes": ([TEXT, FINISH, FINISH], "text follows the end of its choice"),
+    "no finish": ([TEXT, END], "the end comes before the finish reason"),
+    "only the end": ([END], "the end comes before the finish reason"),
+    "the end without metrics": ([TEXT, FINISH, StreamEvent(done=True)], "the end has no metrics"),
+    "two ends": ([TEXT, FINISH, END, END], "an event follows the end"),
+    "text after the end": ([TEXT, FINISH, END, TEXT], "an event follows the end"),
+    "text after an error": ([TEXT, StreamEvent(error=ErrorDetail()), TEXT], "an event follows the end"),
+    "text that is also the end": ([StreamEvent(text=" one", done=True)], "an event is two things at once"),
+    "metrics before the end": ([StreamEvent(text=" one", node_metrics=ReportedMetrics())], "what only the end"),
+    "a finish by the orchestrator": ([TEXT, StreamEvent(waiting="for it")], "what only the end or the orchestrator"),
+    "progress": ([StreamEvent(progress=Progress(3, 0, 3, 1))], "progress that was not asked for"),
+    "prompt logprobs": ([StreamEvent(prompt_logprobs=PromptLogprobs(start=0, tokens=()))], "logprobs that were not"),
+} | {
+    f"{name} of {value:g}": (
+        [TEXT, FINISH, StreamEvent(done=True, node_metrics=msgspec.structs.replace(METRICS, **{name: value}))],
+        f"{name} is ",
+    )
+    for name, value in BEYOND.items()
+}
+
+
+@pytest.mark.parametrize("name", TEXT_LIES)
+def test_lies_of_a_node_that_writes_text(name: str) -> None:
+    events, problem = TEXT_LIES[name]
+    check = TextStreamCheck()
+    check.check(events[:-1])
+    with pytest.raises(BadEvents, match=problem):
+        check.check(events[-1:])
+
+
+def test_what_a_node_that_writes_text_may_send() -> None:
+    check = TextStreamCheck()
+    check.check([StreamEvent(thinking="hm"), TEXT, StreamEvent(tool_calls=({"name": "look"},))])
+    assert check.began
+    check.check([StreamEvent(text="!", finish_reason="length"), END])

@@ -2,7 +2,9 @@
 
 import os
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, islice
 
 TIMES = max(1, int(os.environ.get("DISAGG_FUZZ_EXAMPLES", "150")) // 150)
 
@@ -60,3 +62,25 @@ def altered(data: bytes, cases: int, seed: int, parts: Sequence[tuple[int, int]]
         while changed == data:
             changed = chance.choice(ALTERATIONS)(data, chance.randrange(start, stop), chance)
         yield changed
+
+
+_CLASSES = {
+    "key": rb'"(\w+)":',
+    "value": rb'":("(?:[^"\\]|\\.)*"|[-\w.+]+)',
+    "checksum": rb"(?:\n: sum |\nx-checksum: )(\w{8})",
+    "length": rb"(?i:\ncontent-length: )(\d+)|\r\n([0-9a-f]+)\r\n",  # of a body, or of a chunk of it
+    "line": rb"(\ndata: |\n\n)",
+}
+
+
+def http_parts(message: bytes, *classes: str) -> list[tuple[int, int]]:
+    """`parts` of an HTTP message with JSON or events: its head, and each of these classes of position, as often as any
+    other."""
+    head = message.index(b"\r\n\r\n") + 2
+    found = [[(0, head)]]
+    for name in classes:
+        matches = re.finditer(_CLASSES[name], message)
+        found.append([match.span(match.lastindex or 0) for match in matches])
+        assert found[-1], f"no {name} in {message[:2000]!r}"
+    rounds = (cycle(spans) for spans in found)
+    return [span for row in islice(zip(*rounds, strict=True), max(map(len, found))) for span in row]

@@ -48,6 +48,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     links: dict[tuple[str, str], float] = {}  # (prefill, decode): measured or configured bytes per second
     checked: frozenset[tuple[str, str]] = frozenset()  # pairs that passed the peer check
     refused: frozenset[tuple[str, str]] = frozenset()  # pairs that failed it
+    check_credit_s: dict[tuple[str, str], float] = {}  # unchecked pairs: what requests have lost by avoiding the check
 
 
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +73,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     first_token_s: float  # without the exposed transfer: the logits overtake it
     total_s: float
     exposed_s: float = 0.0  # between the first token and the second
+    check_s: float = 0.0  # of the peer check of a pair that is not checked yet
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from disaggregated_inference.api import ClusterLink, KVRefusal, KVSecurity, NodeStatus
 from disaggregated_inference.cluster import ClusterConfig
-from disaggregated_inference.orchestrator.cluster_view import ClusterView
+from disaggregated_inference.orchestrator.cluster_view import ClusterView, Route
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats
 from disaggregated_inference.orchestrator.links import link_warning, paths_between
 from disaggregated_inference.orchestrator.node_state import NodeState
@@ -57,6 +57,7 @@ class NodeRegistry:
             node.client.replaceable = partial(self._replaceable, node)
         self._of = {model: [node for node in self.nodes.values() if node.model == model] for model in config.names}
         self._pairs: dict[str, _Pairs] = {}  # of the latest statuses, by model
+        self._check_credit_s: dict[tuple[str, str], float] = {}
         self._links = {(link.prefill, link.decode): link.gbps * 1e9 / 8 for link in config.links if link.gbps}
         self._securities = {(link.prefill, link.decode): link.security for link in config.links if link.security}
         self.uptime = Uptime()
@@ -172,7 +173,23 @@ class NodeRegistry:
         nodes = self.of(model)
         views = [node.view("" if node.mismatch or not node.info else model) for node in nodes]
         pairs = self._pairs_of(model, nodes)
-        return ClusterView(nodes=tuple(views), links=pairs.links, checked=pairs.checked, refused=pairs.refused)
+        return ClusterView(
+            nodes=tuple(views),
+            links=pairs.links,
+            checked=pairs.checked,
+            refused=pairs.refused,
+            check_credit_s=dict(self._check_credit_s),
+        )
+
+    def credit_checks(self, taken: Route, routes: Iterable[Route]) -> None:
+        """Note what this request loses because it avoids peer checks: `routes` are those it could have taken."""
+        taken_s = taken.total_s - taken.check_s
+        for route in routes:
+            if route.check_s and route.prefill and (lost_s := taken_s - route.total_s + route.check_s) > 0:
+                pair = route.prefill, route.decode
+                self._check_credit_s[pair] = self._check_credit_s.get(pair, 0.0) + lost_s
+        if taken.check_s and taken.prefill:
+            self._check_credit_s.pop((taken.prefill, taken.decode), None)
 
     def _pairs_of(self, model: str, nodes: list[NodeState]) -> "_Pairs":
         """Made again when a node has a new status."""

@@ -65,6 +65,7 @@ class RoutePicker:
             allowed = [route for route in candidates if self._keeps_policy(route) and self._may_fall_back(route)]
             if allowed:
                 route = self._explore(allowed) if explore else allowed[0]
+                self._registry.credit_checks(route, allowed)
                 return route, self._reason(planned, route, is_explored=route is not allowed[0])
         if not self._policies.fallback:
             causes = "; ".join(prefill_causes(self._registry.of(self._model), routes[0].decode)) if routes else ""
@@ -137,7 +138,7 @@ class RoutePicker:
         for route in others:
             names = {route.prefill, route.decode} - {best.prefill, best.decode, None}
             due = [node for name in names if name and self._is_due(node := self._registry.nodes[name])]
-            if due and route.total_s < _MAX_EXPLORATION * best.total_s:
+            if due and route.total_s - route.check_s < _MAX_EXPLORATION * best.total_s:
                 for node in due:
                     node.explorations += 1
                 return route

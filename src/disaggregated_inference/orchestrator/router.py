@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+import msgspec
+
 from disaggregated_inference.api import Rate
 from disaggregated_inference.errors import (
     ClusterError,
@@ -41,6 +43,7 @@ class _Estimate(NamedTuple):
     overloaded: bool
     in_flight: int
     cold_s: float  # not predicted: a handicap for nodes that just came back
+    credit_s: float  # the part of a peer check that does not count any more
     is_whole: bool  # a prefill node writes the answer too
     last_resort: bool  # its answer would be another one than the client asked for with its seed
 
@@ -50,7 +53,7 @@ class _Estimate(NamedTuple):
         return (
             self.last_resort,
             self.overloaded,
-            self.route.total_s + self.cold_s,
+            self.route.total_s + self.cold_s - self.credit_s,
             self.in_flight,
             self.route.decode,
             self.route.prefill or "",
@@ -151,11 +154,21 @@ def _remote(request: RouteRequest, cluster: ClusterView, prefill: NodeView, deco
     new = _computed_tokens(request, prefill)
     prefill_s = _prefill_s(prefill, request.prompt_tokens, new)
     exposed_s = _exposed_s(request, cluster, prefill, decode, prefill_s)
-    checked = (prefill.name, decode.name) in cluster.checked
-    overhead_s = _HANDOVER_S + (0.0 if checked else _PEER_CHECK_S)
     reader_s, slot_s = _queue_s(prefill) + prefill_s, _slot_s(decode)
     cold_s = reader_s * _coldness(prefill) + slot_s * _coldness(decode)
-    return _estimate(request, decode, prefill, new, overhead_s + reader_s + slot_s, cold_s, exposed_s)
+    found = _estimate(request, decode, prefill, new, _HANDOVER_S + reader_s + slot_s, cold_s, exposed_s)
+    pair = prefill.name, decode.name
+    return found if pair in cluster.checked else _with_check(found, cluster.check_credit_s.get(pair, 0.0))
+
+
+def _with_check(estimate: _Estimate, credit_s: float) -> _Estimate:
+    """A peer check happens once, and all later requests gain by it. So requests avoid it only until they have lost as
+    much time as it takes: otherwise a node that is checked first gets all short requests for ever."""
+    route, check_s = estimate.route, _PEER_CHECK_S
+    checking = msgspec.structs.replace(
+        route, first_token_s=route.first_token_s + check_s, total_s=route.total_s + check_s, check_s=check_s
+    )
+    return estimate._replace(route=checking, credit_s=min(credit_s, check_s))
 
 
 def _estimate(
@@ -181,6 +194,7 @@ def _estimate(
         _is_full(request, decode) or (prefill is not None and _lacks_memory(prefill, request.prompt_tokens)),
         sum(node.running + node.waiting for node in nodes),
         cold_s + decode_s * _coldness(decode),
+        0.0,
         decode.serves_alone,
         decode.serves_alone and request.seeded,
     )
@@ -273,6 +287,8 @@ def _reason(best: _Estimate, others: list[_Estimate]) -> str:
     new = f"{best.new_tokens} new tokens"
     if not others:
         return f"only way: {best.name}, {new}, {best.ready_s:.2f} s"
+    if best.credit_s and best.route.total_s > others[0].route.total_s:
+        return f"{best.name}: {new}, {best.ready_s:.2f} s with the peer check, which later requests gain by"
     if any(estimate.is_whole for estimate in (best, *others)):
         return f"{best.name}: {new}; done in {', '.join(_three_ways([best, *others]))}"
     if rival := next((estimate for estimate in others if _differs_in_prefill(best, estimate)), None):

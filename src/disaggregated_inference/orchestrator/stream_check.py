@@ -98,6 +98,7 @@ class TextStreamCheck(StreamCheck):
             raise BadEvents("text follows the end of its choice" if self._finished else f"choice {event.choice}")
         if not (event.text or event.thinking or event.tool_calls or event.finish_reason):
             raise BadEvents("an event is empty")
+        _require_known(event.finish_reason)
         self._finished = event.finish_reason is not None
 
     def _done(self, metrics: ReportedMetrics | None) -> None:
@@ -227,8 +228,7 @@ class _ChoiceCheck:
         self.count += 1
         if self.finished or self.count > self.limit:
             raise BadEvents("a token follows the end of its choice")
-        if finish_reason not in _FINISH_REASONS:
-            raise BadEvents(f"{finish_reason[:40]!r} is no finish reason" if finish_reason else "no finish reason")
+        _require_known(finish_reason)
         self.finished = finish_reason is not None
         self._require_reason(token, finish_reason)
         if self.text and self.text.is_decodable:
@@ -279,6 +279,11 @@ class _TextCheck:
         if finish_reason is None:
             return len(self._owed) < max(map(len, self._stops), default=0)
         return finish_reason == "stop" and self._owed.startswith(self._stops)
+
+
+def _require_known(finish_reason: str | None) -> None:
+    if finish_reason not in _FINISH_REASONS:
+        raise BadEvents(f"{finish_reason[:40]!r} is no finish reason" if finish_reason else "no finish reason")
 
 
 def _is_plain_token(event: StreamEvent) -> bool:
