@@ -1,11 +1,13 @@
 """Real processes over mutual TLS: the tokens are those of the plain cluster, and nobody else gets in."""
 
 import io
+import shutil
 import socket
 import ssl
 import threading
 import urllib.error
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +171,27 @@ def test_clients_that_are_not_members(nodes: tuple[Process, Process], cluster: C
     assert ask(url_of(nodes[1], "/health"), Identity(cluster.client))[0] == 200
 
 
+def test_nothing_older_than_tls_1_3(nodes: tuple[Process, Process], cluster: Cluster) -> None:
+    """Not even from a member."""
+    member = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    member.load_verify_locations(cluster.client / "ca.pem")
+    member.load_cert_chain(cluster.folder_of("mac") / "node.pem", cluster.folder_of("mac") / "node.key")
+    for port in (nodes[0].port, nodes[1].port, nodes[0].kv_port):
+        assert spoken_version(port, member) == "TLSv1.3"
+    member.maximum_version = ssl.TLSVersion.TLSv1_2
+    for port in (nodes[0].port, nodes[1].port, nodes[0].kv_port):
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            spoken_version(port, member)
+
+
+def spoken_version(port: int, context: ssl.SSLContext) -> str | None:
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=30) as sock,
+        context.wrap_socket(sock, server_hostname="127.0.0.1") as tls,
+    ):
+        return tls.version()
+
+
 def why_unreachable(config: dict[str, Any]) -> str:
     with DisaggregatedClient(config) as client:
         client.health()
@@ -241,38 +264,93 @@ def test_a_handshake_that_stalls_holds_only_itself(nodes: tuple[Process, Process
             sock.close()
 
 
-def test_rotation_disturbs_no_request_and_revocation_ends_access(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path / "keys")
-    spark, mac = nodes_of(spark=cluster.folder_of("spark"), mac=cluster.folder_of("mac"), profile=SLOW)
+class Asking:
+    """Clients that ask without a pause, each on a thread with connections of its own."""
+
+    def __init__(self, config: dict[str, Any], clients: int) -> None:
+        self._config, self._over = config, threading.Event()
+        self.answers: list[tuple[list[int], list[Any]]] = []  # the tokens and the failovers of each request
+        self.counts = [0] * clients
+        self._threads = ThreadPoolExecutor(clients)
+        self._asking = [self._threads.submit(self._ask, number) for number in range(clients)]
+
+    def _ask(self, number: int) -> None:
+        with DisaggregatedClient(self._config) as client:
+            while not self._over.is_set():
+                _, metrics = client.generate(tokens=PROMPT, max_tokens=60, temperature=0, ignore_eos=True)
+                self.answers.append((metrics["tokens"], metrics["failovers"]))
+                self.counts[number] += 1
+
+    def each_asks_again(self) -> bool:
+        """Whether every client got two more answers: the last of them began after this call."""
+        before = self.counts.copy()
+        return until(lambda: all(now > then + 1 for now, then in zip(self.counts, before, strict=True)), 60)
+
+    def end(self) -> None:
+        self._over.set()
+        self._threads.shutdown()
+
+    def require(self, expected: list[int]) -> None:
+        for each in self._asking:
+            each.result()  # raises what a request raised
+        assert {str(failovers) for _, failovers in self.answers} == {"[]"}
+        assert all(tokens == expected for tokens, _ in self.answers)
+
+
+def test_rotation_disturbs_no_request_and_revocation_ends_access(
+    tmp_path: Path, nodes: tuple[Process, Process], cluster: Cluster
+) -> None:
+    """The certificates of all names are rotated three times, and the old ones revoked, while five clients ask."""
+    expected = tokens_of(config_of(*nodes) | {"identity": str(cluster.client)}, 60)
+    keys = Cluster(tmp_path / "keys")
+    spark, mac = nodes_of(spark=keys.folder_of("spark"), mac=keys.folder_of("mac"), profile=SLOW)
+    config = config_of(spark, mac) | {"identity": str(keys.client)}
+    asking = Asking(config, 5)
     try:
-        client, config = Identity(cluster.client), config_of(spark, mac) | {"identity": str(cluster.client)}
-        expected = tokens_of(config, 500)
-        found: list[list[int]] = []
-        running = threading.Thread(target=lambda: found.append(tokens_of(config, 500)))
-        running.start()
-        old = served_certificate(mac)
-        for name in ("spark", "mac", "client"):
-            cluster.authority.rotate(name)
-        assert until(lambda: served_certificate(mac) != old, 30), "new connections get the new certificate"
-        assert running.is_alive()
-        assert tokens_of(config, 20) == expected[:20]
-        running.join()
-        assert found == [expected]
-        assert ask(url_of(mac, "/health"), client)[0] == 200, "the old certificate is still valid"
-        cluster.authority.revoke("client")
-        assert until(lambda: ask(url_of(mac, "/health"), client)[0] == 403, 30)
-        assert "revoked" in ask(url_of(mac, "/health"), client)[1]["error"]["message"]
-        watcher = cluster.folder_of("watcher", ())
-        cluster.authority.revoke("spark")
-        said = why_unreachable(config_of(spark, mac) | {"identity": str(watcher)})
-        assert "the certificate of spark was revoked" in said
+        old = Identity(Path(shutil.copytree(keys.client, tmp_path / "old-client")))
+        for _ in range(3):
+            assert asking.each_asks_again()
+            rotate_all(keys, mac.port, spark.port, spark.kv_port)
+        assert ask(url_of(mac, "/health"), old)[0] == 200, "the old certificate is still valid"
+        for serial in old_serials(keys):
+            keys.authority.revoke(serial)
+        for node in (spark, mac):
+            assert until(lambda node=node: ask(url_of(node, "/health"), old)[0] == 403, 30)  # type: ignore[misc]
+        assert asking.each_asks_again(), "all ends use new certificates: the old ones are revoked"
+        asking.end()
+        asking.require(expected)
+        require_revocation(keys, spark, mac)
     finally:
+        asking.end()
         spark.end()
         mac.end()
 
 
-def served_certificate(node: Process) -> str:
-    return ssl.get_server_certificate(("127.0.0.1", node.port))
+def rotate_all(keys: Cluster, *ports: int) -> None:
+    """Returns when new connections to every port get new certificates."""
+    before = {port: ssl.get_server_certificate(("127.0.0.1", port)) for port in ports}
+    for name in keys.authority.names():
+        keys.authority.rotate(name)
+    for port in ports:
+        assert until(lambda port=port: ssl.get_server_certificate(("127.0.0.1", port)) != before[port], 30)  # type: ignore[misc]
+
+
+def old_serials(keys: Cluster) -> list[str]:
+    """Of every name's certificates but the last."""
+    last = {issued.name: issued.serial for issued in keys.authority.issued}
+    return [issued.serial for issued in keys.authority.issued if issued.serial != last[issued.name]]
+
+
+def require_revocation(keys: Cluster, spark: Process, mac: Process) -> None:
+    client = Identity(keys.client)
+    assert ask(url_of(mac, "/health"), client)[0] == 200
+    keys.authority.revoke("client")
+    assert until(lambda: ask(url_of(mac, "/health"), client)[0] == 403, 30)
+    assert "revoked" in ask(url_of(mac, "/health"), client)[1]["error"]["message"]
+    watcher = keys.folder_of("watcher", ())
+    keys.authority.revoke("spark")
+    said = why_unreachable(config_of(spark, mac) | {"identity": str(watcher)})
+    assert "the certificate of spark was revoked" in said
 
 
 def test_a_client_that_never_ends_its_handshake_is_closed(nodes: tuple[Process, Process], cluster: Cluster) -> None:
