@@ -13,7 +13,7 @@ from disaggregated_inference.cli.errors import message_of
 from disaggregated_inference.cli.local_cluster import LocalServer, cluster_file
 from disaggregated_inference.cli.transcript import Transcript, write
 from disaggregated_inference.orchestrator.history import History
-from disaggregated_inference.private_files import make_private, make_private_file, make_private_folder
+from disaggregated_inference.private_files import make_private, make_private_file, make_private_folder, warn_of_open
 
 WRITABLE = "set DISAGG_HOME to a folder that you can write to"
 
@@ -84,6 +84,19 @@ def test_the_cluster_file_of_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     server = LocalServer(name="n", port=1, model="m", engine="simulated")
     with cluster_file(server, server) as path:
         assert mode(path.parent) == 0o700
+        assert {mode(each) for each in path.parent.iterdir()} == {0o600}
+
+
+def test_a_folder_that_others_may_list_is_told_and_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tmp_path.chmod(0o755)
+    warn_of_open(tmp_path)
+    assert f"run `chmod 700 {tmp_path}`, or set DISAGG_HOME" in caplog.text
+    assert mode(tmp_path) == 0o755
+    caplog.clear()
+    tmp_path.chmod(0o700)
+    warn_of_open(tmp_path)
+    warn_of_open(tmp_path / "missing")
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
