@@ -2,9 +2,7 @@
 
 import json
 import os
-import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,8 @@ import httpx
 import pytest
 
 from disaggregated_inference.cli import generate
-from disaggregated_inference.cli.main import main
 from tests.support.cluster import Process, config_of
+from tests.support.command import run_here
 from tests.support.gateway import served
 from tests.support.waiting import until
 
@@ -58,18 +56,12 @@ def home(full: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_command_that_needs_the_disk_says_what_to_set(
-    command: str, remedy: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, remedy: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(home / "hub"))  # no model is found elsewhere
-    monkeypatch.setattr(sys, "argv", ["disagg", *command.format(full=home.parent).split()])
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            main()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert ended.value.code == 1
+    run = run_here(*command.format(full=home.parent).split())
+    last = run.stderr.strip().splitlines()[-1]
+    assert run.returncode == 1
     assert last.startswith("error: ")
     assert "No space left on device" in last
     assert last.endswith(remedy)
