@@ -4,23 +4,27 @@ import io
 import shutil
 import socket
 import ssl
-import threading
 import urllib.error
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
+from disaggregated_inference.api import split_context
 from disaggregated_inference.chaos.tcp_proxy import TcpProxy
 from disaggregated_inference.cli.status import render
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.identity import Identity
+from disaggregated_inference.kv import Fingerprint
+from disaggregated_inference.kv_transfer import Hello
 from disaggregated_inference.kv_transfer.frames import Frame, Kind, encode_header
+from disaggregated_inference.node.context import PrefillContext
 from tests.support.cluster import Process, config_of
 from tests.support.identities import Cluster, ask
+from tests.support.rotation import AskingClients, old_serials, rotate_all
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -232,23 +236,35 @@ def test_a_stolen_context_needs_a_certificate(nodes: tuple[Process, Process], cl
             assert (status, said["error"]["code"]) == (403, "ticket_refused")
         finally:
             node.end()
+    hello = renewal(context, ask(url_of(spark, "/model"), client)[1]["fingerprint"])
+    assert answer_on_kv_port(spark.kv_port, cluster.identity("mac"), hello) == Kind.WELCOME
     for folder in (cluster.client, Cluster(tmp_path / "third").folder_of("mac")):
-        assert refused_on_kv_port(spark.kv_port, Identity(folder).kv_client_context)
+        assert answer_on_kv_port(spark.kv_port, Identity(folder), hello) in (None, Kind.ERROR)
     status, said = ask(url_of(mac, "/decode"), client, {"context": context, "max_new_tokens": 2})
     assert (status, len(said["tokens"])) == (200, 2), "the ticket was not spent"
 
 
-def refused_on_kv_port(port: int, context: ssl.SSLContext) -> bool:
-    """Whether the node ends the connection without a WELCOME. The thief does not care who answers."""
+def renewal(context: str, fingerprint: Any) -> bytes:
+    """A HELLO with a context's ticket and secret, which leaves the ticket unspent."""
+    found = PrefillContext.read(split_context(context)[0])
+    shape = msgspec.convert(fingerprint, Fingerprint)
+    hello = Hello(ticket=found.ticket, secret=found.secret, fetch="f", fingerprint=shape, renew_only=True)
+    body = msgspec.json.encode(hello)
+    return encode_header(Frame(Kind.HELLO, len(body))) + body + bytes(8)  # inside TLS the checksum is 0
+
+
+def answer_on_kv_port(port: int, identity: Identity, hello: bytes) -> int | None:
+    """The kind of the node's first frame; None if it ends the connection. The thief does not care who answers."""
+    context = identity.kv_client_context.now
     context.verify_mode = ssl.CERT_NONE
     with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
         try:
             with context.wrap_socket(sock) as tls:
-                tls.sendall(encode_header(Frame(Kind.HELLO, 2)) + b"{}" + bytes(8))
+                tls.sendall(hello)
                 answer = tls.recv(100)
         except OSError:
-            return True
-    return not answer or answer[5] == Kind.ERROR
+            return None
+    return answer[5] if len(answer) > 5 else None
 
 
 def test_a_handshake_that_stalls_holds_only_itself(nodes: tuple[Process, Process], cluster: Cluster) -> None:
@@ -264,39 +280,6 @@ def test_a_handshake_that_stalls_holds_only_itself(nodes: tuple[Process, Process
             sock.close()
 
 
-class Asking:
-    """Clients that ask without a pause, each on a thread with connections of its own."""
-
-    def __init__(self, config: dict[str, Any], clients: int) -> None:
-        self._config, self._over = config, threading.Event()
-        self.answers: list[tuple[list[int], list[Any]]] = []  # the tokens and the failovers of each request
-        self.counts = [0] * clients
-        self._threads = ThreadPoolExecutor(clients)
-        self._asking = [self._threads.submit(self._ask, number) for number in range(clients)]
-
-    def _ask(self, number: int) -> None:
-        with DisaggregatedClient(self._config) as client:
-            while not self._over.is_set():
-                _, metrics = client.generate(tokens=PROMPT, max_tokens=60, temperature=0, ignore_eos=True)
-                self.answers.append((metrics["tokens"], metrics["failovers"]))
-                self.counts[number] += 1
-
-    def each_asks_again(self) -> bool:
-        """Whether every client got two more answers: the last of them began after this call."""
-        before = self.counts.copy()
-        return until(lambda: all(now > then + 1 for now, then in zip(self.counts, before, strict=True)), 60)
-
-    def end(self) -> None:
-        self._over.set()
-        self._threads.shutdown()
-
-    def require(self, expected: list[int]) -> None:
-        for each in self._asking:
-            each.result()  # raises what a request raised
-        assert {str(failovers) for _, failovers in self.answers} == {"[]"}
-        assert all(tokens == expected for tokens, _ in self.answers)
-
-
 def test_rotation_disturbs_no_request_and_revocation_ends_access(
     tmp_path: Path, nodes: tuple[Process, Process], cluster: Cluster
 ) -> None:
@@ -305,7 +288,7 @@ def test_rotation_disturbs_no_request_and_revocation_ends_access(
     keys = Cluster(tmp_path / "keys")
     spark, mac = nodes_of(spark=keys.folder_of("spark"), mac=keys.folder_of("mac"), profile=SLOW)
     config = config_of(spark, mac) | {"identity": str(keys.client)}
-    asking = Asking(config, 5)
+    asking = AskingClients(config, PROMPT, 5)
     try:
         old = Identity(Path(shutil.copytree(keys.client, tmp_path / "old-client")))
         for _ in range(3):
@@ -324,21 +307,6 @@ def test_rotation_disturbs_no_request_and_revocation_ends_access(
         asking.end()
         spark.end()
         mac.end()
-
-
-def rotate_all(keys: Cluster, *ports: int) -> None:
-    """Returns when new connections to every port get new certificates."""
-    before = {port: ssl.get_server_certificate(("127.0.0.1", port)) for port in ports}
-    for name in keys.authority.names():
-        keys.authority.rotate(name)
-    for port in ports:
-        assert until(lambda port=port: ssl.get_server_certificate(("127.0.0.1", port)) != before[port], 30)  # type: ignore[misc]
-
-
-def old_serials(keys: Cluster) -> list[str]:
-    """Of every name's certificates but the last."""
-    last = {issued.name: issued.serial for issued in keys.authority.issued}
-    return [issued.serial for issued in keys.authority.issued if issued.serial != last[issued.name]]
 
 
 def require_revocation(keys: Cluster, spark: Process, mac: Process) -> None:

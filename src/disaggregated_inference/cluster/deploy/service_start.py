@@ -1,8 +1,8 @@
 """Services of a machine: install, start, stop, restart, and wait until they are healthy.
 
 A stamp says what a service was last started with: the release and the secrets. Certificates are no part of it: a
-service loads changed ones by itself, and a rotation must not end its connections. A service with another stamp, or whose
-file is of another release, runs with old settings: a deploy that was killed half-way may leave one.
+service loads changed ones by itself, and a rotation must not end its connections. A service with another stamp, or
+whose file is of another release, runs with old settings: a deploy that was killed half-way may leave one.
 """
 
 import asyncio
