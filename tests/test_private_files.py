@@ -13,7 +13,8 @@ from disaggregated_inference.cli.errors import message_of
 from disaggregated_inference.cli.local_cluster import LocalServer, cluster_file
 from disaggregated_inference.cli.transcript import Transcript, write
 from disaggregated_inference.orchestrator.history import History
-from disaggregated_inference.private_files import make_private, make_private_file, make_private_folder
+from disaggregated_inference.private_files import make_private, make_private_file, make_private_folder, warn_of_open
+from tests.support.command import run_here
 
 WRITABLE = "set DISAGG_HOME to a folder that you can write to"
 
@@ -84,6 +85,19 @@ def test_the_cluster_file_of_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     server = LocalServer(name="n", port=1, model="m", engine="simulated")
     with cluster_file(server, server) as path:
         assert mode(path.parent) == 0o700
+        assert {mode(each) for each in path.parent.iterdir()} == {0o600}
+
+
+def test_a_folder_that_others_may_list_is_told_and_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tmp_path.chmod(0o755)
+    warn_of_open(tmp_path)
+    assert f"run `chmod 700 {tmp_path}`, or set DISAGG_HOME" in caplog.text
+    assert mode(tmp_path) == 0o755
+    caplog.clear()
+    tmp_path.chmod(0o700)
+    warn_of_open(tmp_path)
+    warn_of_open(tmp_path / "missing")
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -111,8 +125,6 @@ def test_what_to_do_about_a_home_that_cannot_be_written(
     assert ("DISAGG_HOME" in shown) == bool(remedy)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="modes")
 @pytest.mark.parametrize(
     "command",
     [
@@ -122,17 +134,11 @@ def test_what_to_do_about_a_home_that_cannot_be_written(
         ("up", "--simulated", "instant,instant", "--port", "0"),
     ],
 )
-def test_no_command_ends_in_a_riddle(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_no_command_ends_in_a_riddle(command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file stands where the home folder should be: also root cannot write there."""
     (tmp_path / "home").write_text("")
-    environment = os.environ | {"DISAGG_HOME": str(tmp_path / "home" / "inner"), "HF_HUB_CACHE": str(tmp_path)}
-    run = subprocess.run(
-        [sys.executable, "-m", "disaggregated_inference", *command],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-    )
-    assert "Traceback" not in run.stderr
+    monkeypatch.setenv("DISAGG_HOME", str(tmp_path / "home" / "inner"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    run = run_here(*command)
     assert run.returncode == 0 or "DISAGG_HOME" in run.stderr, run.stderr

@@ -6,6 +6,7 @@ Files from earlier versions that others can read are corrected when they are use
 import logging
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -24,6 +25,15 @@ def make_private_folder(folder: Path) -> None:
     """Made if it is missing, as `make_folders` does; others lose their rights in one that exists."""
     make_folders(folder)
     make_private(folder)
+
+
+def warn_of_open(folder: Path) -> None:
+    """One that its user made, or an earlier version. It stays as it is: others may need it."""
+    with suppress(OSError):
+        if stat.S_IMODE(folder.stat().st_mode) & _OTHERS:
+            log.warning(
+                "other users can list %s: run `chmod 700 %s`, or set DISAGG_HOME to another folder", folder, folder
+            )
 
 
 def make_private_file(path: Path) -> None:

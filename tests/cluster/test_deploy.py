@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import sysconfig
@@ -50,10 +51,11 @@ from disaggregated_inference.cluster.inventory import Inventory
 from disaggregated_inference.cluster.services import Place, manager_of
 from disaggregated_inference.cluster.shell import LocalShell
 from disaggregated_inference.errors import CommandFailed, ConfigError, DeployRefused
-from disaggregated_inference.identity import Authority
+from disaggregated_inference.identity import Authority, Identity
 from disaggregated_inference.timeouts import DeployTimeouts
 from tests.support.command import disagg
 from tests.support.deployed import machine_settings
+from tests.support.identities import ask
 from tests.support.waiting import until
 
 PLACE = Place("/home/ada", "/home/ada/.disagg", "ada", 1000)
@@ -577,12 +579,26 @@ def test_keys_and_a_gateway_are_deployed(file: Path, tmp_path: Path) -> None:
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.iterdir())
     services = json.loads(disagg("cluster", "status", "-c", str(file), "--json").stdout)["machines"][0]["services"]
     assert [(each["health"], each["url"][:5]) for each in services] == [("healthy", "https"), ("healthy", "http:")]
+    _rotated(authority, file, services[0]["url"], tmp_path / "home")
     curl = re.search(r"^curl (\S+)/v1", done.stdout, re.MULTILINE)
     assert curl
     body = json.dumps({"model": "simulated:gpt-oss-120b", "prompt": "hello", "max_tokens": 2}).encode()
     request = urllib.request.Request(f"{curl[1]}/v1/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as response:
         assert json.load(response)["usage"]["completion_tokens"] == 2
+
+
+def _rotated(authority: Authority, file: Path, url: str, home: Path) -> None:
+    """The next deploy copies the new certificate, and the same process serves it: its epoch is the same."""
+    place, operator = ("127.0.0.1", int(url.rpartition(":")[2])), Identity(authority.folder / "operator")
+    epoch = ask(f"{url}/status", operator)[1]["epoch"]
+    before = ssl.get_server_certificate(place)
+    new = (authority.rotate("here") / "node.pem").read_text()
+    done = disagg("cluster", "deploy", "-c", str(file), home=home)
+    assert done.returncode == 0, done.stderr
+    assert until(lambda: ssl.get_server_certificate(place) != before, 30)
+    assert ssl.get_server_certificate(place).split() == new.split()
+    assert ask(f"{url}/status", operator)[1]["epoch"] == epoch
 
 
 @pytest.mark.slow

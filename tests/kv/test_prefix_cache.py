@@ -893,6 +893,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureF
     store.close()
     check(store, TOKENS, 60)
     assert len(caplog.records) == 1
+    assert "name another folder with --prefix-disk" in caplog.text
 
 
 def test_a_full_queue_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,24 +1,30 @@
 """Real processes over mutual TLS: the tokens are those of the plain cluster, and nobody else gets in."""
 
 import io
+import shutil
 import socket
 import ssl
-import threading
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
+from disaggregated_inference.api import split_context
 from disaggregated_inference.chaos.tcp_proxy import TcpProxy
 from disaggregated_inference.cli.status import render
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.identity import Identity
+from disaggregated_inference.kv import Fingerprint
+from disaggregated_inference.kv_transfer import Hello
 from disaggregated_inference.kv_transfer.frames import Frame, Kind, encode_header
+from disaggregated_inference.node.context import PrefillContext
 from tests.support.cluster import Process, config_of
 from tests.support.identities import Cluster, ask
+from tests.support.rotation import AskingClients, old_serials, rotate_all
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -169,6 +175,27 @@ def test_clients_that_are_not_members(nodes: tuple[Process, Process], cluster: C
     assert ask(url_of(nodes[1], "/health"), Identity(cluster.client))[0] == 200
 
 
+def test_nothing_older_than_tls_1_3(nodes: tuple[Process, Process], cluster: Cluster) -> None:
+    """Not even from a member."""
+    member = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    member.load_verify_locations(cluster.client / "ca.pem")
+    member.load_cert_chain(cluster.folder_of("mac") / "node.pem", cluster.folder_of("mac") / "node.key")
+    for port in (nodes[0].port, nodes[1].port, nodes[0].kv_port):
+        assert spoken_version(port, member) == "TLSv1.3"
+    member.maximum_version = ssl.TLSVersion.TLSv1_2
+    for port in (nodes[0].port, nodes[1].port, nodes[0].kv_port):
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            spoken_version(port, member)
+
+
+def spoken_version(port: int, context: ssl.SSLContext) -> str | None:
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=30) as sock,
+        context.wrap_socket(sock, server_hostname="127.0.0.1") as tls,
+    ):
+        return tls.version()
+
+
 def why_unreachable(config: dict[str, Any]) -> str:
     with DisaggregatedClient(config) as client:
         client.health()
@@ -209,23 +236,35 @@ def test_a_stolen_context_needs_a_certificate(nodes: tuple[Process, Process], cl
             assert (status, said["error"]["code"]) == (403, "ticket_refused")
         finally:
             node.end()
+    hello = renewal(context, ask(url_of(spark, "/model"), client)[1]["fingerprint"])
+    assert answer_on_kv_port(spark.kv_port, cluster.identity("mac"), hello) == Kind.WELCOME
     for folder in (cluster.client, Cluster(tmp_path / "third").folder_of("mac")):
-        assert refused_on_kv_port(spark.kv_port, Identity(folder).kv_client_context)
+        assert answer_on_kv_port(spark.kv_port, Identity(folder), hello) in (None, Kind.ERROR)
     status, said = ask(url_of(mac, "/decode"), client, {"context": context, "max_new_tokens": 2})
     assert (status, len(said["tokens"])) == (200, 2), "the ticket was not spent"
 
 
-def refused_on_kv_port(port: int, context: ssl.SSLContext) -> bool:
-    """Whether the node ends the connection without a WELCOME. The thief does not care who answers."""
+def renewal(context: str, fingerprint: Any) -> bytes:
+    """A HELLO with a context's ticket and secret, which leaves the ticket unspent."""
+    found = PrefillContext.read(split_context(context)[0])
+    shape = msgspec.convert(fingerprint, Fingerprint)
+    hello = Hello(ticket=found.ticket, secret=found.secret, fetch="f", fingerprint=shape, renew_only=True)
+    body = msgspec.json.encode(hello)
+    return encode_header(Frame(Kind.HELLO, len(body))) + body + bytes(8)  # inside TLS the checksum is 0
+
+
+def answer_on_kv_port(port: int, identity: Identity, hello: bytes) -> int | None:
+    """The kind of the node's first frame; None if it ends the connection. The thief does not care who answers."""
+    context = identity.kv_client_context.now
     context.verify_mode = ssl.CERT_NONE
     with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
         try:
             with context.wrap_socket(sock) as tls:
-                tls.sendall(encode_header(Frame(Kind.HELLO, 2)) + b"{}" + bytes(8))
+                tls.sendall(hello)
                 answer = tls.recv(100)
         except OSError:
-            return True
-    return not answer or answer[5] == Kind.ERROR
+            return None
+    return answer[5] if len(answer) > 5 else None
 
 
 def test_a_handshake_that_stalls_holds_only_itself(nodes: tuple[Process, Process], cluster: Cluster) -> None:
@@ -241,38 +280,45 @@ def test_a_handshake_that_stalls_holds_only_itself(nodes: tuple[Process, Process
             sock.close()
 
 
-def test_rotation_disturbs_no_request_and_revocation_ends_access(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path / "keys")
-    spark, mac = nodes_of(spark=cluster.folder_of("spark"), mac=cluster.folder_of("mac"), profile=SLOW)
+def test_rotation_disturbs_no_request_and_revocation_ends_access(
+    tmp_path: Path, nodes: tuple[Process, Process], cluster: Cluster
+) -> None:
+    """The certificates of all names are rotated three times, and the old ones revoked, while five clients ask."""
+    expected = tokens_of(config_of(*nodes) | {"identity": str(cluster.client)}, 60)
+    keys = Cluster(tmp_path / "keys")
+    spark, mac = nodes_of(spark=keys.folder_of("spark"), mac=keys.folder_of("mac"), profile=SLOW)
+    config = config_of(spark, mac) | {"identity": str(keys.client)}
+    asking = AskingClients(config, PROMPT, 5)
     try:
-        client, config = Identity(cluster.client), config_of(spark, mac) | {"identity": str(cluster.client)}
-        expected = tokens_of(config, 500)
-        found: list[list[int]] = []
-        running = threading.Thread(target=lambda: found.append(tokens_of(config, 500)))
-        running.start()
-        old = served_certificate(mac)
-        for name in ("spark", "mac", "client"):
-            cluster.authority.rotate(name)
-        assert until(lambda: served_certificate(mac) != old, 30), "new connections get the new certificate"
-        assert running.is_alive()
-        assert tokens_of(config, 20) == expected[:20]
-        running.join()
-        assert found == [expected]
-        assert ask(url_of(mac, "/health"), client)[0] == 200, "the old certificate is still valid"
-        cluster.authority.revoke("client")
-        assert until(lambda: ask(url_of(mac, "/health"), client)[0] == 403, 30)
-        assert "revoked" in ask(url_of(mac, "/health"), client)[1]["error"]["message"]
-        watcher = cluster.folder_of("watcher", ())
-        cluster.authority.revoke("spark")
-        said = why_unreachable(config_of(spark, mac) | {"identity": str(watcher)})
-        assert "the certificate of spark was revoked" in said
+        old = Identity(Path(shutil.copytree(keys.client, tmp_path / "old-client")))
+        for _ in range(3):
+            assert asking.each_asks_again()
+            rotate_all(keys, mac.port, spark.port, spark.kv_port)
+        assert ask(url_of(mac, "/health"), old)[0] == 200, "the old certificate is still valid"
+        for serial in old_serials(keys):
+            keys.authority.revoke(serial)
+        for node in (spark, mac):
+            assert until(lambda node=node: ask(url_of(node, "/health"), old)[0] == 403, 30)  # type: ignore[misc]
+        assert asking.each_asks_again(), "all ends use new certificates: the old ones are revoked"
+        asking.end()
+        asking.require(expected)
+        require_revocation(keys, spark, mac)
     finally:
+        asking.end()
         spark.end()
         mac.end()
 
 
-def served_certificate(node: Process) -> str:
-    return ssl.get_server_certificate(("127.0.0.1", node.port))
+def require_revocation(keys: Cluster, spark: Process, mac: Process) -> None:
+    client = Identity(keys.client)
+    assert ask(url_of(mac, "/health"), client)[0] == 200
+    keys.authority.revoke("client")
+    assert until(lambda: ask(url_of(mac, "/health"), client)[0] == 403, 30)
+    assert "revoked" in ask(url_of(mac, "/health"), client)[1]["error"]["message"]
+    watcher = keys.folder_of("watcher", ())
+    keys.authority.revoke("spark")
+    said = why_unreachable(config_of(spark, mac) | {"identity": str(watcher)})
+    assert "the certificate of spark was revoked" in said
 
 
 def test_a_client_that_never_ends_its_handshake_is_closed(nodes: tuple[Process, Process], cluster: Cluster) -> None:

@@ -1,12 +1,19 @@
-"""Run the `disagg` command as a child process."""
+"""Run the `disagg` command as a child process, or in this one."""
 
+import io
+import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import IO, Any
+from unittest.mock import patch
 
+from disaggregated_inference.cli.main import main
 from tests.support.forked import can_fork, start_forked
 
 
@@ -45,6 +52,32 @@ def run_forked(
         with process.stdout as output:
             text = output.read().decode()
         return subprocess.CompletedProcess(arguments, process.wait(300), text, read_output(errors))
+
+
+def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same in this process: for a command that ends by itself."""
+    told, errors, code = io.StringIO(), io.StringIO(), 0
+    with redirect_stdout(told), redirect_stderr(errors), patch("sys.argv", ["disagg", *arguments]), _unchanged():
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 0
+    return subprocess.CompletedProcess(arguments, code, told.getvalue(), errors.getvalue())
+
+
+@contextmanager
+def _unchanged() -> Iterator[None]:
+    """What a command changes for its whole process: a signal, and where logs go."""
+    handler = signal.getsignal(signal.SIGTERM)
+    loggers = [logging.getLogger(name) for name in ("disaggregated_inference", "uvicorn")]
+    before = [(logger, list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        for logger, handlers, level, propagate in before:
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(level)
 
 
 def read_output(file: IO[str]) -> str:

@@ -135,7 +135,7 @@ class Chat:
 
         request = self._options.as_dict() | {"model": self._model, "messages": messages}
         try:
-            metrics = stream_text(self._client, request, write)
+            metrics = stream_text(self._client, request, write, self.screen.note)
         except KeyboardInterrupt:
             return Reply(text="".join(texts), stopped=True)
         except DisaggError as error:

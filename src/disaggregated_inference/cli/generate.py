@@ -50,17 +50,26 @@ def _generate(
     client: DisaggregatedClient, request: dict[str, Any], screen: Screen, *, stream: bool, as_json: bool
 ) -> dict[str, Any]:
     if stream and not as_json:
-        return stream_text(client, request, screen.write)
-    response, metrics = client.generate(stream=False, **request)
+        return stream_text(client, request, screen.write, screen.note)
+    metrics = stream_text(client, request, lambda text: None, screen.note)
+    response = metrics.pop("response")
     screen.write(json.dumps({"response": response, "metrics": metrics}) if as_json else response)
     return metrics
 
 
-def stream_text(client: DisaggregatedClient, request: dict[str, Any], write: Callable[[str], object]) -> dict[str, Any]:
-    """Returns the metrics. On Ctrl-C the stream is closed at once, so both nodes cancel the request."""
+def stream_text(
+    client: DisaggregatedClient,
+    request: dict[str, Any],
+    write: Callable[[str], object],
+    note: Callable[[str, str], object],
+) -> dict[str, Any]:
+    """Returns the metrics. On Ctrl-C the stream is closed at once, so both nodes cancel the request. `note` tells that
+    the request waits for a node to come back."""
     metrics: dict[str, Any] = {}
     with closing(client.stream(**request)) as deltas:
         for delta in deltas:
+            if delta.waiting:
+                note(delta.waiting, "yellow")
             write(delta.text)
             metrics = delta.metrics or metrics
     return metrics

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from disaggregated_inference.models import default_home
-from disaggregated_inference.private_files import make_private_folder
+from disaggregated_inference.private_files import make_private_folder, private_opener
 
 PREFILL_PORT, DECODE_PORT, KV_PORT = 8000, 8001, 8100
 
@@ -48,14 +48,16 @@ def cluster_file(prefill: LocalServer, decode: LocalServer, gbps: float | None =
     text = _text(prefill, decode, gbps)
     make_private_folder(_folder())
     path, last = _folder() / f"{os.getpid()}.json", _folder() / "cluster.json"
-    path.write_text(text, encoding="utf-8")
     new = last.with_suffix(f".{os.getpid()}")
-    new.write_text(text, encoding="utf-8")
-    new.replace(last)
     try:
+        for each in (path, new):
+            with open(each, "w", encoding="utf-8", opener=private_opener) as file:
+                file.write(text)
+        new.replace(last)
         yield path
     finally:
         path.unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
 
 
 def _folder() -> Path:

@@ -14,6 +14,7 @@ import msgspec
 
 from disaggregated_inference.cluster import read_file
 from disaggregated_inference.errors import BadRequest, ConfigError
+from disaggregated_inference.private_files import private_opener
 
 HOW = "make one with `disagg gateway key NAME --file keys.json`"
 _PREFIX = "sk-disagg-"
@@ -115,11 +116,14 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Atomically. Only the owner may read a new file."""
+    """Atomically. Only the owner may read the file, whatever the rights of an earlier one were."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.touch(path.stat().st_mode & 0o777 if path.exists() else 0o600)
     try:
-        partial.write_text(text, "utf-8")
+        with open(partial, "w", encoding="utf-8", opener=private_opener) as file:
+            file.write(text)
         partial.replace(path)
+    except OSError as error:
+        remedy = "make room there, or name a file in another folder with --file"
+        raise ConfigError(f"cannot write {path}: {error.strerror}; {remedy}") from error
     finally:
         partial.unlink(missing_ok=True)

@@ -19,7 +19,9 @@ from disaggregated_inference.gateway.reload import Reloader
 from disaggregated_inference.gateway.tracing import Collector
 from disaggregated_inference.http import Announce, Certificate, HttpServer, announce_as_json, require_free_port
 from disaggregated_inference.logs import log_to_stderr
+from disaggregated_inference.models import default_home
 from disaggregated_inference.orchestrator import DisaggregatedInference
+from disaggregated_inference.private_files import warn_of_open
 from disaggregated_inference.timeouts import HttpTimeouts
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
 def run_gateway(settings: GatewaySettings, announce: Announce = announce_as_json) -> None:
     """Until a signal. SIGHUP reloads config, keys and certificate; running requests are not disturbed."""
     log_to_stderr(settings.log_level)
+    warn_of_open(default_home())
     keys, certificate = Keys.load(settings.keys or None), Certificate(settings.tls_cert, settings.tls_key)
     require_keys(settings.host, keys, settings.insecure)
     certificate.require()

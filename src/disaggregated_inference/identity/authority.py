@@ -20,7 +20,6 @@ from disaggregated_inference.identity.key_files import locked, make_folder, read
 _NAME = re.compile(r"[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?")
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 _NO_AUTHORITY = "make the cluster's authority with `disagg cluster keys init`, or name its folder with --keys"
-_OTHER_FOLDER = "choose another folder with --keys or DISAGG_KEYS, or another home with DISAGG_HOME"
 _LOCK = ".lock"
 CA, CA_KEY, CERTIFICATE, KEY, REVOKED = "ca.pem", "ca.key", "node.pem", "node.key", "revoked.pem"
 
@@ -57,7 +56,7 @@ class Authority:
 
     @classmethod
     def create(cls, folder: Path, clock: Callable[[], datetime.datetime] = _now) -> "Authority":
-        make_folder(folder, _OTHER_FOLDER)
+        make_folder(folder)
         with locked(folder / _LOCK):
             if (folder / CA_KEY).exists():
                 remedy = "issue certificates with `disagg cluster keys issue`, or choose another folder with --keys"
@@ -134,7 +133,7 @@ class Authority:
             expires_at=pair.certificate.not_valid_after_utc,
         )
         self._save((*self._issued, entry))  # first: a certificate that is not listed could not be revoked
-        make_folder(folder, _OTHER_FOLDER)
+        make_folder(folder)
         write_private(folder / CA, self._pair.pem)
         write_private(folder / REVOKED, read_private(self.folder / REVOKED, "run `disagg cluster keys revoke` again"))
         write_private(folder / KEY, pair.key_pem)

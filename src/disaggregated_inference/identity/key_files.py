@@ -11,6 +11,7 @@ from pathlib import Path
 from disaggregated_inference.errors import ConfigError
 from disaggregated_inference.private_files import make_private_folder
 
+OTHER_FOLDER = "choose another folder with --keys or DISAGG_KEYS, or another home with DISAGG_HOME"
 OPEN_TO_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -20,7 +21,7 @@ def locked(path: Path) -> Iterator[None]:
     try:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; it must belong to this user") from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}; {OTHER_FOLDER}") from error
     try:
         fcntl.flock(number, fcntl.LOCK_EX)
         yield
@@ -28,11 +29,11 @@ def locked(path: Path) -> Iterator[None]:
         os.close(number)
 
 
-def make_folder(path: Path, remedy: str) -> None:
+def make_folder(path: Path) -> None:
     try:
         make_private_folder(path)
     except OSError as error:
-        raise ConfigError(f"cannot make the folder {path}: {error.strerror}; {remedy}") from error
+        raise ConfigError(f"cannot make the folder {path}: {error.strerror}; {OTHER_FOLDER}") from error
 
 
 def write_private(path: Path, content: bytes) -> None:
@@ -49,7 +50,7 @@ def write_private(path: Path, content: bytes) -> None:
             os.unlink(name)
             raise
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; check the folder and the free space") from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}; make room there, or {OTHER_FOLDER}") from error
 
 
 def read_private(path: Path, what: str) -> bytes:

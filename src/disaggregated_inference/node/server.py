@@ -18,7 +18,7 @@ from disaggregated_inference.kv import require_dtype
 from disaggregated_inference.kv.prefix_cache import DiskTier
 from disaggregated_inference.kv_transfer import CODECS, Address
 from disaggregated_inference.logs import log_to_stderr
-from disaggregated_inference.models import ModelFiles, ModelStore
+from disaggregated_inference.models import ModelFiles, ModelStore, default_home
 from disaggregated_inference.node.decode import DecodeNode
 from disaggregated_inference.node.engine_threads import EngineThreads
 from disaggregated_inference.node.kv_listener import listen, parse_address
@@ -30,6 +30,7 @@ from disaggregated_inference.node.scheduler import Scheduler
 from disaggregated_inference.node.startup import Begin, NodeStart
 from disaggregated_inference.node.trust import Trust, choose_security, default_security, require_trusted_link
 from disaggregated_inference.observe import Computes, ReadingsSampler
+from disaggregated_inference.private_files import warn_of_open
 from disaggregated_inference.timeouts import NodeTimeouts
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
 def run_node(settings: NodeSettings, announce: Announce = announce_as_json) -> None:
     """Load, warm up, and serve until a signal. The port answers `loading` meanwhile."""
     log_to_stderr(settings.log_level)
+    warn_of_open(default_home())
     if settings.role not in ROLES:
         raise BadRequest(f"unknown role {settings.role!r}: use {', '.join(ROLES)}")
     if settings.kv_codec not in CODECS:

@@ -26,16 +26,32 @@ class NodeConnector(aiohttp.TCPConnector):
 
 async def post(session: aiohttp.ClientSession, url: str, closed_s: float, **options: Any) -> aiohttp.ClientResponse:
     """Returns when the response begins. A kept connection that breaks within `closed_s` was closed before."""
+    return await send(session, "POST", url, closed_s, **options)
+
+
+async def send(
+    session: aiohttp.ClientSession, method: str, url: str, closed_s: float, **options: Any
+) -> aiohttp.ClientResponse:
     loop, keeps = asyncio.get_running_loop(), isinstance(session.connector, NodeConnector)
     for _ in range(_MOST_CLOSED):
         sent_at = loop.time()
         _dialled.set(not keeps)
         try:
-            return await session.post(url, **options)
+            response = await session.request(method, url, **options)
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
             if _dialled.get() or loop.time() - sent_at > closed_s:
                 raise
-    return await session.post(url, **options)
+        else:
+            if _dialled.get() or not _is_unwelcome(response):
+                return response
+            response.close()
+    return await session.request(method, url, **options)
+
+
+def _is_unwelcome(response: aiohttp.ClientResponse) -> bool:
+    """The node ends this connection in place of an answer, because the certificate with which it began was revoked: we
+    may have a new one. The request was not accepted."""
+    return response.status == 403 and response.headers.get("Connection", "").lower() == "close"
 
 
 def without_frames(error: Exception) -> Exception:

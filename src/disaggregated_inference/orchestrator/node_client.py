@@ -29,7 +29,7 @@ from disaggregated_inference.api import (
 )
 from disaggregated_inference.cluster import Server
 from disaggregated_inference.orchestrator.connection_errors import why_unreachable
-from disaggregated_inference.orchestrator.connections import post, without_frames
+from disaggregated_inference.orchestrator.connections import post, send, without_frames
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats, MonitoredStream, PendingRequest, StreamSilent
 from disaggregated_inference.orchestrator.leg_errors import LegBusy, LegFailed, NodeRefused, refusal
 from disaggregated_inference.orchestrator.stream_check import BadEvents, StreamCheck
@@ -78,8 +78,9 @@ class NodeClient:
         loop = asyncio.get_running_loop()
         sent_at = loop.time()
         try:
-            url = self.server.url + path
-            async with self._session.get(url, headers=self._asking, timeout=timeout, allow_redirects=False) as response:
+            options = {"headers": self._asking, "timeout": timeout, "allow_redirects": False}
+            url, closed_s = self.server.url + path, self._timeouts.closed_connection_s
+            async with await send(self._session, "GET", url, closed_s, **options) as response:
                 body = await self._bounded(response, _MAX_BODY_BYTES)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unreachable(error) from without_frames(error)
@@ -146,8 +147,8 @@ class NodeClient:
     async def _cancel(self, ticket: str) -> None:
         timeout = aiohttp.ClientTimeout(total=self._timeouts.cancel_s)
         try:
-            url = f"{self.server.url}/prefill/{ticket}"
-            async with self._session.delete(url, headers=self._headers, timeout=timeout):
+            url, options = f"{self.server.url}/prefill/{ticket}", {"headers": self._headers, "timeout": timeout}
+            async with await send(self._session, "DELETE", url, self._timeouts.closed_connection_s, **options):
                 pass
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             without_frames(error)  # the ticket's lease ends it

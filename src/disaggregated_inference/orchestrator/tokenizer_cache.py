@@ -86,14 +86,20 @@ class TokenizerCache:
         if not _is(tokenizer, _identities_of(node.info)):
             raise DisaggError(f"{node.name} handed out another tokenizer than it uses; restart it")
         try:
-            make_folders(self._home)
-            partial = self._home / f"{identity}.{os.getpid()}.partial"
-            partial.write_bytes(body)
-            partial.replace(self._home / f"{identity}.json")
+            self._keep(identity, body)
         except OSError as error:
             remedy = "set DISAGG_HOME to a folder that this user can write to"
             log.warning("the tokenizer could not be written to disk: %s; %s", error, remedy)
         return tokenizer
+
+    def _keep(self, identity: str, body: bytes) -> None:
+        make_folders(self._home)
+        partial = self._home / f"{identity}.{os.getpid()}.partial"
+        try:
+            partial.write_bytes(body)
+            partial.replace(self._home / f"{identity}.json")
+        finally:
+            partial.unlink(missing_ok=True)  # of a full disk
 
     async def encode(self, tokenizer: ModelTokenizer, request: GenerateRequest, window: int) -> list[int]:
         """Long texts on a thread, and few at a time: many threads would hold up the event loop too."""

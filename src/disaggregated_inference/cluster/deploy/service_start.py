@@ -1,7 +1,8 @@
 """Services of a machine: install, start, stop, restart, and wait until they are healthy.
 
-A stamp says what a service was last started with: the release and the secrets. A service with another stamp, or whose
-file is of another release, runs with old settings: a deploy that was killed half-way may leave one.
+A stamp says what a service was last started with: the release and the secrets. Certificates are no part of it: a
+service loads changed ones by itself, and a rotation must not end its connections. A service with another stamp, or
+whose file is of another release, runs with old settings: a deploy that was killed half-way may leave one.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from disaggregated_inference.errors import CommandFailed, DeployRefused
 
 Starts = Mapping[str, ServiceStart]
 
+_LOADED_AGAIN = ("node.pem", "node.key", "revoked.pem")  # of an identity: every service looks for changes
 _MOST_RESTARTS = 2  # of a service that starts: then its own error is the cause
 
 
@@ -41,7 +43,8 @@ def _start_script(session: MachineSession, release: Release, service: Service) -
 
 def _stamp(place: Place, release: Release) -> str:
     """A word of a script, in double quotes."""
-    files = f"find {shlex.quote(place.secrets)} -type f 2>/dev/null | LC_ALL=C sort"
+    others = " ".join(f"! -path '*/identity/{name}'" for name in _LOADED_AGAIN)
+    files = f"find {shlex.quote(place.secrets)} -type f {others} 2>/dev/null | LC_ALL=C sort"
     digest = f'{files} | while IFS= read -r f; do cat "$f"; done | {{ sha256sum 2>/dev/null || shasum -a 256; }}'
     return f'"{release.id} $({digest} | cut -c1-16)"'
 

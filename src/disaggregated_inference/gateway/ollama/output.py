@@ -57,6 +57,8 @@ class OllamaWriter:
         if delta.record:
             self._record = delta.record
             return encode_line(self.end())
+        if delta.waiting:  # NDJSON has no comments: an empty line of content with a field that programs ignore
+            return encode_line(self.body(OllamaChunk(), waiting=delta.waiting))
         chunk = self.chunk(delta)
         return encode_line(self.body(chunk)) if chunk else b""
 

@@ -135,7 +135,8 @@ class DiskTier:
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            log.warning("the disk tier of the prefix cache has a problem (logged once): %s", error)
+            remedy = "make room there, or name another folder with --prefix-disk"
+            log.warning("the disk tier of the prefix cache has a problem (logged once): %s; %s", error, remedy)
 
     def _write_queued(self) -> None:
         while (item := self._queue.get()) is not None:
