@@ -116,7 +116,7 @@ def state_of(
     cluster |= {"links": [], "refusals": [], "warnings": []}
     history = [request_of(n) for n in range(requests)][::-1]
     told = cluster | {"history": history, "summary": msgspec.to_builtins(summary(history, models))}
-    state.began(msgspec.convert(told, ClusterPage), TargetsPage())
+    state.began(msgspec.convert(told, ClusterPage))
     return state
 
 
@@ -224,7 +224,8 @@ def test_once_leaves_nothing_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
     async def once(feed: TopFeed) -> bytes:
         assert isinstance(full.status, ClusterPage)
-        feed.state.began(full.status, TargetsPage(targets=full.targets))
+        feed.state.began(full.status)
+        feed.state.judged(TargetsPage(targets=full.targets))
         return msgspec.json.encode(full.status)
 
     monkeypatch.setattr(TopFeed, "once", once)
