@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -18,6 +19,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from disaggregated_inference.api import ClusterPage, TargetsPage
@@ -27,7 +29,7 @@ from disaggregated_inference.cli.top_screen import render
 from disaggregated_inference.gateway.key_file import new_key
 from disaggregated_inference.orchestrator import summary
 from tests.support.cluster import Process, free_port
-from tests.support.command import disagg
+from tests.support.command import run_forked
 from tests.support.gateway import GatewayProcess, gateway_process, simulated_config, simulated_pair
 from tests.support.waiting import until
 
@@ -305,6 +307,9 @@ def test_text_of_nodes_and_clients_cannot_draw() -> None:
 # In a terminal, with a real gateway.
 
 
+_CODES = re.compile(r"\x1b\[[\d;?]*[a-zA-Z]")
+
+
 class Terminal:
     """A child process on a pty of its own."""
 
@@ -337,6 +342,20 @@ class Terminal:
     def sees(self, text: str, since: int = 0) -> bool:
         """After the first `since` bytes of what it showed."""
         return until(lambda: text.encode() in self.shown[since:], 60)
+
+    def screens(self, since: int = 0) -> list[list[str]]:
+        """Lines of every picture that it drew in full."""
+        drawn = self.shown[since:].decode(errors="replace").split("\x1b[H")[1:]
+        return [_CODES.sub("", each).splitlines() for each in drawn]
+
+    def draws(self, columns: int, lines: int, since: int) -> bool:
+        """A whole picture of just this size."""
+
+        def fits() -> bool:
+            screen = next(reversed(self.screens(since)), [])
+            return (len(screen), {*map(cell_len, screen)}) == (lines, {columns})
+
+        return until(fits, 60)
 
     def ended(self) -> int:
         return self.process.wait(60)
@@ -372,9 +391,12 @@ def test_in_a_terminal(pair: tuple[Process, Process], tmp_path: Path) -> None:
         assert answer.status_code == 200
         assert terminal.sees("med of 1", before)
         assert until(lambda: b"\x1b[?1049h" in terminal.shown), "a screen of its own"
-        before = len(terminal.shown)
-        terminal.resize(60, 20, terminal.process.pid)
-        assert terminal.sees("╮", before), "it draws again"
+        gateway.send_signal(signal.SIGSTOP)  # nothing else makes it draw now
+        for columns, lines in ((60, 20), (100, 30)):
+            before = len(terminal.shown)
+            terminal.resize(columns, lines, terminal.process.pid)
+            assert terminal.draws(columns, lines, before), terminal.screens(before)
+            assert "all up" in terminal.screens(before)[-1][0], "it was not the silence that made it draw"
         gateway.end()
         assert terminal.sees("reconnecting")
         before = len(terminal.shown)
@@ -407,25 +429,25 @@ def test_ctrl_c_and_refusals(pair: tuple[Process, Process], tmp_path: Path) -> N
         finally:
             terminal.close()
         asked = ("--url", gateway.url, "--token-file", str(tmp_path / "key"))
-        once = disagg("top", "--once", *asked)
+        once = run_forked("top", "--once", *asked)
         assert once.returncode == 0
         assert "simulated:tiny" in once.stdout
         assert "\nlink " in once.stdout
         assert "\nUptime " in once.stdout
-        assert '"verdict": "all up' in disagg("top", "--json", *asked).stdout
+        assert '"verdict": "all up' in run_forked("top", "--json", *asked).stdout
         terminal = Terminal("top", "--url", gateway.url)
         try:
             assert terminal.sees("needs an API key: set DISAGG_TOKEN, or give --token-file FILE")
             assert terminal.ended() == 1
         finally:
             terminal.close()
-        wrong = disagg("top", "--once", "--url", f"http://127.0.0.1:{pair[1].port}")
+        wrong = run_forked("top", "--once", "--url", f"http://127.0.0.1:{pair[1].port}")
         assert "is no gateway of this version: it has no /cluster" in wrong.stderr
         (tmp_path / "key").write_text(limited)
-        refused = disagg("top", "--once", *asked)
+        refused = run_forked("top", "--once", *asked)
         assert "limited to some models" in refused.stderr
         (tmp_path / "key").write_text("of-another-gateway")
-        wrong = disagg("top", "--once", *asked)
+        wrong = run_forked("top", "--once", *asked)
         assert wrong.stderr.endswith("refuses the API key in --token-file, else DISAGG_TOKEN: give one of its keys\n")
         assert "of-another-gateway" not in wrong.stderr
 
@@ -442,6 +464,6 @@ def test_ctrl_c_and_refusals(pair: tuple[Process, Process], tmp_path: Path) -> N
     ],
 )
 def test_mistakes(url: str, message: str) -> None:
-    mistaken = disagg("top", "--once", "--url", url)
+    mistaken = run_forked("top", "--once", "--url", url)
     assert (mistaken.returncode, mistaken.stdout) == (1, "")
     assert mistaken.stderr.startswith(message)
