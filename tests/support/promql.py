@@ -1,6 +1,6 @@
 """A parser of PromQL as far as deploy/ uses it: it says what Prometheus would refuse.
 
-    kind("sum(rate(a_total[5m])) / 2 > 1")  ->  "vector"
+kind("sum(rate(a_total[5m])) / 2 > 1")  ->  "vector"
 """
 
 import re
