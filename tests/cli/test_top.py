@@ -1,15 +1,7 @@
 """`disagg top`: its picture at every size, and in a real terminal."""
 
-import fcntl
 import os
-import pty
-import select
 import signal
-import struct
-import subprocess
-import sys
-import termios
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +19,9 @@ from disaggregated_inference.cli.top_screen import render
 from disaggregated_inference.gateway.key_file import new_key
 from disaggregated_inference.orchestrator import summary
 from tests.support.cluster import Process, free_port
-from tests.support.command import disagg
+from tests.support.command import run_forked
 from tests.support.gateway import GatewayProcess, gateway_process, simulated_config, simulated_pair
+from tests.support.terminal import Terminal
 from tests.support.waiting import until
 
 
@@ -116,7 +109,7 @@ def state_of(
     cluster |= {"links": [], "refusals": [], "warnings": []}
     history = [request_of(n) for n in range(requests)][::-1]
     told = cluster | {"history": history, "summary": msgspec.to_builtins(summary(history, models))}
-    state.began(msgspec.convert(told, ClusterPage), TargetsPage())
+    state.began(msgspec.convert(told, ClusterPage))
     return state
 
 
@@ -224,7 +217,8 @@ def test_once_leaves_nothing_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
     async def once(feed: TopFeed) -> bytes:
         assert isinstance(full.status, ClusterPage)
-        feed.state.began(full.status, TargetsPage(targets=full.targets))
+        feed.state.began(full.status)
+        feed.state.judged(TargetsPage(targets=full.targets))
         return msgspec.json.encode(full.status)
 
     monkeypatch.setattr(TopFeed, "once", once)
@@ -304,54 +298,6 @@ def test_text_of_nodes_and_clients_cannot_draw() -> None:
 # In a terminal, with a real gateway.
 
 
-class Terminal:
-    """A child process on a pty of its own."""
-
-    def __init__(self, *arguments: str, columns: int = 80, lines: int = 24) -> None:
-        self._ours, theirs = pty.openpty()
-        self.resize(columns, lines, None)
-        command = [sys.executable, "-m", "disaggregated_inference", *arguments]
-        environment = os.environ | {"TERM": "xterm-256color"}
-        self.process = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
-        )
-        self.settings = termios.tcgetattr(theirs)
-        self._theirs, self.shown, self._done = theirs, b"", threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        while not self._done.is_set():
-            if select.select([self._ours], [], [], 0.05)[0]:
-                self.shown += os.read(self._ours, 65536)
-
-    def resize(self, columns: int, lines: int, pid: int | None) -> None:
-        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-        if pid:
-            os.kill(pid, signal.SIGWINCH)
-
-    def type(self, text: bytes) -> None:
-        os.write(self._ours, text)
-
-    def sees(self, text: str, since: int = 0) -> bool:
-        """After the first `since` bytes of what it showed."""
-        return until(lambda: text.encode() in self.shown[since:], 60)
-
-    def ended(self) -> int:
-        return self.process.wait(60)
-
-    def is_as_before(self) -> bool:
-        return bool(termios.tcgetattr(self._theirs) == self.settings)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._done.set()
-        self._reader.join()
-        os.close(self._ours)
-        os.close(self._theirs)
-
-
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Process, Process]]:
     with simulated_pair() as pair:
@@ -371,9 +317,12 @@ def test_in_a_terminal(pair: tuple[Process, Process], tmp_path: Path) -> None:
         assert answer.status_code == 200
         assert terminal.sees("med of 1", before)
         assert until(lambda: b"\x1b[?1049h" in terminal.shown), "a screen of its own"
-        before = len(terminal.shown)
-        terminal.resize(60, 20, terminal.process.pid)
-        assert terminal.sees("╮", before), "it draws again"
+        gateway.send_signal(signal.SIGSTOP)  # nothing else makes it draw now
+        for columns, lines in ((60, 20), (100, 30)):
+            before = len(terminal.shown)
+            terminal.resize(columns, lines, terminal.process.pid)
+            assert terminal.draws(columns, lines, before), terminal.screens(before)
+            assert "all up" in terminal.screens(before)[-1][0], "it was not the silence that made it draw"
         gateway.end()
         assert terminal.sees("reconnecting")
         before = len(terminal.shown)
@@ -406,25 +355,25 @@ def test_ctrl_c_and_refusals(pair: tuple[Process, Process], tmp_path: Path) -> N
         finally:
             terminal.close()
         asked = ("--url", gateway.url, "--token-file", str(tmp_path / "key"))
-        once = disagg("top", "--once", *asked)
+        once = run_forked("top", "--once", *asked)
         assert once.returncode == 0
         assert "simulated:tiny" in once.stdout
         assert "\nlink " in once.stdout
         assert "\nUptime " in once.stdout
-        assert '"verdict": "all up' in disagg("top", "--json", *asked).stdout
+        assert '"verdict": "all up' in run_forked("top", "--json", *asked).stdout
         terminal = Terminal("top", "--url", gateway.url)
         try:
             assert terminal.sees("needs an API key: set DISAGG_TOKEN, or give --token-file FILE")
             assert terminal.ended() == 1
         finally:
             terminal.close()
-        wrong = disagg("top", "--once", "--url", f"http://127.0.0.1:{pair[1].port}")
+        wrong = run_forked("top", "--once", "--url", f"http://127.0.0.1:{pair[1].port}")
         assert "is no gateway of this version: it has no /cluster" in wrong.stderr
         (tmp_path / "key").write_text(limited)
-        refused = disagg("top", "--once", *asked)
+        refused = run_forked("top", "--once", *asked)
         assert "limited to some models" in refused.stderr
         (tmp_path / "key").write_text("of-another-gateway")
-        wrong = disagg("top", "--once", *asked)
+        wrong = run_forked("top", "--once", *asked)
         assert wrong.stderr.endswith("refuses the API key in --token-file, else DISAGG_TOKEN: give one of its keys\n")
         assert "of-another-gateway" not in wrong.stderr
 
@@ -441,6 +390,6 @@ def test_ctrl_c_and_refusals(pair: tuple[Process, Process], tmp_path: Path) -> N
     ],
 )
 def test_mistakes(url: str, message: str) -> None:
-    mistaken = disagg("top", "--once", "--url", url)
+    mistaken = run_forked("top", "--once", "--url", url)
     assert (mistaken.returncode, mistaken.stdout) == (1, "")
     assert mistaken.stderr.startswith(message)

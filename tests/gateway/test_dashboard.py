@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -65,9 +66,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 def opened(
-    site: Site, path: str = "/dashboard", url: str = "", wait: str = "Live"
+    site: Site, path: str = "/dashboard", url: str = "", wait: str = "Live", may_fail: tuple[str, ...] = ()
 ) -> AbstractContextManager[WatchedPage]:
-    return opened_page(site.browser, (url or site.url) + path, wait)
+    return opened_page(site.browser, (url or site.url) + path, wait, may_fail)
 
 
 def ask(url: str, prompt: str, **headers: str) -> str:
@@ -98,6 +99,7 @@ def test_numbers_on_screen_are_those_of_the_cluster(site: Site) -> None:
         rows = page.locator(".nodes tbody tr").all_inner_texts()
         for shown, node in zip(rows, cluster["nodes"], strict=True):
             assert all(text in shown for text in (node["name"], node["state"], node["model"], node["url"][7:]))
+            assert node["role"].title() in shown
         for record in cluster["history"][:10]:
             row = page.locator(f"tr[data-request='{record['request_id']}']")
             assert row.locator("button").inner_text() == f"#{record['number']}"
@@ -208,9 +210,18 @@ def test_a_request_in_its_slot_does_not_wait(site: Site) -> None:
     with opened(site, "/dashboard#cluster") as watched:
         box = watched.page.locator(f".box[data-node='{site.nodes[1].name}'] .meter", has_text="Slots")
         box.filter(has_text="0 of 256, 0 waiting").wait_for()
+        memory = watched.page.locator(f".box[data-node='{site.nodes[1].name}'] .meter", has_text="KV memory")
+        quiet = memory.inner_text()
         with httpx.stream("POST", f"{site.url}/v1/completions", json=body, timeout=60):
             box.filter(has_text="1 of 256, 0 waiting").wait_for()
+            kv = next(node["kv"] for node in site.cluster()["nodes"] if node["name"] == site.nodes[1].name)
+            assert kv["total_reserved_bytes"] > 0
+            held = f"{size(kv['total_reserved_bytes'])} of {size(kv['total_limit_bytes'])}"
+            assert until(lambda: same(memory.locator(".num").inner_text(), held)), (memory.inner_text(), held)
+            width = float(memory.locator("rect.fill").get_attribute("width") or 0)
+            assert width == pytest.approx(100 * kv["total_reserved_bytes"] / kv["total_limit_bytes"], rel=0.02)
         box.filter(has_text="0 of 256, 0 waiting").wait_for()
+        assert until(lambda: memory.inner_text() == quiet), "its memory is free again"
 
 
 def _hand_over(url: str, seen: Event) -> None:
@@ -289,10 +300,18 @@ def _red_and_green_again(watched: WatchedPage, node: Process) -> float:
     return red_s
 
 
-def test_the_page_reconnects_after_a_restart_of_the_gateway(site: Site) -> None:
-    port = site.url.rpartition(":")[2]
-    with opened(site) as watched:
+def test_the_page_reconnects_after_a_silence_and_a_restart_of_the_gateway(site: Site) -> None:
+    port, failing = site.url.rpartition(":")[2], ("/cluster", "/cluster/events")
+    with opened_page(site.browser, "about:blank", wait="", may_fail=failing) as watched:
         page = watched.page
+        page.clock.install()
+        page.goto(f"{site.url}/dashboard")
+        page.locator("header .connection", has_text="Live").wait_for()
+        site.gateway.send_signal(signal.SIGSTOP)
+        page.clock.fast_forward(20_000)
+        page.locator("[role=alert]", has_text="Reconnecting: the gateway does not answer").wait_for()
+        site.gateway.send_signal(signal.SIGCONT)
+        page.locator("header .connection", has_text="Live").wait_for()
         config = json.loads(site.gateway.config.read_text())
         site.gateway.end()
         page.locator("[role=alert]", has_text="Reconnecting").wait_for()
@@ -329,7 +348,7 @@ def test_a_gateway_with_keys_asks_for_one(site: Site, tmp_path: Path) -> None:
     limited, plain = new_key("ann", file, (MODEL,)), new_key("bob", file)
     with (
         gateway_process(tmp_path, simulated_config(*site.nodes), "--keys", str(file)) as gateway,
-        opened(site, url=gateway.url, wait="") as watched,
+        opened(site, url=gateway.url, wait="", may_fail=("/cluster",)) as watched,
     ):
         page = watched.page
         page.get_by_label("API key").fill("sk-wrong")
@@ -344,6 +363,7 @@ def test_a_gateway_with_keys_asks_for_one(site: Site, tmp_path: Path) -> None:
         page.get_by_label("API key").fill(key)
         page.keyboard.press("Enter")
         page.locator("header .connection", has_text="Live").wait_for()
+        assert "No request yet. The playground sends a prompt" in page.locator(".empty").first.inner_text()
         headers = {"Authorization": f"Bearer {limited}", "X-Disagg-Route": "local"}
         refused = httpx.post(f"{gateway.url}/v1/completions", json={"prompt": "x"}, headers=headers, timeout=30)
         assert (refused.status_code, refused.json()["error"]["message"]) == (
@@ -367,7 +387,7 @@ def test_a_gateway_with_keys_asks_for_one(site: Site, tmp_path: Path) -> None:
 
 
 def test_a_gateway_that_does_not_answer_is_shown_as_such(site: Site) -> None:
-    with opened(site, wait="") as watched:
+    with opened(site, wait="", may_fail=("/cluster",)) as watched:
         page = watched.page
         page.route("**/cluster", lambda route: route.abort())
         page.reload()
@@ -407,6 +427,9 @@ def test_a_stopped_comparison_says_so(site: Site) -> None:
         page = watched.page
         page.get_by_label("Longest answer").fill("4000")
         page.get_by_role("button", name="Send").click()
+        running = page.locator("[data-run=handover][data-state=running]")
+        running.locator(".answer", has_text="[").wait_for()  # text comes before the end
+        assert running.locator(".waterfall").count() == 0, "the end has not come"
         page.get_by_role("button", name="Stop").click()
         page.get_by_role("button", name="Send").wait_for()
         assert [page.locator(f"[data-run={kind}][data-state=stopped]").count() for kind in ("handover", "local")] == [

@@ -19,6 +19,7 @@ from disaggregated_inference.gateway.key_file import keys_of
 from disaggregated_inference.orchestrator import DisaggregatedInference
 
 AWAY: Any = {"decode_servers": [{"host": "127.0.0.1", "port": 9, "model": "away"}]}
+ROOT = Path(__file__).parents[2]
 STATIC = Path(dashboard.__file__).parent / "static"
 OWN = [path for path in STATIC.rglob("*") if path.suffix in (".js", ".css", ".html") and "vendor" not in path.parts]
 VENDORED = {
@@ -79,6 +80,15 @@ def test_libraries_are_the_published_ones_with_their_licences() -> None:
     assert sum(len(gzip.compress((STATIC / "vendor" / name).read_bytes())) for name in VENDORED) < 30_000, "30 kB"
     for name in ("preact", "htm", "uplot"):
         assert (STATIC / "vendor" / f"{name}-LICENSE.txt").read_text().strip()
+
+
+def test_every_file_is_in_the_wheel() -> None:
+    """What hatchling would pack, by pyproject.toml and .gitignore."""
+    builder = pytest.importorskip("hatchling.builders.wheel", reason="hatchling is not installed")
+    packed = {each.distribution_path for each in builder.WheelBuilder(str(ROOT)).recurse_included_files()}
+    files = [path for path in STATIC.rglob("*") if path.is_file()]
+    assert len(files) > len(OWN) > 20
+    assert {path.relative_to(ROOT / "src").as_posix() for path in files} <= packed
 
 
 def _luminance(colour: str) -> float:

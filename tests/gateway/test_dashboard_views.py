@@ -5,93 +5,34 @@ The nodes do not run: what the views show comes from the history file.
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
-from disaggregated_inference.orchestrator import FALLBACK_WARNING, History
 from tests.support.browser import WatchedPage, browser, opened_page
 from tests.support.cluster import free_port
 from tests.support.gateway import served
-from tests.support.page_numbers import NONE, figure, joules, same, seconds, share
-from tests.support.waiting import until
+from tests.support.page_history import DECODE, EVIL, LONG, PREFILL, record_of, write_history
+from tests.support.page_numbers import NONE
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Locator, Route
+    from playwright.sync_api import Browser
 
 pytestmark = pytest.mark.slow
 
-EVIL = "<img src=x onerror=alert(1)>\x1b[31m\u202e"
-LONG = f"an-organisation-with-a-long-name/a-model-with-a-very-long-name-that-does-not-fit-8bit-2026{EVIL}"
-PREFILL, DECODE = f"prefill-node-of-{LONG}", f"decode-node-of-{LONG}"
 REQUESTS = 2000
 VIEWS = ["overview", "cluster", "requests", "time", "targets", "energy", "playground", "clients"]
 SIZES = {1440: 900, 1024: 768, 390: 844, 320: 568}
 
 
-def record_of(number: int) -> dict[str, Any]:
-    """One of ten fails, one is a fallback, and the energy of one is not known."""
-    kind = number % 10
-    usual: dict[str, Any] = {
-        "number": number + 1,
-        "request_id": f"r{number}",
-        "time": time.time() - number,
-        "model": LONG,
-        "n": 1,
-        "ok": True,
-        "outcome": "ok",
-        "prefill_node": PREFILL,
-        "decode_node": DECODE,
-        "plan": f"{EVIL} is faster",
-        "method": "disaggregated_torch",
-        "prompt_tokens": 123456,
-        "completion_tokens": 1234,
-        "cached_tokens": 0,
-        "total_time": 1234.5,
-        "first_token_time": 12.3,
-        "prefill_time": 12.1,
-        "decode_time": 1222.2,
-        "prefill_speed": 10203.0,
-        "decode_speed": 1.01,
-        "kv_bytes": 12_345_678_901,
-        "exposed_transfer_time": 0.1,
-        "prompt_tokens_recomputed": 100,
-        "output_token_time": 0.99,
-        "waterfall": [],
-        "attempts": 1,
-        "energy_j": 123456.7,
-        "energy_source": "mixed",
-        "cost": 1e-8,
-        "cost_without": [f"price of {PREFILL}"],
-    }
-    usual["energy"] = [{"node": DECODE, "phase": "decode", "joules": 100000.0, "source": "measured"}]
-    if kind == 2:
-        failover = {"node": DECODE, "at_s": 1.5, "code": "unreachable", "message": EVIL, "detected_s": 0.25}
-        usual |= {"failovers": [failover | {"stall_s": 0.75}], "attempts": 2, "predicted_first_token_time": 11.0}
-        usual["waterfall"] = [{"name": "failed", "start_s": 0.0, "seconds": 1.5, "node": DECODE}]
-    if kind == 0:
-        usual |= {"ok": False, "outcome": "failed", "error": {"code": "node_failed", "message": EVIL}, "energy_j": None}
-    if kind == 1:
-        usual |= {"method": "fallback", "warning": FALLBACK_WARNING, "warnings": [EVIL], "warning_reason": EVIL}
-    return usual
-
-
 @pytest.fixture(scope="module")
 def history_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("views") / "history.db"
-    history = History(REQUESTS, str(path))
-    for number in reversed(range(REQUESTS)):
-        history.add(record_of(number), caller=f"key-of-{LONG}" if number % 2 else "")
-
-    def complete() -> bool:
-        with history.reader() as found:
-            return bool(found.kept()["requests"] == REQUESTS)
-
-    assert until(complete)
-    history.close()
+    callers = (f"key-of-{LONG}" if number % 2 else "" for number in reversed(range(REQUESTS)))
+    write_history(path, map(record_of, reversed(range(REQUESTS))), callers)
     return path
 
 
@@ -153,93 +94,6 @@ def test_a_node_that_is_down_shows_no_figures_of_before(found: "Browser", url: s
         box.wait_for()
         assert box.locator(".meter .num").all_inner_texts() == ["not available"] * 2
         assert "Readings not available" in box.inner_text()
-
-
-# Title of a chart: what is drawn (the words of its legend, and names of `/cluster/series`), and how it is written.
-SPREAD = ("p50", "p95", "p99")
-Write = Callable[[float], str]
-CHARTS: dict[str, tuple[dict[str, str], Write]] = {
-    "Time to first token": ({part: f"ttft_{part}" for part in SPREAD}, seconds),
-    "Time per output token": ({part: f"tpot_{part}" for part in SPREAD}, seconds),
-    "End to end": ({part: f"e2e_{part}" for part in SPREAD}, seconds),
-    "Throughput": ({"prompt": "prompt_tokens_per_s", "completion": "completion_tokens_per_s"}, figure),
-    "Requests": ({"requests/s": "requests_per_s"}, figure),
-    "Queue": ({part: f"queue_{part}" for part in SPREAD}, seconds),
-    "Prefix cache": ({"hit rate": "prefix_hit_rate"}, share),
-    "Ways": ({"handed over": "disaggregated", "local": "local", "fallback": "fallback"}, share),
-    "Errors": ({"errors": "errors"}, share),
-    "Exposed transfer": ({"p95": "exposed_p95"}, seconds),
-    "Recomputed prompt tokens": ({"tokens": "recomputed_tokens"}, figure),
-    "Energy per request": ({"energy": "energy_j_per_request"}, joules),
-}
-_LEGEND = """(chart) => [...chart.querySelectorAll(".u-legend .u-series")]
-  .map((each) => [each.querySelector(".u-label").innerText, each.querySelector(".u-value").innerText])"""
-_COLOURS = """(canvas) => {
-  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-  return new Set(new Uint32Array(data.buffer)).size;
-}"""
-
-
-def test_charts_show_what_the_gateway_answers(found: "Browser", url: str) -> None:
-    """All of them: the legend without a pointer, at the pointer, and the words for readers of the screen."""
-    with opened_page(found, f"{url}/dashboard") as watched:
-        page, answers = watched.page, list[dict[str, Any]]()
-
-        def once(route: "Route") -> None:
-            """The next point comes in a moment: what was answered first stays."""
-            if not answers:
-                answers.append(route.fetch().json())
-            route.fulfill(json=answers[0])
-
-        page.set_viewport_size({"width": 1440, "height": 2000})  # no scrolling, which moves the pointer over others
-        page.route("**/cluster/series?range=1h", once)
-        page.get_by_role("link", name="Over time").click()
-        shown = page.locator("[data-chart]")
-        page.locator("[data-chart] .u-legend").nth(len(CHARTS) - 1).wait_for()
-        assert [each.get_attribute("data-chart") for each in shown.all()] == list(CHARTS)
-        times, series = answers[0]["times"], answers[0]["series"]
-        for title, (lines, write) in CHARTS.items():
-            chart = page.locator(f"[data-chart='{title}']")
-            columns = {word: series[name] for word, name in lines.items()}
-            places = [place for place, values in enumerate(zip(*columns.values(), strict=True)) if any_known(values)]
-            assert places, title
-            last = legend_of(times, columns, write, places[-1])
-            chart.locator(".u-value", has_text=last["Time"]).wait_for()
-            check_legend(chart, last)
-            label = chart.locator("[role=img]").get_attribute("aria-label") or ""
-            ends = {word: next(value for value in reversed(all) if value is not None) for word, all in columns.items()}
-            assert same(label, f"{title}: last " + ", ".join(f"{word} {write(end)}" for word, end in ends.items()))
-            assert chart.locator("canvas").evaluate(_COLOURS) > 3, "lines and numbers are drawn"
-            over = chart.locator(".u-over")
-            box = over.bounding_box()
-            assert box
-            over.hover(position={"x": 0.8 * box["width"], "y": 20})
-            chart.locator(".u-value").first.filter(has_not_text=last["Time"]).wait_for()
-            at = chart.locator(".u-value").first.inner_text()
-            place = next(place for place, time in enumerate(times) if clock(time) == at)
-            check_legend(chart, legend_of(times, columns, write, place))
-
-
-def any_known(values: tuple[float | None, ...]) -> bool:
-    return any(value is not None for value in values)
-
-
-def clock(at: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(at))
-
-
-def legend_of(times: list[float], columns: dict[str, list[float | None]], write: Write, place: int) -> dict[str, str]:
-    """At one point."""
-    values = {word: values[place] for word, values in columns.items()}
-    return {"Time": clock(times[place])} | {
-        word: NONE if value is None else write(value) for word, value in values.items()
-    }
-
-
-def check_legend(chart: "Locator", expected: dict[str, str]) -> None:
-    found = {word.rstrip(":"): value for word, value in chart.evaluate(_LEGEND)}
-    assert set(found) == set(expected)
-    assert all(same(found[word], expected[word]) for word in expected), (found, expected)
 
 
 def test_a_link_has_the_share_of_its_line_rate(found: "Browser", url: str) -> None:
@@ -359,6 +213,13 @@ def test_a_gateway_that_says_nothing_is_given_up(found: "Browser", url: str) -> 
         page.get_by_role("heading", name="The gateway cannot be reached").wait_for()
         page.unroute("**/cluster")
         page.locator("header .connection", has_text="Live").wait_for()
+        page.route("**/cluster/events", lambda route: None)
+        page.reload()
+        page.locator("header .connection", has_text="Live").wait_for()
+        page.clock.fast_forward(20_000)
+        page.locator("[role=alert]", has_text="Reconnecting: the gateway does not answer").wait_for()
+        page.unroute("**/cluster/events")
+        page.locator("[role=alert]", has_text="Reconnecting").wait_for(state="detached")
 
 
 def test_a_slow_answer_to_a_new_choice_is_announced(found: "Browser", url: str) -> None:

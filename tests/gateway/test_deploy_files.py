@@ -35,6 +35,7 @@ from disaggregated_inference.observe import READING_GAUGES, reading_gauges
 from disaggregated_inference.orchestrator import FALLBACK_WARNING, DisaggregatedInference
 from tests.support.cluster import Process
 from tests.support.gateway import served, simulated_config, simulated_pair
+from tests.support.promql import RANGE, VECTOR, PromqlError, kind
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -171,8 +172,37 @@ def test_names_are_found_in_expressions() -> None:
     assert names_in(expression) == {"a_total", "c:d_sum"}
 
 
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("sum(rate(a_total[5m])", "'' stands where \\)"),
+        ("sum(rate(a_total[5m])))", "'\\)' is left over"),
+        ("rate(a_total)", "rate takes a range, not a vector"),
+        ("sum(a_total[5m])", "sum takes a vector, not a range"),
+        ("a_total[5m]", ""),
+        ("rates(a_total[5m])", "rates is no known function"),
+        ("rate(a_total[5 minutes])", "is no PromQL"),
+        ("histogram_quantile(sum by (le) (a_bucket), 0.95)", "takes a scalar, not a vector"),
+        ('a_total{outcome="ok}', "is no PromQL"),
+        ("a_total{outcome=ok}", "'ok' is no string"),
+        ("a_total > and b_total", "'and' stands where an expression"),
+        ("a_total b_total", "'b_total' is left over"),
+        ("sum by le (a_total)", "'le' stands where"),
+        ("1 > 2", "needs bool"),
+        ("a_total and 1", "and joins no vector and scalar"),
+    ],
+)
+def test_wrong_expressions_are_found(wrong: str, why: str) -> None:
+    if not why:
+        assert kind(wrong) == RANGE
+        return
+    with pytest.raises(PromqlError, match=why):
+        kind(wrong)
+
+
 @pytest.mark.parametrize("expression", [*grafana_expressions(), *(rule["expr"] for rule in rules())])
 def test_every_series_is_exported(series: set[str], expression: str) -> None:
+    assert kind(expression) == VECTOR
     assert names_in(expression) or expression.startswith("up{")
     assert names_in(expression) <= series
 

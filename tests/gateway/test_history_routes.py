@@ -1,17 +1,24 @@
 """`/cluster/history`, `/series`, `/requests/{id}`, `/targets` and `/energy` of a gateway with simulated nodes."""
 
 import asyncio
+import csv
+import io
+import json
 import secrets
 import sqlite3
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from disaggregated_inference.cli import history as history_command
+from disaggregated_inference.cli.history import HistoryOptions
 from disaggregated_inference.cluster import load_config
+from disaggregated_inference.errors import ContextTooLong
 from disaggregated_inference.gateway.alarms import alarms
 from disaggregated_inference.gateway.app import gateway_app
 from disaggregated_inference.gateway.auth import Keys
@@ -113,6 +120,36 @@ def test_one_request_in_full(config: dict[str, Any]) -> None:
         missing = await client.get("/cluster/requests/none")
         assert missing.status_code == 404
         assert "the history has no request 'none'" in missing.json()["error"]["message"]
+
+    run(config, ask)
+
+
+@pytest.mark.parametrize("config", ["file"], indirect=True)  # the command reads the file
+def test_the_command_exports_what_the_gateway_answers(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every field of every record as JSON, every column as CSV, of real requests and a failed one."""
+
+    async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
+        await core.generate(model=MODEL, prompt=secrets.token_hex(300), max_tokens=4, caller="ann")
+        await core.generate(model=MODEL, prompt="x", max_tokens=2)
+        with pytest.raises(ContextTooLong):
+            await core.generate(model=MODEL, prompt="x", max_tokens=100_000_000)
+        await written(client, 3)
+        found = (await client.get("/cluster/history?full=1")).json()["requests"]
+        assert [row["ok"] for row in found] == [False, True, True]
+        assert (found[2]["caller"], found[2]["method"]) == ("ann", "disaggregated_simulated")
+        path = tmp_path / "cluster.json"
+        path.write_text(json.dumps(config))
+        history_command.run(HistoryOptions(config=str(path), as_json=True, since="1h"))
+        assert json.loads(capsys.readouterr().out) == found
+        history_command.run(HistoryOptions(config=str(path), as_csv=True))
+        rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))[::-1]
+        for row, record in zip(rows, found, strict=True):
+            own = record | {"time": datetime.fromtimestamp(int(record["time"]), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
+            own |= {"error": (record.get("error") or {}).get("code"), "cost_without": ", ".join(record["cost_without"])}
+            assert row == {name: "" if own.get(name) is None else str(own[name]) for name in row}
+        assert set(rows[0]) <= {*found[0], *found[-1]}, "no column is of a field that records do not have"
 
     run(config, ask)
 

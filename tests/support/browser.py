@@ -1,14 +1,15 @@
 """Debian's Chromium, driven by Playwright. Playwright's own download is not needed."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, ConsoleMessage, Page
 
 SOON_MS = 30_000  # for what a page shows soon, on a busy machine
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -44,25 +45,30 @@ def browser() -> Iterator["Browser"]:
 
 
 class WatchedPage:
-    """A page whose errors are kept. Failed connections are what some tests are about: they are kept apart."""
+    """A page whose errors are kept: of its scripts, and resources that it did not get. `may_fail`: paths whose failure
+    the test is about."""
 
-    def __init__(self, page: "Page") -> None:
-        self.page = page
+    def __init__(self, page: "Page", *may_fail: str) -> None:
+        self.page, self.may_fail = page, may_fail
         self.errors: list[str] = []
         page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("console", lambda message: self._keep(message.type, message.text))
+        page.on("console", self._keep)
 
-    def _keep(self, kind: str, text: str) -> None:
-        if kind in ("error", "warning") and "Failed to load resource" not in text:
-            self.errors.append(text)
+    def _keep(self, message: "ConsoleMessage") -> None:
+        if message.type not in ("error", "warning"):
+            return
+        url = str(message.location.get("url"))
+        if "Failed to load resource" not in message.text or urlsplit(url).path not in self.may_fail:
+            self.errors.append(f"{message.text} ({url})")
 
 
 @contextmanager
-def opened_page(found: "Browser", url: str, wait: str = "Live") -> Iterator[WatchedPage]:
-    """A page of the dashboard that must log no error while it is open. `wait`: for this state of its connection."""
+def opened_page(found: "Browser", url: str, wait: str = "Live", may_fail: Sequence[str] = ()) -> Iterator[WatchedPage]:
+    """A page of the dashboard that must log no error while it is open. `wait`: for this state of its connection.
+    `may_fail`: paths."""
     page = found.new_page()
     page.set_default_timeout(SOON_MS)
-    watched = WatchedPage(page)
+    watched = WatchedPage(page, *may_fail)
     try:
         page.goto(url)
         if wait:

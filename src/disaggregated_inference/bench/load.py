@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from disaggregated_inference.bench.report import Report, Row, progress
 from disaggregated_inference.bench.servers import MODEL, config_file, gateway_process, node_of
+from disaggregated_inference.bench.targets import goal_of
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.local_nodes import running
 from disaggregated_inference.models import ModelStore
@@ -115,5 +116,5 @@ def _rows(report: Report, theirs: dict[str, Any], ours: Sums) -> None:
     for share in ("p50", "p95", "p99"):
         add(f"first token, {share}", of["time_to_first_token_ms"]["percentiles"][share], "ms")
         add(f"between tokens, {share}", of["inter_token_latency_ms"]["percentiles"][share], "ms")
-    add("requests", of["requests_per_second"]["mean"], "/s")
+    report.add(Row("requests", of["requests_per_second"]["mean"], "/s", goal=goal_of("requests_per_second")))
     add("tokens out", of["output_tokens_per_second"]["mean"], "/s")

@@ -8,6 +8,7 @@ import aiohttp
 import msgspec
 
 from disaggregated_inference.bench.relay import event_lines
+from disaggregated_inference.engines.simulated import MACHINES
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.local_nodes import ClientView, LocalNode
 from disaggregated_inference.orchestrator import DisaggregatedInference
@@ -16,10 +17,12 @@ _JSON = {"Content-Type": "application/json"}
 
 
 class Machine(LocalNode):
-    """One node of a cluster file; `model` is its name in requests."""
+    """One node of a cluster file; `model` is its name in requests, `power_w` what its machine draws, where known."""
 
-    def __init__(self, name: str, model: str, role: str, engine: str, *arguments: str) -> None:
-        self.model = model
+    def __init__(
+        self, name: str, model: str, role: str, engine: str, *arguments: str, power_w: float | None = None
+    ) -> None:
+        self.model, self.power_w = model, power_w
         super().__init__(role, engine, *arguments, name=name)
 
     @property
@@ -29,12 +32,14 @@ class Machine(LocalNode):
     @property
     def entry(self) -> dict[str, Any]:
         entry = {"host": "127.0.0.1", "port": self.port, "name": self.name, "model": self.model, "tls": False}
-        return entry | ({"role": "both"} if self.role == "both" else {})
+        entry |= {"role": "both"} if self.role == "both" else {}
+        return entry if self.power_w is None else entry | {"power_w": self.power_w}
 
 
 def simulated(name: str, role: str, shape: str, profile: str, *arguments: str) -> Machine:
     options = ("--model", f"simulated:{shape}", "--profile", profile, *arguments)
-    return Machine(name, shape, role, "simulated", *options)
+    known = MACHINES.get(profile, {}).get(shape)
+    return Machine(name, shape, role, "simulated", *options, power_w=known.power_w if known else None)
 
 
 def orchestrated(*machines: Machine, **policies: Any) -> DisaggregatedInference:

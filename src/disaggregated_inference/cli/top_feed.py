@@ -19,11 +19,13 @@ Content = TypeVar("Content")
 _KEPT = 50  # requests
 _LEAST_S = 0.5  # over which KV is counted: an event may follow another at once
 _MAX_EVENT_BYTES = 64 << 20
+_LOST = (aiohttp.ClientError, OSError, ValueError)  # no answer, or none of a gateway
 _START = "start one with `disagg gateway` or `disagg up`, or give its address with --url"
 
 
 class TopState:
-    """The last that is known. `trouble`: why nothing newer came; empty while connected."""
+    """The last that is known. `trouble`: why nothing newer came; empty while connected. `targets_trouble`: the same of
+    targets and alarms, which the gateway may be unable to tell while it tells all else."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -33,18 +35,17 @@ class TopState:
         self.targets: tuple[Target, ...] = ()
         self.alarms: tuple[Alarm, ...] = ()
         self.flows: dict[tuple[str, str], float] = {}  # KV bytes per second from a prefill to a decode node, now
-        self.trouble = "connecting"
+        self.trouble, self.targets_trouble = "connecting", ""
         self.heard_at = self._status_at = time.time()
 
-    def began(self, cluster: ClusterPage, targets: TargetsPage) -> None:
+    def began(self, cluster: ClusterPage) -> None:
         self.requests = deque(cluster.history, maxlen=_KEPT)
         self.summary = cluster.summary
         self.status, self.trouble, self.heard_at = cluster, "", time.time()
         self.flows, self._status_at = {}, self.heard_at
-        self.judged(targets)
 
-    def judged(self, targets: TargetsPage) -> None:
-        self.targets, self.alarms = targets.targets, targets.alarms
+    def judged(self, page: TargetsPage) -> None:
+        self.targets, self.alarms, self.targets_trouble = page.targets, page.alarms, ""
 
     def happened(self, event: str, content: bytes) -> None:
         """`content`: JSON."""
@@ -84,14 +85,11 @@ class TopFeed:
         async with self._session() as session:
             try:
                 content = await self._get(session, "/cluster")
-                await self._begin(session, content)
-            except (aiohttp.ClientError, OSError, ValueError) as error:
+                self.state.began(_decoded(content, ClusterPage))
+                self.state.judged(await self._targets(session))
+            except _LOST as error:
                 raise DisaggError(f"{self.state.url}: no gateway answers there: {_reason(error)}; {_START}") from error
         return content
-
-    async def _begin(self, session: aiohttp.ClientSession, content: bytes) -> None:
-        targets = _decoded(await self._get(session, "/cluster/targets"), TargetsPage)
-        self.state.began(_decoded(content, ClusterPage), targets)
 
     async def follow(self) -> None:
         """For ever. Raises DisaggError if the gateway refuses: trying again would not help."""
@@ -100,14 +98,14 @@ class TopFeed:
                 async with self._session() as session:
                     await self._connected(session)
                 self.state.trouble = "the gateway ended the connection"
-            except (aiohttp.ClientError, OSError, ValueError) as error:
+            except _LOST as error:
                 self.state.trouble = _reason(error)
             self._changed()
             await asyncio.sleep(self._timeouts.retry_s)
 
     async def _connected(self, session: aiohttp.ClientSession) -> None:
-        await self._begin(session, await self._get(session, "/cluster"))
-        self._changed()
+        self.state.began(_decoded(await self._get(session, "/cluster"), ClusterPage))
+        await self._judge(session)
         judging = asyncio.create_task(self._keep_judging(session))
         try:
             async for event, content in self._events(session):
@@ -121,8 +119,19 @@ class TopFeed:
         """Targets and alarms are no events: they change slowly."""
         while True:
             await asyncio.sleep(self._timeouts.targets_s)
-            self.state.judged(_decoded(await self._get(session, "/cluster/targets"), TargetsPage))
-            self._changed()
+            await self._judge(session)
+
+    async def _judge(self, session: aiohttp.ClientSession) -> None:
+        """A gateway that cannot read its history refuses them, and the screen says so until it answers again. Where it
+        is gone, or takes the key no more, the events end, too."""
+        try:
+            self.state.judged(await self._targets(session))
+        except (*_LOST, DisaggError) as error:
+            self.state.targets_trouble = _reason(error)
+        self._changed()
+
+    async def _targets(self, session: aiohttp.ClientSession) -> TargetsPage:
+        return _decoded(await self._get(session, "/cluster/targets"), TargetsPage)
 
     def _session(self) -> aiohttp.ClientSession:
         timeout = aiohttp.ClientTimeout(

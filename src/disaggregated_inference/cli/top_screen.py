@@ -89,9 +89,14 @@ def _is_up(status: ClusterStatus) -> bool:
 
 
 def _notes(state: TopState) -> list[RenderableType]:
-    """Alarms first, then why nodes are down or refuse each other, then warnings, one line each."""
+    """Alarms first, below the reason why there are no newer ones; then why nodes are down or refuse each other, then
+    warnings, one line each."""
     found = [f"{alarm.what}: {_figure(alarm)}; {alarm.why}" for alarm in state.alarms if alarm.state == "alarm"]
     notes = [Text(one_line(f"ALARM {text}"), "bold red", no_wrap=True, overflow="ellipsis") for text in found]
+    if state.targets_trouble and not state.trouble:
+        what = "targets and alarms are those of before" if state.targets else "targets and alarms are not known"
+        text = one_line(f"{what}: {state.targets_trouble}")
+        notes.insert(0, Text(text, "bold yellow", no_wrap=True, overflow="ellipsis"))
     nodes = state.status.nodes if state.status else ()
     down = [f"{node.name}: {node.why}" for node in nodes if node.why]
     refusals = state.status.refusals if state.status else ()

@@ -2,5 +2,6 @@
 
 from disaggregated_inference.gateway.key_file import KeyLimits, new_key
 from disaggregated_inference.gateway.server import GatewaySettings, run_gateway
+from disaggregated_inference.gateway.slo import targets
 
-__all__ = ["GatewaySettings", "KeyLimits", "new_key", "run_gateway"]
+__all__ = ["GatewaySettings", "KeyLimits", "new_key", "run_gateway", "targets"]

@@ -115,10 +115,10 @@ export class Store {
   }
 
   async listen(running) {
-    const response = await call("cluster/events", { key: this.key, signal: running.signal });
     let heard = Date.now();
     const watch = setInterval(() => Date.now() - heard > SILENCE_MS && running.abort(), SILENCE_MS / 3);
     try {
+      const response = await call("cluster/events", { key: this.key, signal: running.signal });
       for await (const { event, data } of events(response)) {
         heard = Date.now();
         this.take(event, JSON.parse(data));
