@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from disaggregated_inference.api import ClusterStatus
+from disaggregated_inference.api import FALLBACK_WARNING, ClusterStatus
 from disaggregated_inference.cli.errors import as_data
 from disaggregated_inference.cli.line_reader import LineReader
 from disaggregated_inference.cli.main import app
@@ -30,7 +30,6 @@ from disaggregated_inference.cli.status import render
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.orchestrator.history import History
-from disaggregated_inference.orchestrator.recorder import FALLBACK_WARNING
 from tests.support.cluster import Process, config_of, free_port, state_of
 from tests.support.command import run_forked
 from tests.support.waiting import until

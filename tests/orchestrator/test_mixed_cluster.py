@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from disaggregated_client import DisaggregatedClient
-from disaggregated_inference.orchestrator.recorder import FALLBACK_WARNING
+from disaggregated_inference.api import FALLBACK_WARNING
 from disaggregated_inference.orchestrator.text_continuation import CONTINUED_WARNING
 from tests.support.cluster import Process, config_of
 from tests.support.engines import LLAMACPP, LoadTiny, twin_of

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from disaggregated_inference.api import FALLBACK_WARNING
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.errors import ClusterError, DisaggError, NoDecodeNode
 from disaggregated_inference.kv_transfer import format_address
-from disaggregated_inference.orchestrator.recorder import FALLBACK_WARNING
 from disaggregated_inference.timeouts import OrchestratorTimeouts
 from tests.support.cluster import Process, config_of
 from tests.support.engines import LoadTiny

@@ -37,10 +37,14 @@ from disaggregated_inference.api.events import (
 )
 from disaggregated_inference.api.readings import GpuReading, NetworkReading, Readings
 from disaggregated_inference.api.record import (
+    FALLBACK_WARNING,
+    HANDED_OVER,
+    WHOLE,
     Completion,
     EnergyShare,
     EnergySource,
     Failover,
+    Kind,
     Outcome,
     Phase,
     RequestRecord,
@@ -105,6 +109,9 @@ from disaggregated_inference.api.validation import (
 __all__ = [
     "CHECKSUM_HEADER",
     "DEFAULT_NODE_TOKENS",
+    "FALLBACK_WARNING",
+    "HANDED_OVER",
+    "WHOLE",
     "Alarm",
     "ChecksumReader",
     "ChoiceTokenEvent",
@@ -132,6 +139,7 @@ __all__ = [
     "KVMemoryStatus",
     "KVRefusal",
     "KVSecurity",
+    "Kind",
     "LatencyStatus",
     "LocalPrefill",
     "ModelIdentity",

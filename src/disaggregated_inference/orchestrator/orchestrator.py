@@ -245,7 +245,7 @@ class DisaggregatedInference:
             queue=self.queue.status(),
             served={outcome: count for outcome, count in self._outcomes.counts.items()},
             uptime=registry.uptime.share,
-            latency=LatencyStatus(total_time=self.history.percentiles("total_time")),
+            latency=LatencyStatus(total_time=self.history.total_time_percentiles()),
         )
 
     async def require_decode_node(self, model: str) -> None:
