@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 
 from disaggregated_inference.orchestrator import history as module
 from disaggregated_inference.orchestrator.history import History
+from disaggregated_inference.timeouts import HistoryTimeouts
 from tests.support.waiting import until
 
 
 @contextmanager
-def opened(most: int, file: Path | str = "", lock_s: float = 2.0) -> Iterator[History]:
-    history = History(most, str(file), lock_s)
+def opened(most: int, file: Path | str = "", **timeouts: float) -> Iterator[History]:
+    history = History(most, str(file), HistoryTimeouts(**timeouts))
     try:
         yield history
     finally:
@@ -292,9 +293,9 @@ def test_close_tries_once_more_to_write(tmp_path: Path, caplog: pytest.LogCaptur
         history.add({"n": 1})
         assert until(lambda: "database is locked" in caplog.text)
     assert (written_numbers(file), history.lost) == ([1], 0)
-    with opened(5, file, lock_s=0.05) as history, locked(file):
+    with opened(5, file, lock_s=0.05, close_s=60) as history, locked(file):
         history.add({"n": 2})
-        history.close(timeout_s=60)
+        history.close()
         assert history.lost == 1
     assert written_numbers(file) == [1]
 
@@ -314,10 +315,10 @@ def test_records_that_cannot_be_written_are_dropped(tmp_path: Path) -> None:
 
 def test_closing_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "h.sqlite"
-    history = History(5, str(file), lock_s=3.0)
+    history = History(5, str(file), HistoryTimeouts(lock_s=3.0, close_s=0.05))
     with locked(file):
         history.add({"n": 1})
-        history.close(timeout_s=0.05)
+        history.close()
         assert "not written within 0.05 s" in caplog.text
     history.close()
     assert len(rows(file)) == 1

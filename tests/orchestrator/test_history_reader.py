@@ -22,6 +22,7 @@ from disaggregated_inference.orchestrator import (
 )
 from disaggregated_inference.orchestrator.history_record import HistoryRecord
 from disaggregated_inference.orchestrator.history_series import MAX_POINTS, step_of
+from disaggregated_inference.timeouts import HistoryTimeouts
 from tests.support.waiting import until
 
 
@@ -209,7 +210,7 @@ def test_reading_is_bounded_in_time(tmp_path: Path) -> None:
         history.add(record(float(n)))
     history.close()
     with (
-        HistoryReader.of_file(tmp_path / "h.sqlite", read_s=0.0) as reader,
+        HistoryReader.of_file(tmp_path / "h.sqlite", HistoryTimeouts(read_s=0.0)) as reader,
         pytest.raises(sqlite3.OperationalError, match="interrupted"),
     ):
         series(reader, HistoryFilter(since=0, until=3000), 1)

@@ -29,6 +29,7 @@ from disaggregated_inference.orchestrator import (
     PlainRecord,
     moment,
 )
+from disaggregated_inference.timeouts import HistoryTimeouts
 
 _COLUMNS = ("#", "time", "model", "seconds", "ok", "prefill -> decode tok/s", "method")
 _NUMBERS = ("#", "seconds")
@@ -165,7 +166,7 @@ def _records(
     if warnings.buffer:
         raise ConfigError(warnings.buffer[0].getMessage())
     try:
-        with HistoryReader.of_file(path, read_s=600) as reader:
+        with HistoryReader.of_file(path, HistoryTimeouts(read_s=HistoryTimeouts().export_s)) as reader:
             yield reader.each_record(wanted, count, oldest_first)
     except sqlite3.Error as error:
         raise ConfigError(f"the history file {path} cannot be read: {error}") from error

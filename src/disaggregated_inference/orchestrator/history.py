@@ -22,6 +22,7 @@ from disaggregated_inference.orchestrator.history_reader import HistoryReader
 from disaggregated_inference.orchestrator.history_record import HistoryRecord, PlainRecord
 from disaggregated_inference.orchestrator.history_table import Row, is_number
 from disaggregated_inference.private_files import make_folders, make_private, make_private_file
+from disaggregated_inference.timeouts import HistoryTimeouts
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +37,16 @@ class History:
     """Thread-safe. Only the constructor and `reader` wait for the file. The file keeps `rows` requests (0: a hundred
     times `size`) of the last `days` (0: of any age)."""
 
-    def __init__(self, size: int, file: str = "", lock_s: float = 2.0, rows: int = 0, days: int = 0) -> None:
+    def __init__(
+        self,
+        size: int,
+        file: str = "",
+        timeouts: HistoryTimeouts = HistoryTimeouts(),
+        rows: int = 0,
+        days: int = 0,
+    ) -> None:
         self.lost = 0  # records that could not be written to the file
-        self._size, self._lock_s = size, lock_s
+        self._size, self._timeouts = size, timeouts
         self._rows, self._days = rows or _FILE_TIMES * size, days
         self._path: Path | None = None  # of the file, while it is in use
         self._recent: deque[HistoryRecord] = deque(maxlen=size)
@@ -101,7 +109,7 @@ class History:
         """Reads the file, or what is in memory where no file can be used. It blocks: call it on a thread, and close
         it there."""
         if self._path and not self._is_failing:
-            return HistoryReader.of_file(self._path, self._lock_s)
+            return HistoryReader.of_file(self._path, self._timeouts)
         return HistoryReader.of_records(self._of(None))
 
     def adopt(self, old: "History") -> None:
@@ -115,13 +123,14 @@ class History:
             self._recent.clear()
             self._recent.extend(sorted(mine + theirs, key=_time))
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Write what is pending, for `timeout_s` at most. Later records stay in memory."""
+    def close(self) -> None:
+        """Write what is pending, for a limited time. Later records stay in memory."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         if self._writer is None or self._writer is threading.current_thread():
             return
+        timeout_s = self._timeouts.close_s
         self._writer.join(timeout_s)
         if self._writer.is_alive():
             log.warning("the history file was not written within %s s: its last records are lost", timeout_s)
@@ -137,7 +146,7 @@ class History:
             make_folders(path.parent)
             make_private_file(path)  # SQLite gives its -wal and -shm files the same mode
             make_private(*(path.with_name(path.name + end) for end in ("-wal", "-shm")))
-            database = sqlite3.connect(path, timeout=self._lock_s, check_same_thread=False)
+            database = sqlite3.connect(path, timeout=self._timeouts.lock_s, check_same_thread=False)
         except (OSError, sqlite3.Error) as error:
             return _warn(path, error)
         try:

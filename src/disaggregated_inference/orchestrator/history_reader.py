@@ -15,6 +15,7 @@ import msgspec
 
 from disaggregated_inference.orchestrator import history_table
 from disaggregated_inference.orchestrator.history_record import HistoryRecord, PlainRecord
+from disaggregated_inference.timeouts import HistoryTimeouts
 
 Shares = tuple[float, ...]
 Sums = dict[str, Any]  # by the names that the caller gives to SQL expressions
@@ -64,11 +65,11 @@ class HistoryReader:
         self._database, self._is_file = database, is_file
 
     @classmethod
-    def of_file(cls, path: Path, lock_s: float = 2.0, read_s: float = 30.0) -> "HistoryReader":
+    def of_file(cls, path: Path, timeouts: HistoryTimeouts = HistoryTimeouts()) -> "HistoryReader":
         """Raises sqlite3.Error if there is no such file, or no history in it, or reading takes longer than `read_s`."""
-        database = sqlite3.connect(f"file:{quote(str(path))}?mode=rw", uri=True, timeout=lock_s)
+        database = sqlite3.connect(f"file:{quote(str(path))}?mode=rw", uri=True, timeout=timeouts.lock_s)
         database.execute("PRAGMA query_only = ON")
-        until = time.monotonic() + read_s
+        until = time.monotonic() + timeouts.read_s
         database.set_progress_handler(lambda: time.monotonic() > until, _STEPS)
         return cls(database, is_file=True)
 

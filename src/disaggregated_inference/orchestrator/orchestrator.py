@@ -344,7 +344,7 @@ def _kept_as(policies: Policies) -> tuple[int, str, int, int]:
 
 def _history_of(policies: Policies, timeouts: OrchestratorTimeouts) -> History:
     size, file, rows, days = _kept_as(policies)
-    return History(size, file, timeouts.history_lock_s, rows, days)
+    return History(size, file, timeouts.history, rows, days)
 
 
 def _is_late(error: BaseException, after: float) -> bool:
