@@ -82,6 +82,7 @@ from disaggregated_inference.api.responses import (
 )
 from disaggregated_inference.api.sampling import OutputFormat, SamplingParams
 from disaggregated_inference.api.status import (
+    AnyHealth,
     KVMemoryStatus,
     ModelIdentity,
     ModelInfo,
@@ -94,6 +95,7 @@ from disaggregated_inference.api.status import (
     Rates,
     Role,
     SlotStatus,
+    StartLine,
     StoredModel,
     TicketEndings,
 )
@@ -113,6 +115,7 @@ __all__ = [
     "HANDED_OVER",
     "WHOLE",
     "Alarm",
+    "AnyHealth",
     "ChecksumReader",
     "ChoiceTokenEvent",
     "ClusterLink",
@@ -171,6 +174,7 @@ __all__ = [
     "Role",
     "SamplingParams",
     "SlotStatus",
+    "StartLine",
     "StoredModel",
     "StreamDamaged",
     "StreamEvent",
