@@ -241,7 +241,7 @@ def test_a_silent_node_is_named_once_in_the_error() -> None:
     async def run() -> None:
         async with aiohttp.ClientSession() as session:
             failure = NodeClient(server, session, Heartbeats(), stuck_s=30.0)._unreachable(
-                StreamSilent("d1: it does not answer")
+                StreamSilent("it does not answer")
             )
             assert (str(failure), failure.code, failure.node_gone) == ("d1: it does not answer", "unreachable", True)
 
