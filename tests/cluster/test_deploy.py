@@ -398,7 +398,7 @@ def test_one_deploy_at_a_time(tmp_path: Path) -> None:
 
 
 def test_one_of_several_takes_an_old_lock(tmp_path: Path) -> None:
-    """They all find it at the same time. Nobody leaves before all have tried."""
+    """They all find it at the same time. None leaves before all have tried."""
     lock, tries = tmp_path / "lock", 6
 
     async def work() -> int:

@@ -116,7 +116,7 @@ def test_which_nodes_can_replace_a_node() -> None:
 
             assert replaceable("d1", "d1", "d2")
             assert replaceable("d1", "d1", "b")
-            assert not replaceable("d1", "d1", "p1", "p2"), "nobody else writes"
+            assert not replaceable("d1", "d1", "p1", "p2"), "no other node writes"
             assert replaceable("p1", "p1", "p2")
             assert replaceable("p1", "p1", "d1"), "who writes can read"
             assert not replaceable("b", "b", "p1")
