@@ -485,7 +485,7 @@ def test_a_rolling_command_stops_at_a_model_whose_first_machine_failed(monkeypat
 
     async def release(session: MachineSession, link: str = "current") -> None:
         asked.append(session.name)
-        raise CommandFailed(f"{session.name}: does not start")
+        raise CommandFailed(session.name, "does not start")
 
     monkeypatch.setattr(MachineSession, "release", release)
     done = operate("restart", plan_machines(config), config, lambda machine, text: None, ServiceChoice())

@@ -139,11 +139,11 @@ def test_the_time_of_a_probe_is_bounded() -> None:
 @pytest.mark.parametrize(
     ("status", "body", "state", "why"),
     [
-        (404, "<!DOCTYPE HTML>", "unreachable", "n: it does not answer as a node: HTTP 404"),
-        (404, '{"detail": "Not Found"}', "unreachable", "n: it does not answer as a node: HTTP 404"),
-        (403, "Forbidden", "unreachable", "n: it does not answer as a node: HTTP 403"),
-        (401, '{"error": {"code": "unauthorized", "message": "no"}}', "wrong token", "n: it needs a token (401): set"),
-        (401, "<html>", "wrong token", "n: it needs a token (401): set DISAGG_TOKEN"),
+        (404, "<!DOCTYPE HTML>", "unreachable", "it does not answer as a node: HTTP 404"),
+        (404, '{"detail": "Not Found"}', "unreachable", "it does not answer as a node: HTTP 404"),
+        (403, "Forbidden", "unreachable", "it does not answer as a node: HTTP 403"),
+        (401, '{"error": {"code": "unauthorized", "message": "no"}}', "wrong token", "it needs a token (401): set"),
+        (401, "<html>", "wrong token", "it needs a token (401): set DISAGG_TOKEN"),
         (200, '{"status": "healthy", "role": "prefill"}', "wrong role", "it runs as a prefill node, and the config"),
         (200, '{"status": "healthy", "stalled_s": 99}', "stuck", "its engine has made no progress for 99 s"),
         (200, '{"status": "draining"}', "draining", "it is draining"),
