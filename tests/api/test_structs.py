@@ -123,6 +123,7 @@ def test_a_row_of_another_version_is_read_as_far_as_it_fits() -> None:
     record = RequestRecord.of_row(odd | {"decode_speed": 4.0, "n": 2, "model": "m"})
     assert (record.time, record.ok, record.total_time, record.failovers, record.model) == (5.0, True, 0.0, (), "m")
     assert record.output_token_time == 0.5, "an earlier version had the speed alone"
+    assert RequestRecord.of_row({"decode_speed": 4.0, "n": 10**400}).output_token_time is None
     failover = Failover(node="d1", code="unreachable", message="it does not answer", stall_s=0.5)
     whole = RequestRecord(model="m", failovers=(failover,), error=ErrorDetail("x", "y"), cost=0.1, decode_speed=3.0)
     assert RequestRecord.of_row(whole.row()) == whole

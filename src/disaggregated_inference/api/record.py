@@ -133,7 +133,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         except msgspec.ValidationError:
             fitting = {name: row[name] for name, kind in _TYPES.items() if name in row and _fits(row[name], kind)}
             record = msgspec.convert(fitting, cls)
-        if "output_token_time" in row or record.decode_speed <= 0:
+        if "output_token_time" in row or record.decode_speed <= 0 or record.n > _MOST_CHOICES:
             return record
         return msgspec.structs.replace(record, output_token_time=record.n / record.decode_speed)
 
@@ -167,6 +167,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         return _without(plain(self), ("caller",), (*_IF_KNOWN, "error"))
 
 
+_MOST_CHOICES = 1e300  # no float holds a larger number
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(RequestRecord)}
 
 
