@@ -604,12 +604,12 @@ def test_status_at_a_terminal_of_60_columns(terminal: Callable[..., Terminal]) -
 
 
 def test_a_node_that_loads_is_shown_without_numbers() -> None:
-    lines = shown([node_of("p", state="loading", usable=False, why="p: this node is loading m into torch")])
+    lines = shown([node_of("p", state="loading", usable=False, why="this node is loading m into torch")])
     assert lines[1].split() == ["p", "prefill", "torch", "loading", "-", "-", "-", "-"]
 
 
 def test_a_node_that_went_is_not_shown_as_it_was() -> None:
-    lines = shown([node_of("p[1]", state="unreachable", usable=False, why="p[1]: it does not answer")])
+    lines = shown([node_of("p[1]", state="unreachable", usable=False, why="it does not answer")])
     assert lines[1].split() == ["p[1]", "prefill", "torch", "unreachable", "-", "-", "-", "-"]
     assert lines[3:5] == [
         "p[1]: it does not answer (http://127.0.0.1:8000)",
