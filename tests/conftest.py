@@ -94,7 +94,7 @@ _LONGEST = (
     "cluster/test_four_machines.py",
     "chaos/test_chaos.py",
     "examples/test_readme.py",
-    "grader/test_web_browser.py",
+    "grader/web/test_web_browser.py",
     "contract/test_contract.py",
     "gateway/test_openai.py",
     "doctor/test_cluster.py",
@@ -125,10 +125,10 @@ _LONGEST = (
     "node/test_counters.py",
     "models/test_models.py",
     "contract/test_llamacpp_nodes.py",
-    "grader/test_web_feedback.py",
-    "grader/test_sandbox.py",
-    "grader/test_nbgrader_notebooks.py",
-    "grader/test_synthetic_class.py",
+    "grader/web/test_web_feedback.py",
+    "grader/sandbox/test_sandbox.py",
+    "grader/notebook/test_nbgrader_notebooks.py",
+    "grader/synthetic/test_synthetic_class.py",
 )
 # Fixtures that load the embedded model into engines or nodes: what needs them is slow.
 _SLOW_FIXTURES = {"real", "real_pair", "smollm2_engine"}

@@ -36,6 +36,10 @@ FIELDS = [
     ("StreamEvent", "node_metrics", ("orchestrator",)),  # the same field, as it is read
     ("Delta", "completion", READERS),
     ("RequestRecord", "prompt_tokens", READERS),
+    ("RequestRecord", "total_time", (*READERS, "cli")),
+    ("RequestRecord", "cost", READERS),
+    ("RequestRecord", "kv_bytes", READERS),
+    ("RequestRecord", "transfer_time", ("gateway",)),
     ("ClusterStatus", "models", (*READERS, "cli")),
     ("ClusterNode", "usable", (*READERS, "cli", "chaos")),
     ("ClusterLink", "payload_bytes", ("orchestrator", "cli")),

@@ -233,6 +233,30 @@ def test_no_private_method_is_overridden_in_another_file() -> None:
     assert not found
 
 
+def _private_names(node: ast.ClassDef) -> set[str]:
+    """Methods, and what the class sets on itself."""
+    stored = {each.attr for each in _own_attributes(node) if isinstance(each.ctx, ast.Store)}
+    return _private_methods(node) | {name for name in stored if name.startswith("_")}
+
+
+def _own_attributes(node: ast.ClassDef) -> list[ast.Attribute]:
+    attributes = [each for each in ast.walk(node) if isinstance(each, ast.Attribute)]
+    return [each for each in attributes if isinstance(each.value, ast.Name) and each.value.id == "self"]
+
+
+def test_no_private_name_of_a_base_class_is_used_in_another_file() -> None:
+    """What subclasses in other files need has a public name, too."""
+    classes, found = _classes(), []
+    for name, (path, node) in classes.items():
+        used = {each.attr for each in _own_attributes(node)}
+        for base in sorted(_ancestors(node, classes)):
+            where, ancestor = classes[base]
+            found += [
+                f"{path}: {name} uses {each} of {base}" for each in used & _private_names(ancestor) if where != path
+            ]
+    assert not found
+
+
 _QUIET = """
 import sys
 {what}

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-PACKAGE = TESTS.parent / "src" / "disaggregated_inference"
-PACKAGES = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+SOURCE = TESTS.parent / "src"
+PACKAGES = sorted(path.parent.name for path in (SOURCE / "disaggregated_inference").glob("*/__init__.py"))
+PACKAGES += sorted(f"grader/{path.parent.name}" for path in (SOURCE / "grader").glob("*/__init__.py"))
 
 
 def _is_slow(marks: list[ast.expr]) -> bool:

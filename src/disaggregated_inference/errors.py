@@ -266,7 +266,11 @@ class ConfigError(DisaggError, status=400):
 
 
 class MachineError(DisaggError, status=503):
-    """A machine of the cluster that is reached by ssh."""
+    """A machine of the cluster that is reached by ssh. `reason`: the message without the machine's name."""
+
+    def __init__(self, machine: str, reason: str) -> None:
+        super().__init__(f"{machine}: {reason}")
+        self.machine, self.reason = machine, reason
 
 
 class MachineUnreachable(MachineError):
@@ -287,6 +291,10 @@ class LoginRefused(MachineError):
 
 class CommandFailed(MachineError, status=500):
     """A command on a machine failed or did not end."""
+
+
+class MachineMisconfigured(ConfigError, MachineError):
+    """What the cluster file says of a machine cannot be done."""
 
 
 class DeployRefused(MachineError, status=409):

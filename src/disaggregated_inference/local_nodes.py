@@ -1,6 +1,5 @@
 """Nodes and other servers as processes on this machine, for `disagg up`, the demo and benchmarks."""
 
-import json
 import os
 import selectors
 import signal
@@ -20,7 +19,15 @@ from typing import IO, Any
 
 import msgspec
 
-from disaggregated_inference.api import NodeStatus
+from disaggregated_inference.api import (
+    DecodeRequest,
+    ErrorBody,
+    NodeStatus,
+    PrefillRequest,
+    PrefillResponse,
+    StartLine,
+    StreamEvent,
+)
 from disaggregated_inference.cluster import without_token
 from disaggregated_inference.cores import available_cores
 from disaggregated_inference.errors import DisaggError
@@ -77,8 +84,7 @@ class Process:
     def _printed_port(self) -> int:
         assert self._process.stdout
         for line in self._process.stdout:  # one for every step of its start
-            if "port" in (told := json.loads(line)):
-                port: int = told["port"]
+            if port := msgspec.json.decode(line, type=StartLine).port:
                 return port
         raise self._failed()
 
@@ -229,34 +235,35 @@ class LocalNode(Process):
         command = disagg("serve", "--role", role, "--engine", engine, "--port", "0", "--kv-port", "0", *arguments)
         super().__init__(name or f"the {role} node", command, environ=shared_cores() | without_token())  # on loopback
 
-    def _post(self, path: str, body: dict[str, Any]) -> IO[bytes]:
+    def _post(self, path: str, body: PrefillRequest | DecodeRequest) -> IO[bytes]:
         try:
-            content, limit_s = json.dumps(body).encode(), self._timeouts.answer_s
+            content, limit_s = msgspec.json.encode(body), self._timeouts.answer_s
             response: IO[bytes] = urllib.request.urlopen(self.url + path, content, timeout=limit_s)
         except urllib.error.HTTPError as error:
             with error:
-                raise DisaggError(json.load(error)["error"]["message"]) from None
+                raise DisaggError(msgspec.json.decode(error.read(), type=ErrorBody).error.message) from None
         return response
 
-    def prefill(self, tokens: list[int]) -> Any:
+    def prefill(self, tokens: list[int]) -> str:
         """Start a prefill; returns its context."""
-        with self._post("/prefill", {"tokens": tokens, "wait": False}) as response:
-            return json.load(response)["context"]
+        with self._post("/prefill", PrefillRequest(tokens=tokens, wait=False)) as response:
+            return msgspec.json.decode(response.read(), type=PrefillResponse).context
 
-    def stream(self, path: str, body: dict[str, Any], view: ClientView, write: Callable[[str], None]) -> ClientView:
-        with self._post(path, body | {"stream": True}) as response:
+    def stream(self, path: str, request: DecodeRequest, view: ClientView, write: Callable[[str], None]) -> ClientView:
+        """`request` asks for a stream."""
+        with self._post(path, request) as response:
             for line in response:
                 if not line.startswith(b"data: "):
                     continue
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise DisaggError(event["error"]["message"])
-                if "token" not in event:
-                    view.metrics = event["metrics"]
+                event = msgspec.json.decode(line[6:], type=StreamEvent)
+                if event.error:
+                    raise DisaggError(event.error.message)
+                if event.token is None:
+                    view.metrics = msgspec.to_builtins(event.node_metrics)
                     break
                 view.add_token()
-                view.token_ids.append(event["token"])
-                write(event["text"])
+                view.token_ids.append(event.token)
+                write(event.text)
         view.end()
         return view
 
@@ -270,9 +277,11 @@ def generate_disaggregated(
 ) -> ClientView:
     """Both nodes at once: the KV transfer starts while the prefill is running. `write` gets the text of each token."""
     view = ClientView()
-    return decode.stream("/decode", {"context": prefill.prefill(tokens), "max_new_tokens": max_tokens}, view, write)
+    request = DecodeRequest(context=prefill.prefill(tokens), max_tokens=max_tokens, stream=True)
+    return decode.stream("/decode", request, view, write)
 
 
 def generate_local(decode: LocalNode, tokens: list[int], max_tokens: int) -> ClientView:
     """On the decode node alone."""
-    return decode.stream("/generate", {"tokens": tokens, "max_new_tokens": max_tokens}, ClientView(), _ignore)
+    request = DecodeRequest(tokens=tokens, max_tokens=max_tokens, stream=True)
+    return decode.stream("/generate", request, ClientView(), _ignore)

@@ -142,6 +142,21 @@ class BreakerTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     warm_s: float = 10.0  # a node that came back gets its full share of requests after this time
 
 
+class ModelTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Models on this machine (package `models`)."""
+
+    progress_s: float = 0.2  # how often the progress of a download is told
+
+
+class HistoryTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """The file of the history (package `orchestrator`)."""
+
+    lock_s: float = 2.0  # for another process that holds it
+    close_s: float = 5.0  # for the last records to be written
+    read_s: float = 30.0  # for one answer about it
+    export_s: float = 600.0  # for all that `disagg history` reads
+
+
 class OrchestratorTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """The orchestrator (package `orchestrator`)."""
 
@@ -172,7 +187,7 @@ class OrchestratorTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     max_retry_hint_s: int = 60
     node_clock_s: float = 0.1  # a node may notice a deadline this much earlier
     come_back_s: float = 0.5  # a node that was there a moment ago gets this long, once
-    history_lock_s: float = 2.0  # for another process that holds the history file
+    history: HistoryTimeouts = HistoryTimeouts()
     cancel_s: float = 2.0  # for a node to take a cancellation; then the ticket's lease ends it
     close_s: float = 5.0  # for running requests to end when a client is closed
 
@@ -207,6 +222,7 @@ class ChaosTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """`disagg chaos` (package `chaos`)."""
 
     request_s: float = 300.0  # for one request: chaos looks for faults of the cluster, not for a busy machine
+    prefill_s: float = 60.0  # of it, for the prefill
     ready_s: float = 120.0  # for all nodes to be used at the start
     settle_s: float = 120.0  # until a node is used again after its fault
     free_s: float = 120.0  # until all memory is free again: leases end before
@@ -233,6 +249,14 @@ class CommandTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     dial_s: float = 1.0
     status_s: float = 10.0  # for a node's answer to a request that needs no computing
     answer_s: float = 300.0  # for the answer of a node that computes
+
+
+class BenchTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """`disagg bench` (package `bench`)."""
+
+    start_s: float = 120.0  # for every stream to begin
+    load_s: float = 1800.0  # for all requests of another load generator
+    handshake_s: float = 10.0  # for a TLS handshake of two of its processes
 
 
 class DeployTimeouts(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,13 +15,12 @@ from typing import IO
 import msgspec
 
 from grader.errors import GraderError
-from grader.timeouts import ProgramTimeouts
+from grader.timeouts import EndpointTimeouts, ProgramTimeouts
 
 _READY = re.compile(r"ready: (\S+)/v1")
 _CONFIG = re.compile(r"export DISAGG_CONFIG=(.+)")
 # Both nodes share the processor of a machine that may be busy: a decode node that reads a prompt because the prefill
 # takes long would do the same work once more.
-_PREFILL_S = 600.0
 
 
 class ClusterFailed(GraderError):
@@ -52,7 +51,7 @@ def local_cluster(simulated: str = "", model: str = "") -> Iterator[LocalCluster
 def _with_patience(made: LocalCluster, folder: Path) -> LocalCluster:
     """Another cluster file for the same nodes, with a longer time for prefills."""
     file = json.loads(Path(made.config).read_text(encoding="utf-8"))
-    file["policies"] = file.get("policies", {}) | {"prefill_timeout_s": _PREFILL_S}
+    file["policies"] = file.get("policies", {}) | {"prefill_timeout_s": EndpointTimeouts().prefill_s}
     path = folder / "cluster.json"
     path.write_text(json.dumps(file), encoding="utf-8")
     return LocalCluster(made.url, str(path))

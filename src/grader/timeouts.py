@@ -20,9 +20,17 @@ class PagesTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     session_s: float = 12 * 3600.0  # without a request
 
 
+class EndpointTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Models that are asked (package `models`)."""
+
+    list_s: float = 10.0  # for the list of models
+    prefill_s: float = 600.0  # for a prompt, where the grader starts nodes on this machine
+
+
 class ProgramTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """Other programs and processes on this machine."""
 
+    line_s: float = 10.0  # where there is no terminal, a line on the progress this often
     print_s: float = 60.0  # for a browser to print a report
     stop_s: float = 20.0  # for `disagg up` to end after SIGTERM; then it is killed
     database_s: float = 30.0  # for another process that writes into the grade book

@@ -6,14 +6,20 @@ import msgspec
 import pytest
 
 from disaggregated_inference.api import (
+    FALLBACK_WARNING,
+    HANDED_OVER,
+    WHOLE,
     ChoiceTokenEvent,
     DecodeMetrics,
     DecodeRequest,
     DoneEvent,
+    ErrorDetail,
+    Failover,
     GenerateRequest,
     NodeStatus,
     PrefillRequest,
     PrefillResponse,
+    RequestRecord,
     SamplingParams,
     StreamEvent,
     TextMetrics,
@@ -103,3 +109,36 @@ def test_ranges_are_the_same_for_every_kind_of_request(kind: type[SamplingParams
 def test_a_continued_answer_has_one_choice() -> None:
     with pytest.raises(BadRequest, match="n = 1"):
         convert({"written": [5], "n": 2}, DecodeRequest)
+
+
+def test_a_row_of_another_version_is_read_as_far_as_it_fits() -> None:
+    odd: dict[Any, Any] = {
+        "time": 5,
+        "ok": "yes",
+        "total_time": 10**400,
+        "failovers": [{"node": 1}],
+        "later": [1],
+        ("key",): 1,
+    }
+    record = RequestRecord.of_row(odd | {"decode_speed": 4.0, "n": 2, "model": "m"})
+    assert (record.time, record.ok, record.total_time, record.failovers, record.model) == (5.0, True, 0.0, (), "m")
+    assert record.output_token_time == 0.5, "an earlier version had the speed alone"
+    assert RequestRecord.of_row({"decode_speed": 4.0, "n": 10**400}).output_token_time is None
+    failover = Failover(node="d1", code="unreachable", message="it does not answer", stall_s=0.5)
+    whole = RequestRecord(model="m", failovers=(failover,), error=ErrorDetail("x", "y"), cost=0.1, decode_speed=3.0)
+    assert RequestRecord.of_row(whole.row()) == whole
+
+
+@pytest.mark.parametrize(
+    ("method", "warning", "kind"),
+    [
+        (f"{HANDED_OVER}mlx", None, "disaggregated"),
+        ("local", "another warning", "local"),
+        ("local", FALLBACK_WARNING, "fallback"),
+        ("fallback", FALLBACK_WARNING, "fallback"),
+        (f"{WHOLE}vllm", None, "whole"),
+        (None, None, None),
+    ],
+)
+def test_the_kind_of_a_request(method: str | None, warning: str | None, kind: str | None) -> None:
+    assert RequestRecord(method=method, warning=warning).kind == kind

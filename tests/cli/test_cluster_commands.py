@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from disaggregated_inference.api import ClusterStatus
+from disaggregated_inference.api import FALLBACK_WARNING, ClusterStatus
 from disaggregated_inference.cli.errors import as_data
 from disaggregated_inference.cli.line_reader import LineReader
 from disaggregated_inference.cli.main import app
@@ -30,7 +30,6 @@ from disaggregated_inference.cli.status import render
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.orchestrator.history import History
-from disaggregated_inference.orchestrator.recorder import FALLBACK_WARNING
 from tests.support.cluster import Process, config_of, free_port, state_of
 from tests.support.command import run_forked
 from tests.support.waiting import until
@@ -605,12 +604,12 @@ def test_status_at_a_terminal_of_60_columns(terminal: Callable[..., Terminal]) -
 
 
 def test_a_node_that_loads_is_shown_without_numbers() -> None:
-    lines = shown([node_of("p", state="loading", usable=False, why="p: this node is loading m into torch")])
+    lines = shown([node_of("p", state="loading", usable=False, why="this node is loading m into torch")])
     assert lines[1].split() == ["p", "prefill", "torch", "loading", "-", "-", "-", "-"]
 
 
 def test_a_node_that_went_is_not_shown_as_it_was() -> None:
-    lines = shown([node_of("p[1]", state="unreachable", usable=False, why="p[1]: it does not answer")])
+    lines = shown([node_of("p[1]", state="unreachable", usable=False, why="it does not answer")])
     assert lines[1].split() == ["p[1]", "prefill", "torch", "unreachable", "-", "-", "-", "-"]
     assert lines[3:5] == [
         "p[1]: it does not answer (http://127.0.0.1:8000)",

@@ -7,11 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.table import Table
 from rich.text import Text
 
-from disaggregated_inference.cli.history import HistoryOptions, run
+from disaggregated_inference.api import RequestRecord
+from disaggregated_inference.cli.history import _FIELDS, HistoryOptions, run
 from disaggregated_inference.cli.screen import stdout_console
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.orchestrator import History, HistoryFilter, HistoryReader
@@ -112,3 +114,7 @@ def test_records_are_read_one_by_one(config: str) -> None:
 def test_wrong_times(config: str, since: str, until: str, message: str) -> None:
     with pytest.raises(BadRequest, match=message):
         run(HistoryOptions(config=config, since=since, until=until))
+
+
+def test_the_columns_of_the_csv_are_fields_of_a_record() -> None:
+    assert set(_FIELDS) <= {field.name for field in msgspec.structs.fields(RequestRecord)}

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from disaggregated_inference.api import ClusterPage, TargetsPage
+from disaggregated_inference.api import ClusterPage, ErrorDetail, RequestRecord, TargetsPage
 from disaggregated_inference.cli.top import run
 from disaggregated_inference.cli.top_feed import TopFeed, TopState
 from disaggregated_inference.cli.top_screen import render
@@ -94,10 +94,17 @@ SPARK: dict[str, Any] = {
 SPARK |= {"power_w": 61.4, "gpus": [{"name": "NVIDIA GB10", "utilisation": 0.95, "temperature_c": 64}]}
 
 
-def request_of(number: int, **more: Any) -> dict[str, Any]:
-    usual = {"time": 1000.0 + number, "model": "qwen3-coder:30b", "ok": True, "total_time": 9.3, "prefill_time": 0.8}
+def request_of(number: int, **more: Any) -> RequestRecord:
+    usual: dict[str, Any] = {
+        "time": 1000.0 + number,
+        "model": "qwen3-coder:30b",
+        "ok": True,
+        "total_time": 9.3,
+        "prefill_time": 0.8,
+    }
     usual |= {"prefill_speed": 1500.0, "decode_time": 8.5, "decode_speed": 60.0, "completion_tokens": 500}
-    return usual | {"method": "disaggregated_mlx", "energy_j": 812.0, "energy_source": "measured"} | more
+    usual |= {"method": "disaggregated_mlx", "energy_j": 812.0, "energy_source": "measured"}
+    return RequestRecord(**(usual | more))
 
 
 def state_of(
@@ -108,7 +115,10 @@ def state_of(
     cluster = {"verdict": "all up", "nodes": found, "models": dict.fromkeys(models, "all up")}
     cluster |= {"links": [], "refusals": [], "warnings": []}
     history = [request_of(n) for n in range(requests)][::-1]
-    told = cluster | {"history": history, "summary": msgspec.to_builtins(summary(history, models))}
+    told = cluster | {
+        "history": [each.row() for each in history],
+        "summary": msgspec.to_builtins(summary(history, models)),
+    }
     state.began(msgspec.convert(told, ClusterPage))
     return state
 
@@ -122,7 +132,7 @@ def picture(state: TopState, width: int = 80, height: int = 24) -> list[str]:
 
 def test_the_screen_as_the_user_drew_it() -> None:
     state = state_of()
-    state.requests.appendleft(request_of(99, ok=False, error={"code": "no_decode_node"}, energy_j=None))
+    state.requests.appendleft(request_of(99, ok=False, error=ErrorDetail("no_decode_node"), energy_j=None))
     lines = picture(state)
     text = "\n".join(lines)
     assert "all up  http://127.0.0.1:8080" in lines[0]

@@ -400,7 +400,7 @@ def test_one_deploy_at_a_time(tmp_path: Path) -> None:
 
 
 def test_one_of_several_takes_an_old_lock(tmp_path: Path) -> None:
-    """They all find it at the same time. Nobody leaves before all have tried."""
+    """They all find it at the same time. None leaves before all have tried."""
     lock, tries = tmp_path / "lock", 6
 
     async def work() -> int:
@@ -487,7 +487,7 @@ def test_a_rolling_command_stops_at_a_model_whose_first_machine_failed(monkeypat
 
     async def release(session: MachineSession, link: str = "current") -> None:
         asked.append(session.name)
-        raise CommandFailed(f"{session.name}: does not start")
+        raise CommandFailed(session.name, "does not start")
 
     monkeypatch.setattr(MachineSession, "release", release)
     done = operate("restart", plan_machines(config), config, lambda machine, text: None, ServiceChoice())

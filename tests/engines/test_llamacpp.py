@@ -114,7 +114,7 @@ class TestPairs:
         self, architecture: str, pair: tuple[str, str], tiny_engine: LoadTiny
     ) -> None:
         """A sequence moves out of a batch after 20 tokens of its answer; then a chunk is read there, and moves after
-        it. The logits are those of whoever reads everything alone."""
+        it. The logits are those of an engine that reads everything alone."""
         far, near = (twin(tiny_engine, name, architecture) for name in pair)
         tokens = prompt_of(270, seed=3)
         moving, other = far.open(270), far.open(60)
@@ -477,7 +477,7 @@ class TestLibrary:
         assert [ctypes.sizeof(kind) for kind in (library.ModelParams, library.ContextParams)] == [80, 168]
         assert load_library().name.split()[1] in sum(library.TESTED_VERSIONS.values(), ())
 
-    def test_builds_that_nobody_has_proven(self) -> None:
+    def test_builds_that_are_not_proven(self) -> None:
         with pytest.raises(
             EngineUnavailable, match=r"xllamacpp 2030\.1\.1 has not been tested.*pip install xllamacpp=="
         ):

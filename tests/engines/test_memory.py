@@ -206,7 +206,7 @@ def test_what_is_held_while_slices_arrive(name: str, tiny_engine: LoadTiny) -> N
 def test_a_change_of_the_batch_that_fails_breaks_everyone_in_it(
     tiny_engine: LoadTiny, filled: Fill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No memory left while one leaves: the others' rows are half moved too, though nobody asked for them."""
+    """No memory left while one leaves: the others' rows are half moved too, though they were not asked for."""
     engine = tiny_engine("mlx", "llama")
     expected = alone(engine, prompt_of(300), 4)
     sequences = [filled(engine, 300, 400) for _ in range(3)]

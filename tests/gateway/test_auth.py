@@ -52,14 +52,14 @@ def describe(connection: HTTPConnection, error: Exception) -> Response:
 def with_gateway(keys: Keys, ask: Callable[[Ask], Awaitable[None]]) -> None:
     """Runs `ask` with a client of an app with these keys. No node of its cluster runs."""
 
-    async def whoever(request: Request) -> Response:
+    async def who(request: Request) -> Response:
         caller = request.state.caller
         return JSONResponse({"name": caller.name, "models": list(caller.models)})
 
     async def run() -> None:
         async with DisaggregatedInference(load_config(CONFIG)) as core:
             guards = [Middleware(AuthMiddleware, keys=keys, describe=describe)]
-            routes = [Route("/who", whoever, methods=["GET", "POST"]), *cluster.routes(), *ollama.routes()]
+            routes = [Route("/who", who, methods=["GET", "POST"]), *cluster.routes(), *ollama.routes()]
             handlers: Any = {DisaggError: lambda request, error: describe(request, error)}
             app = Starlette(routes=routes, middleware=guards, exception_handlers=handlers)
             app.state.core = core

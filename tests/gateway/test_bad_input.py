@@ -256,7 +256,7 @@ def test_ten_megabytes_are_ignored_or_too_long(client: httpx.Client, right: str)
     """In an unknown field they are ignored; a prompt of that size does not fit the context window."""
     for path in ANSWERING:
         base, shape = APIS[path]
-        assert client.post(path, json=base | {"nobody_knows": "x" * (10 << 20)}).status_code == 200
+        assert client.post(path, json=base | {"not_a_field": "x" * (10 << 20)}).status_code == 200
         answer = client.post(path, json=base | {"messages": [{"role": "user", "content": "x" * (10 << 20)}]})
         assert (answer.status_code, shape(answer.json())) == (400, True)
         assert "131072" in answer.text
@@ -267,7 +267,7 @@ def test_bodies_above_the_limit_are_refused(client: httpx.Client) -> None:
     too_much = 17
 
     def pieces() -> Iterator[bytes]:
-        yield b'{"nobody_knows": "'
+        yield b'{"not_a_field": "'
         for _ in range(too_much):
             yield b"x" * (1 << 20)
         yield b'"}'
@@ -349,7 +349,7 @@ NO_HTTP = {
     "a length that is none": head(CHAT, "Content-Length: many"),
     "a negative length": head(CHAT, "Content-Length: -1"),
     "two lengths": head(CHAT, "Content-Length: 2", "Content-Length: 3") + b"{}",
-    "an encoding nobody knows": head(CHAT, "Transfer-Encoding: secret") + b"{}",
+    "an unknown encoding": head(CHAT, "Transfer-Encoding: secret") + b"{}",
     "a chunk that is none": head(CHAT, "Transfer-Encoding: chunked") + b"hello\r\n",
 }
 

@@ -17,7 +17,7 @@ from disaggregated_inference.gateway.app import gateway_app
 from disaggregated_inference.gateway.auth import Keys
 from disaggregated_inference.gateway.event_stream import EventStream, Subscriber
 from disaggregated_inference.gateway.metrics import STATUS_OF, GatewayMetrics
-from disaggregated_inference.gateway.slo import error_share, parallel_efficiency, targets
+from disaggregated_inference.gateway.slo import TargetFigures, error_share, figures_of, parallel_efficiency, targets
 from disaggregated_inference.models import ModelStore
 from disaggregated_inference.orchestrator import FALLBACK_WARNING, DisaggregatedInference
 from disaggregated_inference.timeouts import GatewayTimeouts
@@ -164,11 +164,14 @@ def test_the_cluster_as_json(config: dict[str, Any]) -> None:
 def test_targets_have_measured_values() -> None:
     now = 1000.0
 
-    def record(time: float, total: float, **more: Any) -> dict[str, Any]:
-        return {"ok": True, "outcome": "ok", "time": time, "total_time": total} | more
+    def record(time: float, total: float, **more: Any) -> TargetFigures:
+        return figures_of(RequestRecord(time=time, total_time=total, **more))
 
-    def failed(code: str, outcome: str = "failed") -> dict[str, Any]:
-        return record(1, 1, ok=False, outcome=outcome, error={"code": code, "message": ""})
+    def failed(code: str, outcome: str = "failed") -> TargetFigures:
+        return record(1, 1, ok=False, outcome=outcome, error=ErrorDetail(code))
+
+    def stalled(*stalls: float | None) -> TargetFigures:
+        return record(1, 1, failovers=tuple(Failover(node="d", code="", message="", stall_s=each) for each in stalls))
 
     at_once = [record(960, 10), record(960, 10), record(965, 15)]
     assert parallel_efficiency(at_once) == pytest.approx(35 / 20)
@@ -178,7 +181,7 @@ def test_targets_have_measured_values() -> None:
     right = [record(1, 1) for _ in range(8)]
     wrong = [failed("no_decode_node"), failed("made_up"), failed("bad_request"), failed("cancelled", "cancelled")]
     assert error_share(right + wrong) == pytest.approx(20)
-    stalls = [record(1, 1, failovers=[{"stall_s": 0.5}, {"stall_s": None}]), record(1, 1, failovers=[{"stall_s": 7}])]
+    stalls = [stalled(0.5, None), stalled(7)]
     node = ClusterNode(name="d1", usable=True, role="decode", slots=SlotStatus(used=3, most=4))
     found = {each.name: each for each in targets([*at_once, *stalls, *wrong], [node], now)}
     assert (found["failover"].measured, found["failover"].met) == (7, False)
@@ -186,7 +189,7 @@ def test_targets_have_measured_values() -> None:
     assert found["requests_per_second"].measured == pytest.approx(3 / 60)
     nothing = targets([], [], now)
     assert all(each.measured is None and each.met is None for each in nothing)
-    assert targets([{"ok": True}], [], now)  # a record from an older file
+    assert targets([figures_of(RequestRecord.of_row({"ok": True}))], [], now)  # a record from an older file
 
 
 # Prometheus.

@@ -354,7 +354,7 @@ def test_a_gateway_with_keys_asks_for_one(site: Site, tmp_path: Path) -> None:
         page.get_by_label("API key").fill("sk-wrong")
         page.keyboard.press("Enter")
         page.locator("[role=alert]", has_text="does not know this key").wait_for()
-        assert page.get_by_role("button", name="Log out").count() == 0, "nobody is logged in"
+        assert page.get_by_role("button", name="Log out").count() == 0, "there is no login"
         assert page.evaluate("sessionStorage.length") == 0, "a wrong key is not kept"
         page.get_by_label("API key").fill(limited)
         page.keyboard.press("Enter")

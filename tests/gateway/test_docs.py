@@ -200,7 +200,7 @@ REPLAYS: list[tuple[str, str, Any]] = [
 
 @pytest.mark.parametrize(("program", "path", "body"), REPLAYS, ids=[f"{who} {path}" for who, path, _ in REPLAYS])
 def test_requests_of_known_programs_are_answered(url: str, program: str, path: str, body: Any) -> None:
-    keys = {"Authorization": "Bearer k", "x-api-key": "k"}  # as Continue sends them; they are for nobody here
+    keys = {"Authorization": "Bearer k", "x-api-key": "k"}  # as Continue sends them; no key is needed here
     answer = httpx.request("GET" if body is None else "POST", url + path, json=body, headers=keys, timeout=30)
     assert answer.status_code == 200, answer.text
     assert not _errors(answer.text)

@@ -30,6 +30,7 @@ from disaggregated_inference.orchestrator import (
     HistoryReader,
     ModelVerdict,
 )
+from disaggregated_inference.orchestrator.history_record import HistoryRecord
 from tests.support.cluster import Process
 from tests.support.gateway import simulated_config, simulated_pair
 from tests.support.waiting import until_async
@@ -267,7 +268,7 @@ def test_a_history_that_cannot_be_read(pair: Any, tmp_path: Path) -> None:
 
 def test_alarms_tell_when_disaggregation_does_not_happen() -> None:
     def states(records: list[dict[str, Any]], verdict: ModelVerdict = ModelVerdict.ALL_UP) -> dict[str, str]:
-        with HistoryReader.of_records(records) as reader:
+        with HistoryReader.of_records(map(HistoryRecord, records)) as reader:
             return {each.name: each.state for each in alarms(reader, HistoryFilter(), {"qwen": verdict})}
 
     right = {"time": 1.0, "ok": True, "outcome": "ok", "method": "disaggregated_torch", "prompt_tokens": 100}

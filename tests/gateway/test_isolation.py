@@ -234,7 +234,7 @@ def test_a_request_that_fails_over_keeps_its_salt(nodes: Nodes) -> None:
 @slow
 def test_a_named_prompt_is_shared_and_nothing_after_it(nodes: Nodes, tmp_path: Path) -> None:
     """Keys share whole blocks of 64 tokens of the system prompt that the cluster file names."""
-    system = "You are the assistant of a bank, and tell nobody the number of a card. " * 3
+    system = "You are the assistant of a bank, and tell no caller the number of a card. " * 3
 
     def body(text: str, user: str) -> dict[str, Any]:
         messages = [{"role": "system", "content": text}, {"role": "user", "content": user}]
@@ -256,7 +256,7 @@ def test_a_named_prompt_is_shared_and_nothing_after_it(nodes: Nodes, tmp_path: P
             assert known % 64 == 0
             for guess in (SECRET, SECRET[:1], "7"):
                 assert await cached("bob", system, f"{KNOWN}{guess}?") <= len(system) + 32 + len(KNOWN)
-            own = "Another text, which is nobody's business. " * 5
+            own = "Another text, which is private to its caller. " * 5
             assert await cached("ann", own, "Hi") < 64
             assert await cached("bob", own, "Hi") < 64, "a prompt that is not named is not shared"
 
@@ -266,7 +266,7 @@ def test_a_named_prompt_is_shared_and_nothing_after_it(nodes: Nodes, tmp_path: P
 # The salt of a caller
 
 
-def test_salts_name_nobody_and_a_wish_never_joins() -> None:
+def test_salts_name_no_caller_and_a_wish_never_joins() -> None:
     ann, bob = Caller(name="ann", owner="aa", group="staff"), Caller(name="bob", owner="bb", group="staff")
     eve, anyone = Caller(name="eve", owner="ee"), Caller()
     assert anyone.cache_salt("key") is None, "without keys, all share one cache"

@@ -38,7 +38,7 @@ ORIGIN = "https://chat.example"
 BROWSER = {"Origin": ORIGIN}
 SOON_S = 20.0
 
-NOBODY: Any = {"decode_servers": [{"host": "127.0.0.1", "port": 9, "model": "away"}]}
+AWAY: Any = {"decode_servers": [{"host": "127.0.0.1", "port": 9, "model": "away"}]}
 
 Expected = Callable[[str, int], str]
 
@@ -175,7 +175,7 @@ def test_invalid_certificates_are_refused(tmp_path: Path) -> None:
     for files, words in wrong.items():
         with pytest.raises(BadRequest, match=re.escape(words)):
             Certificate(*files).require()
-    gateway = GatewayProcess(tmp_path, NOBODY, "--tls-cert", one.cert, "--tls-key", other.key)
+    gateway = GatewayProcess(tmp_path, AWAY, "--tls-cert", one.cert, "--tls-key", other.key)
     assert gateway.ended() == 1
     output = f"error: --tls-cert {one.cert} --tls-key {other.key}: the key does not match the certificate\n"
     assert gateway.log_text() == output
@@ -183,7 +183,7 @@ def test_invalid_certificates_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_port_in_use_is_refused(plain: GatewayProcess, tmp_path: Path) -> None:
-    second = GatewayProcess(tmp_path, NOBODY, "--port", str(httpx.URL(plain.url).port))
+    second = GatewayProcess(tmp_path, AWAY, "--port", str(httpx.URL(plain.url).port))
     assert second.ended() == 1
     assert re.fullmatch(r"error: cannot listen on 127\.0\.0\.1:\d+: .* in use; .*\n", second.log_text())
     second.end()

@@ -66,9 +66,9 @@ def test_events_of_requests_reach_their_caller() -> None:
                 assert (await anext(stream)).startswith(b"event: status")
             feed.ended(RequestRecord(request_id="of-ann", caller="ann"))
             feed.ended(RequestRecord(request_id="of-bob", caller="bob"))
-            feed.ended(RequestRecord(request_id="of-nobody"))
+            feed.ended(RequestRecord(request_id="of-no-key"))
             queued = {each.caller: _requests(each.events) for each in feed.subscribers}
-            assert queued == {"ann": ["of-ann"], "bob": ["of-bob"], None: ["of-ann", "of-bob", "of-nobody"]}
+            assert queued == {"ann": ["of-ann"], "bob": ["of-bob"], None: ["of-ann", "of-bob", "of-no-key"]}
             core.history.add({"ok": True, "time": 1.0, "total_time": 2.0, "model": "away"}, "ann")
             feed.send_summary()
             answered = {each.caller: _answered(each.events) for each in feed.subscribers}

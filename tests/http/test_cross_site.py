@@ -17,7 +17,7 @@ from tests.support.gateway import served
 from tests.support.recorded_ollama import Front
 
 EVIL, PAGE = "evil.example:8080", "https://page.example"
-NOBODY: Any = {"decode_servers": [{"host": "127.0.0.1", "port": 9, "model": "away"}]}
+AWAY: Any = {"decode_servers": [{"host": "127.0.0.1", "port": 9, "model": "away"}]}
 
 
 def check(
@@ -86,7 +86,7 @@ def ask(port: int, method: str, path: str, **headers: str) -> int:
 
 
 def test_a_gateway_without_keys() -> None:
-    with served(NOBODY, cors=(PAGE,)) as url:
+    with served(AWAY, cors=(PAGE,)) as url:
         port = httpx.URL(url).port or 0
         for path in (
             "/cluster",
@@ -111,7 +111,7 @@ def test_keys_are_enough() -> None:
 
     async def run() -> None:
         keys = Keys(keys_of([{"name": "ann", "key_hash": "0" * 64}], "keys"))
-        async with DisaggregatedInference(NOBODY) as core:
+        async with DisaggregatedInference(AWAY) as core:
             transport = httpx.ASGITransport(gateway_app(core, keys))
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
                 assert (await client.get("/cluster", headers={"Host": EVIL})).status_code == 401

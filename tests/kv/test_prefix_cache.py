@@ -340,7 +340,7 @@ def test_off() -> None:
     assert make().insert([]) is None
 
 
-# Nobody else's
+# No other's
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_replayed_after_it_was_fetched(book: TicketBook, released: list[str]) ->
 
 def test_expires_unless_renewed(book: TicketBook, clock: Clock, released: list[str]) -> None:
     ticket = issue(book, released)
-    clock.now += 1000  # still being computed: nobody can be late
+    clock.now += 1000  # still being computed: no fetch can be late
     book.renew("t")
     clock.now += 1000
     book.hold("t")

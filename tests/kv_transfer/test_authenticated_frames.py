@@ -136,7 +136,7 @@ def test_no_bit_can_be_altered() -> None:
 
 
 def test_the_first_bytes_of_a_connection() -> None:
-    """They stay to be received. A peer that sends less, byte by byte or never, wakes nobody, and has one deadline."""
+    """They stay to be received. A peer that sends less, byte by byte or never, wakes none, and has one deadline."""
     with tcp_pair() as (near, far):
         for byte in (b"D", b"K", b"V"):
             near.sendall(byte)

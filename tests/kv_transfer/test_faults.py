@@ -138,7 +138,7 @@ def test_one_of_two_paths_dies(fault: str, pair: Pair, right: list[int]) -> None
 @pytest.mark.parametrize("pair", [NodeTimeouts()], indirect=True, ids=["defaults"])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_frozen_sender_is_known_in_a_second(share: float, pair: Pair, record_property: Any) -> None:
-    """Its port is open, as a frozen process's is, and nobody answers there: also where a part had come already."""
+    """Its port is open, as a frozen process's is, and nothing answers there: also where a part had come already."""
     prefill, decode = pair
     with FaultyProxy(prefill.kv_addresses[0], "silent", int(KV_BYTES * share), heals=True) as proxy:
         answer = begin(prefill, decode, proxy.address)
@@ -173,7 +173,7 @@ def test_a_quiet_sender_that_answers_is_waited_for(pair: Pair, right: list[int],
 
 @pytest.mark.parametrize("pair", [QUIET], indirect=True, ids=["quiet"])
 def test_a_sender_too_busy_to_answer_is_heard(pair: Pair, right: list[int], monkeypatch: Any) -> None:
-    """Nobody answers the question whether it is there, and meanwhile the next slices come."""
+    """The question whether it is there has no answer, and meanwhile the next slices come."""
     prefill, decode = pair
     quick, asked = prefill.engine.prefill, []
 
@@ -185,7 +185,7 @@ def test_a_sender_too_busy_to_answer_is_heard(pair: Pair, right: list[int], monk
         connection.sock.close()
         asked.append(hello)
         time.sleep(2)
-        raise PeerGone("nobody answers")
+        raise PeerGone("nothing answers")
 
     monkeypatch.setattr(prefill.engine, "prefill", slow)
     monkeypatch.setattr("disaggregated_inference.kv_transfer.fetch.renew", unanswered)
@@ -230,10 +230,10 @@ def test_an_address_of_another_node_is_passed_over(pair: Pair, right: list[int],
 def test_an_unreachable_path_is_passed_over(pair: Pair, right: list[int]) -> None:
     prefill, decode = pair
     with socket.create_server(("127.0.0.1", 0)) as full:
-        nobody = full.getsockname()
+        silent = full.getsockname()
     with Clock():
-        assert ask(prefill, decode, nobody, prefill.kv_addresses[0]) == right
-        answer = begin(prefill, decode, nobody, prefill.kv_addresses[0])
+        assert ask(prefill, decode, silent, prefill.kv_addresses[0]) == right
+        answer = begin(prefill, decode, silent, prefill.kv_addresses[0])
         assert list(answer) == right
     direct = prefill.kv_addresses[0]
     assert answer.metrics.kv_paths == (f"127.0.0.1:{direct[1]}",), "a path that has just failed is not tried first"
@@ -558,7 +558,7 @@ class TestCanary:
         assert until(lambda: nothing_held(prefill, decode) and not decode.kv_memory.unreserved)
 
     def test_one_request_s_trouble_is_not_another_s(self, nodes: Callable[..., Pair], right: list[int]) -> None:
-        """The first has an address where nobody answers; the second waits for its canary, then makes its own."""
+        """The first has an address where nothing answers; the second waits for its canary, then makes its own."""
         prefill, decode = nodes()
         with socket.create_server(("127.0.0.1", 0)) as silent:
             lost = begin(prefill, decode, silent.getsockname())

@@ -109,8 +109,8 @@ class _Taken:
         self.logits += 1
 
     def honest(self) -> bool:
-        """Nothing outside the cache's own bounds. (A lie with a right checksum may change rows: whoever can do that can
-        send rows of its own.)"""
+        """Nothing outside the cache's own bounds. (A lie with a right checksum may change rows: a peer that can do that
+        can send rows of its own.)"""
         return self.logits <= 1 and all(
             layer < 2 and start < TOKENS and len(data) <= 16 * 64 for (layer, start), data in self.rows.items()
         )
@@ -175,7 +175,7 @@ def test_the_sender(noise: bytes, how: str, kind: int) -> None:
     """A receiver that says anything at all."""
 
     def refuse(hello: Hello) -> tuple[Welcome, Outbox]:
-        raise TicketRefused("nobody knows you")
+        raise TicketRefused("you are unknown")
 
     framed = bytearray(encode(Frame(Kind.HELLO, len(noise)), noise))
     framed[5] = kind

@@ -234,7 +234,7 @@ def test_only_what_is_not_held_is_sent(transfer: Callable[..., Transfer], thread
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unwanted", [{"held_tokens": 231}, {"stream": 40, "streams": 64}])
-def test_slices_that_nobody_wants_are_no_silence(
+def test_slices_that_are_not_wanted_are_no_silence(
     unwanted: dict[str, int],
     transfer: Callable[..., Transfer],
     threads: ThreadPoolExecutor,

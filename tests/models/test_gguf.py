@@ -408,7 +408,7 @@ class TestOllama:
         ):
             found = store.resolve(name, kind="gguf")
             assert (found.path, found.kind, found.engines) == (pulled, "gguf", ("llamacpp",))
-        assert store.resolve("qwen3-coder:30b").path == pulled, "for whoever inspects it"
+        assert store.resolve("qwen3-coder:30b").path == pulled, "for a program that inspects it"
         assert store.resolve("qwen3-coder:30b").config["model_type"] == "llama"
         listed = [(row.name, row.path) for row in store.list() if "Ollama" in row.note]
         names = ["hf.co/bartowski/tiny-gguf:q4_1", "qwen3-coder:30b", "someone/thing:latest"]

@@ -52,7 +52,7 @@ class Chaos:
         try:
             tokens = list(answer)
         except Cancelled:
-            return "cancelled" if leaves_after is not None else "wrong: cancelled by nobody"
+            return "cancelled" if leaves_after is not None else "wrong: cancelled without a reason"
         except DisaggError as error:
             # the prefill node may report the cancellation of a fetch
             return "cancelled" if leaves_after is not None else f"wrong: {error}"

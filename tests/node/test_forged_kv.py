@@ -187,7 +187,7 @@ def test_errors_do_not_tell_open_from_closed_ports(nodes: Callable[..., Pair]) -
     assert said[0] == said[1]
 
 
-def test_a_liar_about_its_epoch_harms_nobody(
+def test_a_liar_about_its_epoch_harms_no_request(
     nodes: Callable[..., Pair], right: list[int], cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It computes other values and claims the epoch of an honest node: before, the honest node was locked out."""

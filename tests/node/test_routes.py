@@ -139,7 +139,7 @@ def test_who_leaves_does_not_wait_for_a_grammar(served: OnThread, slow: SlowGram
     assert not any(compilation.waiting for compilation in writer.grammars.compiling.values())
 
 
-def test_nobody_else_waits_for_a_grammar(served: OnThread, slow: SlowGrammars, writer: DecodeNode) -> None:
+def test_other_requests_do_not_wait_for_a_grammar(served: OnThread, slow: SlowGrammars, writer: DecodeNode) -> None:
     answers: list[Any] = []
 
     def ask(number: int) -> None:
@@ -244,7 +244,7 @@ def slow_load(writer: DecodeNode, monkeypatch: pytest.MonkeyPatch) -> threading.
     return go
 
 
-def test_who_waits_for_a_load_takes_nobodys_thread(
+def test_a_request_that_waits_for_a_load_takes_no_thread(
     served: OnThread, writer: DecodeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go, answers = slow_load(writer, monkeypatch), list[int]()
@@ -262,9 +262,7 @@ def test_who_waits_for_a_load_takes_nobodys_thread(
     assert answers == [200] * 40
 
 
-def test_nobody_waits_for_a_load_to_be_told(
-    served: OnThread, writer: DecodeNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_is_told_at_once(served: OnThread, writer: DecodeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     """That its time is over, in line or not. The memory may wait."""
     go = slow_load(writer, monkeypatch)
     assert served.ask("/unload", {})[0] == 200
@@ -290,7 +288,7 @@ def test_nobody_waits_for_a_load_to_be_told(
 
 
 def test_a_node_that_was_started_again_is_another_one(served: OnThread, writer: DecodeNode) -> None:
-    """Whoever knows it by its epoch means that one: it may hold another model now."""
+    """A request that names its epoch means that run: it may hold another model now."""
 
     def asked(epoch: str) -> int:
         body = json.dumps({"tokens": [5, 6], "max_tokens": 1})

@@ -1,4 +1,4 @@
-"""Real processes over mutual TLS: the tokens are those of the plain cluster, and nobody else gets in."""
+"""Real processes over mutual TLS: the tokens are those of the plain cluster, and strangers are refused."""
 
 import io
 import shutil

@@ -44,7 +44,7 @@ class Farm:
         return {"host": "127.0.0.1", "port": self.nodes[name].port, "name": name, "model": "smollm2"}
 
     def fail_once(self, fault: str, after: int = 0) -> None:
-        """Whoever is asked first."""
+        """The one that is asked first."""
         for ollama in self.ollamas.values():
             ollama.fault, ollama.fault_after, ollama.on_fault = fault, after, self._failed
 
@@ -280,7 +280,7 @@ def test_a_guess_counts_all_that_may_be_read() -> None:
 
 
 def test_tools_and_loading_are_told_through_the_gateway(farm: Farm) -> None:
-    """An answer whose length nobody gave leaves room for its tools, too; what it took to load is not lost."""
+    """An answer whose length was not given leaves room for its tools, too; what it took to load is not lost."""
     for ollama in farm.ollamas.values():
         ollama.load_ns = 30_000_000_000
     tool = {"type": "function", "function": {"name": "f", "description": "word " * 4400, "parameters": {}}}

@@ -50,7 +50,7 @@ def front(ollama: RecordedOllama) -> Iterator[Front]:
 
 @pytest.fixture(scope="module")
 def down() -> Iterator[Front]:
-    """In front of nothing: what is refused at the border needs nobody behind it."""
+    """In front of nothing: what is refused at the border needs nothing behind it."""
     node = Front("http://127.0.0.1:9")
     yield node
     node.end()
@@ -423,7 +423,7 @@ def test_odd_ends_are_called_what_they_are(front: Front, ollama: RecordedOllama)
     assert "'content_filter'" in answer["message"]
 
 
-def test_refusals_are_by_whoever_refuses() -> None:
+def test_refusals_are_by_what_refuses() -> None:
     client = OllamaClient("http://box:1", "m")
     assert "ollama pull m" in str(client.refusal(404, b'{"error": "model \\"m\\" not found, try pulling it first"}'))
     assert "is not an Ollama" in str(
@@ -444,8 +444,8 @@ def test_a_model_that_was_removed_is_missed_before_anyone_asks(front: Front, oll
 
 
 def test_an_ollama_that_is_silent_was_asked() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        node = Front(f"http://127.0.0.1:{nobody.getsockname()[1]}")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        node = Front(f"http://127.0.0.1:{silent.getsockname()[1]}")
         try:
             health = node.ask("/health")[1]
             assert health["status"] == "unhealthy"
@@ -541,7 +541,7 @@ def test_a_prompt_is_never_cut(ollama: RecordedOllama) -> None:
         assert not ollama.asked
         ollama.version = node.node.version = "0.12.6"
         assert node.ask("/generate", fits)[0] == 200
-        # Nobody knew before; a version that knows `truncate` says so, an older one gives it away by its counts.
+        # This was not known before; a version that knows `truncate` says so, an older one gives it away by its counts.
         for version in ("0.13.0", "0.9.3"):
             ollama.version = node.node.version = version
             status, answer = node.ask("/generate", {"prompt": "a " * 100, "max_tokens": 8})

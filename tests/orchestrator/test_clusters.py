@@ -239,7 +239,7 @@ def test_bad_requests_end_in_typed_errors_and_the_client_lives_on(four: Four) ->
 
 
 def test_closing_a_client_ends_all_its_requests(four: Four) -> None:
-    """Whoever came too late is told so, and nobody waits for a loop that is gone."""
+    """A call that came too late is told so, and none waits for a loop that is gone."""
     for way in ("health", "generate", "stream"):
         for _ in range(4):
             client = DisaggregatedClient(config_of(four.p1, four.d1))
@@ -333,7 +333,7 @@ def test_the_context_window_of_the_config_is_enforced(four: Four) -> None:
         _, metrics = client.generate(**ask_of(prompt_of(50), 50))
         assert metrics["completion_tokens"] == 50
         free: dict[str, Any] = {"model": "llama", "tokens": prompt_of(90), "ignore_eos": True}
-        assert client.generate(**free)[1]["completion_tokens"] == 10  # as much as fits, where nobody said how much
+        assert client.generate(**free)[1]["completion_tokens"] == 10  # as much as fits, where no limit was given
 
 
 def test_the_interpreter_ends_with_requests_in_flight(four: Four) -> None:

@@ -88,7 +88,7 @@ def test_a_web_server(status: str | None) -> None:
     with web_server(**({"status": status} if status else {})) as port:
         state, reason = why(port, token="secret")
     assert state == "unreachable"
-    assert reason.startswith("d: it does not answer as a node: ")
+    assert reason.startswith("it does not answer as a node: ")
     assert "; a web server (BaseHTTP/" in reason
     assert reason.endswith(" answers there, not a node: write the host and port of a `disagg serve`")
     assert "Bearer secret" not in Pages.headers_seen  # only the poll itself carries the token
@@ -96,7 +96,7 @@ def test_a_web_server(status: str | None) -> None:
 
 def test_a_node_that_says_something_odd_is_no_stranger() -> None:
     with web_server(health='{"status": "healthy", "role": "decode"}') as port:
-        assert why(port)[1] == "d: it does not answer as a node: HTTP 404"
+        assert why(port)[1] == "it does not answer as a node: HTTP 404"
 
 
 def test_another_server_of_the_openai_api() -> None:
@@ -120,7 +120,7 @@ def test_a_kv_port() -> None:
     port = listener.addresses[0][1]
     reason = why(port)[1]
     listener.close()
-    assert reason.startswith("d: it cannot be reached: ")
+    assert reason.startswith("it cannot be reached: ")
     assert f"is {port} its HTTP port, not its KV port?" in reason or "reset" in reason.lower()
 
 
@@ -132,13 +132,13 @@ def test_a_server_that_speaks_no_http() -> None:
 
     with serving(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Banner)) as port:
         assert why(port)[1] == (
-            f"d: it cannot be reached: 127.0.0.1:{port} does not speak HTTP; write the HTTP port of the node"
+            f"it cannot be reached: 127.0.0.1:{port} does not speak HTTP; write the HTTP port of the node"
         )
 
 
 def test_nothing_there() -> None:
     port = free_port()
-    assert why(port)[1] == "d: it cannot be reached: connection refused"
+    assert why(port)[1] == "it cannot be reached: connection refused"
     reason = why(port, host="no-such-host.invalid")[1]
     assert "no address is known for the host no-such-host.invalid" in reason
 
@@ -146,7 +146,7 @@ def test_nothing_there() -> None:
 def test_no_tls_there() -> None:
     with web_server() as port:
         reason = why(port, tls=True)[1]
-    assert reason.startswith("d: it cannot be reached: TLS failed: ")
+    assert reason.startswith("it cannot be reached: TLS failed: ")
     assert reason.endswith("; check `tls` in its entry")
 
 

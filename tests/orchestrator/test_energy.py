@@ -17,6 +17,7 @@ from disaggregated_inference.orchestrator import (
     energy_sums,
 )
 from disaggregated_inference.orchestrator.energy import Meters, PowerLog, price_per_hour, with_energy
+from disaggregated_inference.orchestrator.history_record import HistoryRecord
 from disaggregated_inference.orchestrator.single_machine import MachineFacts
 from disaggregated_inference.orchestrator.uptime import Uptime
 
@@ -119,7 +120,7 @@ def test_readings_are_taken_once_and_bounded() -> None:
 
 
 def test_the_comparison_with_one_machine_alone() -> None:
-    records = [
+    records: list[dict[str, Any]] = [
         {"time": 1.0, "model": "m", "ok": True, "outcome": "ok", "method": "disaggregated_torch", "prefill_node": "p"}
         | {"decode_node": "d", "prompt_tokens": 1000, "cached_tokens": 0, "completion_tokens": 100, "total_time": 3.0}
         | {"prefill_time": 1.0, "decode_time": 2.0, "exposed_transfer_time": 0.25, "energy_j": 400.0}
@@ -127,11 +128,12 @@ def test_the_comparison_with_one_machine_alone() -> None:
         | {"time": at}
         for at in (1.0, 5.0)
     ]
+    records.append({"time": 1.0, "method": "local", "ok": True})
     facts = {
         "p": MachineFacts(busy_w=200, idle_w=40),
         "d": MachineFacts(prefill_rates=(Rate(size=512, tokens_per_s=100),), busy_w=100, idle_w=10),
     }
-    with HistoryReader.of_records([*records, {"time": 1.0, "method": "local", "ok": True}]) as reader:
+    with HistoryReader.of_records(map(HistoryRecord, records)) as reader:
         decode, prefill = comparisons(reader, HistoryFilter(), facts)
         bare, _ = comparisons(reader, HistoryFilter(), {})
         slow = {"d": MachineFacts(prefill_rates=(Rate(size=32, tokens_per_s=5),), busy_w=100)}
@@ -161,7 +163,7 @@ def test_requests_that_ran_at_once_count_the_machine_once() -> None:
         "p": MachineFacts(decode_rates=writes, busy_w=300, price_per_hour=3600),
         "d": MachineFacts(prefill_rates=reads, busy_w=100, price_per_hour=7200),
     }
-    with HistoryReader.of_records([batch] * 8) as reader:
+    with HistoryReader.of_records([HistoryRecord(batch)] * 8) as reader:
         decode, prefill = comparisons(reader, HistoryFilter(), facts, price_per_kwh=0.36)
     assert decode.together_s == 5.0
     assert decode.batch_size == pytest.approx(8)
@@ -186,7 +188,7 @@ def test_a_cost_says_what_it_lacks() -> None:
         {"time": 1.0, "ok": True, "cost": 1.0, "cost_without": ["energy"]},
         {"time": 1.0, "ok": True, "cost": 2.0},
     ]
-    with HistoryReader.of_records(rows) as reader:
+    with HistoryReader.of_records(map(HistoryRecord, rows)) as reader:
         total = energy_sums(reader, HistoryFilter()).total
     assert (total.cost, total.cost_partial) == (3.0, 1)
 

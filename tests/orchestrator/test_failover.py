@@ -53,7 +53,7 @@ def asked(**more: Any) -> dict[str, Any]:
 
 
 def test_a_request_too_large_for_one_node_goes_to_another() -> None:
-    """The small one is faster. What nobody could hold is refused as such."""
+    """The small one is faster. What no node could hold is refused as such."""
     small = simulated("small", "decode", "prefill=50000,decode=2000", "--kv-memory", "80K")  # 160 tokens
     with running(small, large := simulated("large")):
         config = config_of(small, large, local="always")

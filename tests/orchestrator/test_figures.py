@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from disaggregated_inference.api import FALLBACK_WARNING
 from disaggregated_inference.client import DisaggregatedClient
-from disaggregated_inference.orchestrator.recorder import FALLBACK_WARNING
 from tests.support.cluster import Process, config_of, free_port
 from tests.support.tcp_proxy import FaultyProxy
 from tests.support.waiting import until

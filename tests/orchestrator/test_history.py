@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 
 from disaggregated_inference.orchestrator import history as module
 from disaggregated_inference.orchestrator.history import History
+from disaggregated_inference.timeouts import HistoryTimeouts
 from tests.support.waiting import until
 
 
 @contextmanager
-def opened(most: int, file: Path | str = "", lock_s: float = 2.0) -> Iterator[History]:
-    history = History(most, str(file), lock_s)
+def opened(most: int, file: Path | str = "", **timeouts: float) -> Iterator[History]:
+    history = History(most, str(file), HistoryTimeouts(**timeouts))
     try:
         yield history
     finally:
@@ -44,7 +45,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_newest_first_up_to_the_limit() -> None:
     with opened(3) as history:
-        assert (history.recent(5), history.percentiles("n")) == ([], {})
+        assert (history.recent(5), history.total_time_percentiles()) == ([], {})
         for n in range(5):
             history.add({"n": n, "model": "odd" if n % 2 else "even"})
         assert numbers(history.recent(10)) == [4, 3, 2]
@@ -92,18 +93,20 @@ def test_percentiles() -> None:
         for odd in (None, "5", True, float("nan"), float("inf"), 10**400, [1]):
             history.add({"total_time": odd, "model": "a"})
         history.add({})
-        assert history.percentiles("total_time", "a") == {"p50": 51, "p95": 96, "p99": 100}
-        assert history.percentiles("total_time", "b") == {"p50": 1000, "p95": 1000, "p99": 1000}
-        assert history.percentiles("total_time")["p50"] == 51.5
-        assert history.percentiles("decode_time") == {}
+        assert history.total_time_percentiles("a") == {"p50": 51, "p95": 96, "p99": 100}
+        assert history.total_time_percentiles("b") == {"p50": 1000, "p95": 1000, "p99": 1000}
+        assert history.total_time_percentiles()["p50"] == 51.5
+        assert history.total_time_percentiles("none") == {}
 
 
-@given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=40))
+@given(st.lists(st.floats(0.001, 1e9), min_size=1, max_size=40))
 def test_percentiles_as_numpy_has_them(values: list[float]) -> None:
     history = History(100)
     for value in values:
-        history.add({"x": value})
-    assert list(history.percentiles("x").values()) == pytest.approx(np.percentile(values, (50, 95, 99)), abs=1e-6)
+        history.add({"total_time": value})
+    assert list(history.total_time_percentiles().values()) == pytest.approx(
+        np.percentile(values, (50, 95, 99)), abs=1e-6
+    )
 
 
 def test_the_file(tmp_path: Path) -> None:
@@ -121,10 +124,10 @@ def test_it_survives_a_restart(tmp_path: Path) -> None:
         with opened(4, file) as history:
             assert numbers(history.recent(9)) == [5, 4, 3, 2][: start * 4]
             for n in range(start, start + 6):
-                history.add({"n": n, "x": float(n)})
+                history.add({"n": n, "total_time": float(n)})
     with opened(4, file) as history:
         assert numbers(history.recent(9)) == [11, 10, 9, 8]
-        assert history.percentiles("x")["p50"] == 9.5
+        assert history.total_time_percentiles()["p50"] == 9.5
     with opened(100, file) as history:
         assert numbers(history.recent(100)) == list(range(11, -1, -1)), "the file has more than memory had"
 
@@ -290,9 +293,9 @@ def test_close_tries_once_more_to_write(tmp_path: Path, caplog: pytest.LogCaptur
         history.add({"n": 1})
         assert until(lambda: "database is locked" in caplog.text)
     assert (written_numbers(file), history.lost) == ([1], 0)
-    with opened(5, file, lock_s=0.05) as history, locked(file):
+    with opened(5, file, lock_s=0.05, close_s=60) as history, locked(file):
         history.add({"n": 2})
-        history.close(timeout_s=60)
+        history.close()
         assert history.lost == 1
     assert written_numbers(file) == [1]
 
@@ -312,10 +315,10 @@ def test_records_that_cannot_be_written_are_dropped(tmp_path: Path) -> None:
 
 def test_closing_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "h.sqlite"
-    history = History(5, str(file), lock_s=3.0)
+    history = History(5, str(file), HistoryTimeouts(lock_s=3.0, close_s=0.05))
     with locked(file):
         history.add({"n": 1})
-        history.close(timeout_s=0.05)
+        history.close()
         assert "not written within 0.05 s" in caplog.text
     history.close()
     assert len(rows(file)) == 1
@@ -336,9 +339,9 @@ def test_many_threads(tmp_path: Path) -> None:
 
         def work(name: str) -> None:
             for n in range(200):
-                history.add({"n": n, "model": name, "x": n})
+                history.add({"n": n, "model": name, "total_time": 1 + n})
                 assert len(history.recent(10)) <= 10
-                assert history.percentiles("x").keys() == {"p50", "p95", "p99"}
+                assert history.total_time_percentiles().keys() == {"p50", "p95", "p99"}
 
         threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
         for thread in threads:

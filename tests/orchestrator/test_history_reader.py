@@ -20,7 +20,9 @@ from disaggregated_inference.orchestrator import (
     energy_sums,
     series,
 )
+from disaggregated_inference.orchestrator.history_record import HistoryRecord
 from disaggregated_inference.orchestrator.history_series import MAX_POINTS, step_of
+from disaggregated_inference.timeouts import HistoryTimeouts
 from tests.support.waiting import until
 
 
@@ -121,7 +123,9 @@ def test_before_the_oldest_request_nothing_is_known(reader: HistoryReader) -> No
 
 @given(st.lists(st.floats(0.001, 1e6), min_size=1, max_size=40))
 def test_percentiles_as_numpy_has_them(values: list[float]) -> None:
-    with HistoryReader.of_records([{"time": 1.0, "first_token_time": value} for value in values]) as reader:
+    with HistoryReader.of_records(
+        [HistoryRecord({"time": 1.0, "first_token_time": value}) for value in values]
+    ) as reader:
         found = reader.percentiles(HistoryFilter(), "first_token_time", (0.5, 0.95, 0.99))
     assert found[0] == pytest.approx(np.percentile(values, (50, 95, 99)), rel=1e-9)
 
@@ -139,14 +143,13 @@ def test_energy_by_model_caller_and_day() -> None:
         return record(time, energy_j=joules, energy=shares, cost=joules and joules / 1e6, **more)
 
     day = 86400.0
-    with HistoryReader.of_records(
-        [
-            used(1.0, 3600.0, 600.0, caller="alice"),
-            used(2.0, 3600.0, model="gpt"),
-            used(day + 1, None),
-            used(day + 2, 1800.0, 1800.0, ok=False, outcome="failed"),
-        ]
-    ) as reader:
+    records = [
+        used(1.0, 3600.0, 600.0, caller="alice"),
+        used(2.0, 3600.0, model="gpt"),
+        used(day + 1, None),
+        used(day + 2, 1800.0, 1800.0, ok=False, outcome="failed"),
+    ]
+    with HistoryReader.of_records(map(HistoryRecord, records)) as reader:
         sums = energy_sums(reader, HistoryFilter())
         total = sums.total
         assert (total.requests, total.answered, total.with_energy) == (4, 3, 3)
@@ -207,7 +210,7 @@ def test_reading_is_bounded_in_time(tmp_path: Path) -> None:
         history.add(record(float(n)))
     history.close()
     with (
-        HistoryReader.of_file(tmp_path / "h.sqlite", read_s=0.0) as reader,
+        HistoryReader.of_file(tmp_path / "h.sqlite", HistoryTimeouts(read_s=0.0)) as reader,
         pytest.raises(sqlite3.OperationalError, match="interrupted"),
     ):
         series(reader, HistoryFilter(since=0, until=3000), 1)

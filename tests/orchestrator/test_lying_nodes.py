@@ -108,9 +108,9 @@ LIES: dict[str, Lie] = {
     "a token that is also an error": event(2, error={"code": "x", "message": "y"}),
     "an error with a wrong type": instead(2, {"error": "no"}),
     "a refusal in the middle": instead(2, {"error": {"code": "bad_request", "message": "no"}}),
-    "logprobs that nobody asked for": event(2, logprob=-0.5),
-    "progress that nobody asked for": before(0, PROGRESS),
-    "prompt logprobs that nobody asked for": before(0, SCORES),
+    "logprobs without being asked": event(2, logprob=-0.5),
+    "progress without being asked": before(0, PROGRESS),
+    "prompt logprobs without being asked": before(0, SCORES),
     "thoughts of a token": event(2, thinking="hm"),
     "tool calls of a token": event(2, tool_calls=[{"name": "rm"}]),
 }

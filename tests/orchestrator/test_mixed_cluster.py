@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from disaggregated_client import DisaggregatedClient
-from disaggregated_inference.orchestrator.recorder import FALLBACK_WARNING
+from disaggregated_inference.api import FALLBACK_WARNING
 from disaggregated_inference.orchestrator.text_continuation import CONTINUED_WARNING
 from tests.support.cluster import Process, config_of
 from tests.support.engines import LLAMACPP, LoadTiny, twin_of
@@ -81,7 +81,7 @@ def expected(tiny_engine: LoadTiny) -> list[int]:
 
 
 def ask_tiny(client: DisaggregatedClient, kill: list[Process] | None = None) -> tuple[list[int], dict[str, Any]]:
-    """`kill`: whoever of them writes it, when it has written twenty tokens."""
+    """`kill`: the one of them that writes it, when it has written twenty tokens."""
     tokens: list[int] = []
     metrics: dict[str, Any] = {}
     ask: dict[str, Any] = {"max_tokens": COUNT, "temperature": 0, "ignore_eos": True}

@@ -116,7 +116,7 @@ def test_which_nodes_can_replace_a_node() -> None:
 
             assert replaceable("d1", "d1", "d2")
             assert replaceable("d1", "d1", "b")
-            assert not replaceable("d1", "d1", "p1", "p2"), "nobody else writes"
+            assert not replaceable("d1", "d1", "p1", "p2"), "no other node writes"
             assert replaceable("p1", "p1", "p2")
             assert replaceable("p1", "p1", "d1"), "who writes can read"
             assert not replaceable("b", "b", "p1")
@@ -139,11 +139,11 @@ def test_the_time_of_a_probe_is_bounded() -> None:
 @pytest.mark.parametrize(
     ("status", "body", "state", "why"),
     [
-        (404, "<!DOCTYPE HTML>", "unreachable", "n: it does not answer as a node: HTTP 404"),
-        (404, '{"detail": "Not Found"}', "unreachable", "n: it does not answer as a node: HTTP 404"),
-        (403, "Forbidden", "unreachable", "n: it does not answer as a node: HTTP 403"),
-        (401, '{"error": {"code": "unauthorized", "message": "no"}}', "wrong token", "n: it needs a token (401): set"),
-        (401, "<html>", "wrong token", "n: it needs a token (401): set DISAGG_TOKEN"),
+        (404, "<!DOCTYPE HTML>", "unreachable", "it does not answer as a node: HTTP 404"),
+        (404, '{"detail": "Not Found"}', "unreachable", "it does not answer as a node: HTTP 404"),
+        (403, "Forbidden", "unreachable", "it does not answer as a node: HTTP 403"),
+        (401, '{"error": {"code": "unauthorized", "message": "no"}}', "wrong token", "it needs a token (401): set"),
+        (401, "<html>", "wrong token", "it needs a token (401): set DISAGG_TOKEN"),
         (200, '{"status": "healthy", "role": "prefill"}', "wrong role", "it runs as a prefill node, and the config"),
         (200, '{"status": "healthy", "stalled_s": 99}', "stuck", "its engine has made no progress for 99 s"),
         (200, '{"status": "draining"}', "draining", "it is draining"),
@@ -241,7 +241,7 @@ def test_a_silent_node_is_named_once_in_the_error() -> None:
     async def run() -> None:
         async with aiohttp.ClientSession() as session:
             failure = NodeClient(server, session, Heartbeats(), stuck_s=30.0)._unreachable(
-                StreamSilent("d1: it does not answer")
+                StreamSilent("it does not answer")
             )
             assert (str(failure), failure.code, failure.node_gone) == ("d1: it does not answer", "unreachable", True)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from disaggregated_inference.api import FALLBACK_WARNING
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.errors import ClusterError, DisaggError, NoDecodeNode
 from disaggregated_inference.kv_transfer import format_address
-from disaggregated_inference.orchestrator.recorder import FALLBACK_WARNING
 from disaggregated_inference.timeouts import OrchestratorTimeouts
 from tests.support.cluster import Process, config_of
 from tests.support.engines import LoadTiny
@@ -61,7 +61,7 @@ def expect(tiny_engine: LoadTiny) -> Callable[[list[int], int], list[int]]:
 
 @contextmanager
 def client_of(four: Four, timeouts: OrchestratorTimeouts = OrchestratorTimeouts()) -> Iterator[DisaggregatedClient]:
-    """That knows whoever is there: who is not known yet takes nothing over."""
+    """That knows the nodes that are there: one that is not known yet takes nothing over."""
     with DisaggregatedClient(config_of(*four.all), timeouts) as client:
         there = sum(node.alive for node in four.all)
         assert until(lambda: sum(node["usable"] for node in client.status()["nodes"]) == there)
@@ -140,7 +140,7 @@ def test_a_node_that_is_dead_before_the_request(four: Four, expect: Any, leg: st
 
 @pytest.mark.parametrize("how", ["kill", "freeze"])
 def test_the_prefill_node_fails_during_prefill(four: Four, expect: Any, how: str, record_property: Any) -> None:
-    prompt = prompt_of(LONG, seed=20 if how == "kill" else 21)  # one that nobody holds
+    prompt = prompt_of(LONG, seed=20 if how == "kill" else 21)  # one that no node holds
     # The decode node notices. It must not be taken for frozen itself because this machine is busy.
     with client_of(four, OrchestratorTimeouts(probe_s=3.0)) as client:
         answered(client, prompt_of(100), 2)
@@ -172,7 +172,7 @@ def failed(metrics: Any) -> list[str]:
 
 
 def reading(*nodes: Process) -> Process | None:
-    """Whoever is in the middle of a prompt."""
+    """The node that is in the middle of a prompt."""
     return next((node for node in nodes if 0 < node.status()["waiting_tokens"] < LONG), None)
 
 
@@ -404,7 +404,7 @@ def test_a_node_with_a_stuck_engine_is_replaced(record_property: Any) -> None:
 
 
 def test_a_dead_stream_of_a_healthy_node_fails_over(record_property: Any) -> None:
-    """A tunnel forgot the connection: nobody says no, the node answers everything else, and not one token comes."""
+    """A tunnel forgot the connection: nothing refuses, the node answers everything else, and not one token comes."""
     s1, s2 = simulated("s1", "custom:prefill=5000,decode=60"), simulated("s2", "custom:prefill=5000,decode=25")
     ask: dict[str, Any] = {"model": "simulated:tiny", "prompt": "hello", "max_tokens": 60, "temperature": 0}
     with FaultyProxy(("127.0.0.1", s1.port)) as line:
@@ -527,7 +527,7 @@ def test_a_node_restarted_between_two_polls(four: Four, expect: Any) -> None:
 
 
 def test_the_only_decode_node_may_freeze_for_a_while(four: Four, expect: Any) -> None:
-    """A machine that swaps, say. Nobody else could go on: to give it up would be the end of the answer."""
+    """A machine that swaps, say. No other node could go on: to give it up would be the end of the answer."""
     prompt = prompt_of(200, seed=34)
     with DisaggregatedClient(config_of(four.p1, four.d1)) as client:
         answered(client, prompt_of(100), 2)

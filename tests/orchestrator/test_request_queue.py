@@ -1,4 +1,4 @@
-"""The line: order, bounds, and that no place is ever lost, whoever leaves when."""
+"""The line: order, bounds, and that no place is ever lost, whatever leaves when."""
 
 import asyncio
 import math

@@ -232,7 +232,7 @@ def test_a_node_that_just_came_gets_its_share_step_by_step() -> None:
     busier = dgx("dgx-2", waiting=5, waiting_tokens=40000)
     assert ask(8000, dgx("dgx-1", warmth=0.2), busier, mac()).prefill == "dgx-1"
     assert ask(100, mac("mac-1", warmth=0.0), mac("mac-2", running=1)).decode == "mac-2"
-    assert ask(100, mac(warmth=0.0)).decode == "mac-1", "cold is better than nobody"
+    assert ask(100, mac(warmth=0.0)).decode == "mac-1", "a cold node is better than none"
 
 
 # What is possible

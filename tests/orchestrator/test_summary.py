@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 
+from disaggregated_inference.api import RequestRecord
 from disaggregated_inference.orchestrator import is_cached, speedup, summary
 from disaggregated_inference.orchestrator.results import BusyTime, merge_results
 
 
-def request(time: float, total_s: float, **more: Any) -> dict[str, Any]:
-    return {"ok": True, "model": "m", "time": time, "total_time": total_s, "completion_tokens": 10} | more
+def request(time: float, total_s: float, **more: Any) -> RequestRecord:
+    usual: dict[str, Any] = {"model": "m", "time": time, "total_time": total_s, "completion_tokens": 10}
+    return RequestRecord(**(usual | more))
 
 
 def test_medians_of_answered_requests() -> None:
@@ -54,10 +56,10 @@ def test_many_at_once_have_the_same_speedup() -> None:
 
 
 def test_a_cached_prompt() -> None:
-    assert is_cached({"cached_tokens": 90, "prompt_tokens": 100})
-    assert not is_cached({"cached_tokens": 89, "prompt_tokens": 100})
-    assert not is_cached({"cached_tokens": 0, "prompt_tokens": 0})
-    assert not is_cached({})
+    assert is_cached(RequestRecord(cached_tokens=90, prompt_tokens=100))
+    assert not is_cached(RequestRecord(cached_tokens=89, prompt_tokens=100))
+    assert not is_cached(RequestRecord(cached_tokens=0, prompt_tokens=0))
+    assert not is_cached(RequestRecord())
 
 
 def test_busy_time_counts_once_what_runs_at_once() -> None:

@@ -58,7 +58,7 @@ class SwallowingProxy(TcpProxy):
         self._drop(far)
 
     def _is_struck(self) -> bool:
-        with self._lock:
+        with self.lock:
             self._met += 1
             self.swallowed += self._met % 2
             return bool(self._met % 2)

@@ -187,7 +187,7 @@ class RecordedOllama:
             await response.prepare(request)
             async for line in self._lines(request, body, prompt):
                 await response.write(json.dumps({"model": body["model"], "created_at": _AT} | line).encode() + b"\n")
-        except (asyncio.CancelledError, ConnectionError):  # whoever asked is gone: that is how it is told to stop
+        except (asyncio.CancelledError, ConnectionError):  # the client is gone: that is how it is told to stop
             self.left.set()
             raise
         return response

@@ -48,13 +48,13 @@ class FaultyProxy(TcpProxy):
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _mute(self) -> None:
-        with self._lock:
+        with self.lock:
             self.muted += 1
         self.struck.set()
         self._wait_forever()
 
     def _disturbed(self, data: bytes) -> bytes:
-        with self._lock:
+        with self.lock:
             before, self.passed = self.passed, self.passed + len(data)
         if self.fault in ("none", "mute each") or self.struck.is_set() or not before <= self.at < self.passed:
             if self.struck.is_set() and self.fault == "silent":

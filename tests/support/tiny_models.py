@@ -46,7 +46,7 @@ _YARN_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 2048,
 }
-# The same with a range from the first pair to past the last, which nobody can round: llama.cpp always does.
+# The same with a range from the first pair to past the last, which cannot be rounded: llama.cpp always does.
 _WHOLE_YARN_ROPE = _YARN_ROPE | {"beta_fast": 400.0, "beta_slow": 0.0005}
 
 

@@ -156,7 +156,7 @@ def test_all_three_ways_give_the_same_tokens(served: Process, writer: Process, o
 def test_without_a_decode_node_vllm_serves_whole_answers(served: Process, writer: Process, oracle: Engine) -> None:
     prompt = prompt_of(100, seed=9)
     config = config_of(served, writer)
-    config["decode_servers"][0]["port"] = 1  # nobody is there
+    config["decode_servers"][0]["port"] = 1  # nothing is there
     with DisaggregatedClient(config) as client:
         tokens, metrics = answered(client, prompt, ANSWER)
         assert tokens == alone(oracle, prompt, ANSWER)

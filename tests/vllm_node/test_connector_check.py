@@ -63,7 +63,7 @@ def _until_explained(half: SchedulerHalf, path: Path, words: str) -> bool:
     return until(lambda: words in _explained(half, path))
 
 
-def test_no_socket_nobody_there_and_no_permission(tmp_path: Path) -> None:
+def test_no_socket_no_listener_and_no_permission(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with scheduler_half(path) as half:
         assert _until_explained(half, path, "there is no such socket where vLLM runs: in a container, mount its folder")

@@ -89,7 +89,7 @@ def test_the_exit_code_is_that_of_the_command() -> None:
 
 
 def test_a_killed_parent_takes_all_with_it(numbers: Path) -> None:
-    """The parent is killed: nobody tells the guard, but its standard input ends."""
+    """The parent is killed: the guard is not told, but its standard input ends."""
     script = (
         "import subprocess, sys, time\n"
         f"subprocess.Popen([sys.executable, '-I', '-S', {GUARD!r}, '0.2', sys.executable, '-c', {STUBBORN!r},"
@@ -109,7 +109,7 @@ def _kill_guard(started: "subprocess.Popen[str]") -> None:
 
 
 def test_the_node_ends_what_a_killed_guard_left(numbers: Path) -> None:
-    """The kernel kills the command, and nobody its children."""
+    """The kernel kills the command, and leaves its children."""
     started = _stubborn(numbers)
     command, child = _pids(numbers)
     _kill_guard(started)
@@ -120,7 +120,7 @@ def test_the_node_ends_what_a_killed_guard_left(numbers: Path) -> None:
 
 
 def test_a_process_with_the_connector_ends_with_the_guard(numbers: Path) -> None:
-    """Also where the node is gone. A process that is not watched stays, which shows that nobody else ended it."""
+    """Also where the node is gone. A process that is not watched stays, which shows that nothing else ended it."""
     watched = "from disaggregated_inference.vllm_connector.parent_watch import watch; watch(); watch()"
     report = "; import os, sys, time; open(sys.argv[1], 'a').write(f'{os.getpid()}\\n'); time.sleep(600)"
     code = "import subprocess, sys, time\n"

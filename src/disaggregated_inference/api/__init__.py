@@ -37,10 +37,14 @@ from disaggregated_inference.api.events import (
 )
 from disaggregated_inference.api.readings import GpuReading, NetworkReading, Readings
 from disaggregated_inference.api.record import (
+    FALLBACK_WARNING,
+    HANDED_OVER,
+    WHOLE,
     Completion,
     EnergyShare,
     EnergySource,
     Failover,
+    Kind,
     Outcome,
     Phase,
     RequestRecord,
@@ -78,6 +82,7 @@ from disaggregated_inference.api.responses import (
 )
 from disaggregated_inference.api.sampling import OutputFormat, SamplingParams
 from disaggregated_inference.api.status import (
+    AnyHealth,
     KVMemoryStatus,
     ModelIdentity,
     ModelInfo,
@@ -90,6 +95,7 @@ from disaggregated_inference.api.status import (
     Rates,
     Role,
     SlotStatus,
+    StartLine,
     StoredModel,
     TicketEndings,
 )
@@ -97,6 +103,7 @@ from disaggregated_inference.api.validation import (
     convert,
     generate_request,
     invalid,
+    misfit,
     options_of,
     output_format,
     with_reason,
@@ -105,7 +112,11 @@ from disaggregated_inference.api.validation import (
 __all__ = [
     "CHECKSUM_HEADER",
     "DEFAULT_NODE_TOKENS",
+    "FALLBACK_WARNING",
+    "HANDED_OVER",
+    "WHOLE",
     "Alarm",
+    "AnyHealth",
     "ChecksumReader",
     "ChoiceTokenEvent",
     "ClusterLink",
@@ -132,6 +143,7 @@ __all__ = [
     "KVMemoryStatus",
     "KVRefusal",
     "KVSecurity",
+    "Kind",
     "LatencyStatus",
     "LocalPrefill",
     "ModelIdentity",
@@ -163,6 +175,7 @@ __all__ = [
     "Role",
     "SamplingParams",
     "SlotStatus",
+    "StartLine",
     "StoredModel",
     "StreamDamaged",
     "StreamEvent",
@@ -186,6 +199,7 @@ __all__ = [
     "generate_request",
     "invalid",
     "join_context",
+    "misfit",
     "named_options",
     "new_seed",
     "options_of",

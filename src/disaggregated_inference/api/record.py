@@ -1,5 +1,6 @@
 """The record of a finished request: the metrics that a client gets, the history, Prometheus, traces, the dashboard."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -7,6 +8,11 @@ import msgspec
 from disaggregated_inference.api.responses import ErrorDetail, GeneratedChoice, PromptLogprob
 
 Outcome = Literal["ok", "failed", "refused", "cancelled"]
+# How the prompt was read: by a prefill node, by the decode node as planned, by the decode node because no prefill node
+# could, or by the one node that also wrote the answer.
+Kind = Literal["disaggregated", "local", "fallback", "whole"]
+FALLBACK_WARNING = "Using fallback mode - slower performance"
+HANDED_OVER, WHOLE = "disaggregated_", "whole_"  # what a method begins with, before the engine
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -118,6 +124,35 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1  # choices
     caller: str = ""  # for budgets, counters and who may see the record; clients do not see it
 
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> "RequestRecord":
+        """Of plain values. Earlier versions have fewer fields, and a file may hold anything: a field that is missing or
+        does not fit gets its default."""
+        try:
+            record = msgspec.convert(row, cls)
+        except msgspec.ValidationError:
+            fitting = {name: row[name] for name, kind in _TYPES.items() if name in row and _fits(row[name], kind)}
+            record = msgspec.convert(fitting, cls)
+        if "output_token_time" in row or record.decode_speed <= 0 or record.n > _MOST_CHOICES:
+            return record
+        return msgspec.structs.replace(record, output_token_time=record.n / record.decode_speed)
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether the decode node got the KV from a prefill node."""
+        return self.method is not None and self.method.startswith(HANDED_OVER)
+
+    @property
+    def kind(self) -> Kind | None:
+        """None: no node was contacted. The decode node's part of a fallback may be as planned: the warning tells."""
+        if self.method == "fallback" or self.warning == FALLBACK_WARNING:
+            return "fallback"
+        if self.handed_over:
+            return "disaggregated"
+        if self.method == "local":
+            return "local"
+        return "whole" if self.method is not None and self.method.startswith(WHOLE) else None
+
     @property
     def is_charged(self) -> bool:
         """Whether its tokens count for its caller. A request that was refused, or failed without output, is free."""
@@ -130,6 +165,18 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     def row(self) -> dict[str, Any]:
         """Nearly all of it as plain values, for the history."""
         return _without(plain(self), ("caller",), (*_IF_KNOWN, "error"))
+
+
+_MOST_CHOICES = 1e300  # no float holds a larger number
+_TYPES = {field.name: field.type for field in msgspec.structs.fields(RequestRecord)}
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 _IF_KNOWN = ("energy_j", "energy_wh", "energy_source", "cost", "number")

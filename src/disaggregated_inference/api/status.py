@@ -82,6 +82,29 @@ class TicketEndings(msgspec.Struct, frozen=True):
     expired: Number = 0
 
 
+class AnyHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """`/health` of any program: it tells a node or a gateway from others."""
+
+    status: str | None = None
+    role: str | None = None  # a node's, or "gateway"
+
+
+class StartLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of JSON that a server prints while it starts, as the program that started it reads it. All but `event`
+    are of the event "ready", and each server has some of them."""
+
+    event: str
+    port: int = 0
+    host: str = ""
+    scheme: str = "http"
+    url: str = ""
+    seconds: float | None = None
+    dashboard: str = ""
+    kv_addresses: tuple[str, ...] = ()
+    kv_limit_bytes: int = 0
+    ollama: str = ""
+
+
 class NodeHealth(msgspec.Struct, frozen=True, kw_only=True):
     """`/health`. A node of another version may say more, or less."""
 

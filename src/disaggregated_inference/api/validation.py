@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -24,16 +24,29 @@ def convert(content: object, kind: type[Kind]) -> Kind:
         raise invalid(error) from error
 
 
+_PLACE = re.compile(r"`\$\.?([^`]*)`")
 _LIMITS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
 _LIMIT = re.compile(r"Expected `\w+`( of length)? (>=|<=|>|<) (\S+)")
 
 
+class Misfit(NamedTuple):
+    """What msgspec says of a value. `path`: such as `messages[...].role`; empty: the whole."""
+
+    path: str
+    reason: str
+
+
+def misfit(error: msgspec.ValidationError) -> Misfit:
+    """Its messages end with the place: `Expected `float` <= 1.0 - at `$.top_p``."""
+    reason, _, place = str(error).partition(" - at ")
+    found = _PLACE.search(place)
+    return Misfit(found[1] if found else "", reason)
+
+
 def invalid(error: msgspec.ValidationError) -> BadRequest:
-    """msgspec ends its messages with the place: `Expected `float` <= 1.0 - at `$.top_p``."""
-    reason, _, place = str(error).partition(" - at `$")
-    name = place.rstrip("`").lstrip(".")
-    param = re.match(r"\w+", name)
-    return BadRequest(with_reason(name, reason), param=param[0] if param else None)
+    found = misfit(error)
+    param = re.match(r"\w+", found.path)
+    return BadRequest(with_reason(*found), param=param[0] if param else None)
 
 
 def with_reason(name: str, reason: str) -> str:

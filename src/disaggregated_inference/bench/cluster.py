@@ -203,9 +203,9 @@ async def _loaded(report: Report, plan: Scenario, core: DisaggregatedInference, 
     """Many requests at once, each with a prompt of its own, against the targets."""
     prompts = [(model, model.prompt(length + place)) for place in range(plan.at_once) for model in plan.models]
     merged = await core.generate_many([greedy(each, plan.tokens, model=model.model) for model, each in prompts])
-    records = core.history.recent(len(prompts))
+    records = core.history.records(len(prompts))
     wall_s = merged["wall_time"]
-    answered = sum(bool(record.get("ok")) for record in records)
+    answered = sum(record.ok for record in records)
     measured = {"requests_per_second": answered / wall_s, "parallel_efficiency": merged["speedup"]}
     for row in target_rows(f"{plan.label}{len(prompts)} requests at once, {length} in", records, measured):
         report.add(row)

@@ -23,11 +23,11 @@ from disaggregated_inference.bench.targets import goal_of
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.local_nodes import running
 from disaggregated_inference.models import ModelStore
+from disaggregated_inference.timeouts import BenchTimeouts
 
 GUIDELLM = "guidellm==0.8.1"  # the tested version: its options change between releases
 _TORCH = "torch==2.13.0"  # installed first: it decides which other versions fit
 _PROFILE = "custom:prefill=20000,decode=50"
-_LIMIT_S = 1800
 
 Sums = dict[str, float]
 
@@ -79,7 +79,7 @@ def _run_guidellm(
         [command, "run", *arguments, "--disable-progress"],
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
         stdout=sys.stderr,
-        timeout=_LIMIT_S,
+        timeout=BenchTimeouts().load_s,
     )
     if done.returncode or not path.is_file():
         raise DisaggError(f"guidellm ended with {done.returncode}; see its output above")

@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from disaggregated_inference.errors import DisaggError
-
-_START_S = 120.0
+from disaggregated_inference.timeouts import BenchTimeouts
 
 
 class CountsTokens(Protocol):
@@ -69,11 +68,13 @@ async def closed_loop(items: Iterable[Item], at_once: int, handle: Callable[[Ite
 
 @asynccontextmanager
 async def open_streams(
-    requests: Iterable[Coroutine[Any, Any, object]], all_started: Callable[[], bool]
+    requests: Iterable[Coroutine[Any, Any, object]],
+    all_started: Callable[[], bool],
+    timeouts: BenchTimeouts = BenchTimeouts(),
 ) -> AsyncIterator[None]:
     """The body runs once all requests stream; afterwards they are cancelled."""
     tasks = [asyncio.create_task(request) for request in requests]
-    deadline = time.monotonic() + _START_S
+    deadline = time.monotonic() + timeouts.start_s
     try:
         while not all_started():
             await asyncio.sleep(0.02)
@@ -81,7 +82,7 @@ async def open_streams(
                 if task.done():
                     task.result()
             if time.monotonic() > deadline:
-                raise DisaggError(f"not every stream started within {_START_S:g} s")
+                raise DisaggError(f"not every stream started within {timeouts.start_s:g} s")
         yield
     finally:
         for task in tasks:

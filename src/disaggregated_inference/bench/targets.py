@@ -1,10 +1,10 @@
 """The targets of `/cluster/targets` beside what a benchmark measured: benchmarks and dashboard have the same goals."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from disaggregated_inference.api import RequestRecord
 from disaggregated_inference.bench.report import Row
-from disaggregated_inference.gateway import targets
+from disaggregated_inference.gateway import figures_of, targets
 
 LOAD = {"end_to_end", "requests_per_second", "parallel_efficiency", "errors", "requests_per_kwh"}
 ELSEWHERE = (
@@ -13,9 +13,10 @@ ELSEWHERE = (
 )
 
 
-def target_rows(name: str, records: Sequence[dict[str, Any]], measured: Mapping[str, float]) -> list[Row]:
+def target_rows(name: str, records: Sequence[RequestRecord], measured: Mapping[str, float]) -> list[Row]:
     """Those of a load that are known. `records`: of its requests. `measured`: what the whole load tells."""
-    found = [(target, measured.get(target.name, target.measured)) for target in targets(records, nodes=())]
+    known = targets([figures_of(each) for each in records], nodes=())
+    found = [(target, measured.get(target.name, target.measured)) for target in known]
     return [
         Row(
             _title(name, target.name, target.what),

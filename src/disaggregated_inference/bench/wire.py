@@ -32,13 +32,13 @@ from disaggregated_inference.kv_transfer import (
     serve,
     start_tls,
 )
+from disaggregated_inference.timeouts import BenchTimeouts
 
 # Qwen3-30B-A3B's rows in chunks of 8,192 tokens: 16.8 MB a slice.
 LAYOUT = KVLayout(layers=(LayerPlan(),) * 48, kv_heads=4, head_dim=128)
 TOKENS = 8192
 _VOCABULARY = 16
 _BUFFERS = 12  # 201 MB: more than a processor's cache
-_HANDSHAKE_S = 10.0
 
 
 class WireLink(NamedTuple):
@@ -60,7 +60,7 @@ class WireLink(NamedTuple):
             return Connection(sock)
         identity = Identity(Path(self.identity))
         context = identity.server_context if server else identity.kv_client_context
-        return Connection(start_tls(sock, context, _HANDSHAKE_S, server))
+        return Connection(start_tls(sock, context, BenchTimeouts().handshake_s, server))
 
 
 class Run(NamedTuple):

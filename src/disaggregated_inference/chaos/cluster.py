@@ -14,13 +14,12 @@ from disaggregated_inference.chaos.settings import ChaosSettings
 from disaggregated_inference.cluster import load_config
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.local_nodes import Process, disagg, stopping
+from disaggregated_inference.timeouts import ChaosTimeouts
 
-_PREFILL_S = 60.0  # of the time of a request
 _POLICIES = {
     "local": "never",
     "queue": 4096,
     "poll_s": 0.5,
-    "prefill_timeout_s": _PREFILL_S,
 }
 
 
@@ -55,7 +54,7 @@ def chaos_cluster(settings: ChaosSettings) -> Iterator[ChaosCluster]:
                 node.connect(settings.seed * 100 + 10 * number)
                 stack.callback(node.close)
         identity = str(keys.client.folder) if keys else given.identity if given else ""
-        config = _config(nodes, folder, identity, settings.timeouts.request_s)
+        config = _config(nodes, folder, identity, settings.timeouts)
         path = folder / "cluster.json"
         path.write_text(json.dumps(config))
         gateway = Process("the gateway", disagg("gateway", "--config", str(path), "--port", "0", "--drain", "2"))
@@ -78,9 +77,13 @@ def _stop(nodes: list[ChaosNode]) -> None:
         pass
 
 
-def _config(nodes: list[ChaosNode], folder: Path, identity: str, request_s: float) -> dict[str, Any]:
+def _config(nodes: list[ChaosNode], folder: Path, identity: str, timeouts: ChaosTimeouts) -> dict[str, Any]:
     """Of the policies of a given cluster file none counts: its history and time limits are for its own users."""
-    policies = _POLICIES | {"decode_timeout_s": request_s - _PREFILL_S, "history_file": str(folder / "history.db")}
+    policies = _POLICIES | {
+        "prefill_timeout_s": timeouts.prefill_s,
+        "decode_timeout_s": timeouts.request_s - timeouts.prefill_s,
+        "history_file": str(folder / "history.db"),
+    }
     return {
         "prefill_servers": [node.server for node in nodes if node.role == "prefill"],
         "decode_servers": [node.server for node in nodes if node.role != "prefill"],

@@ -35,8 +35,7 @@ class DisturbedLine(TcpProxy):
         self._fault, self._next_flip = fault, self._draw_spacing()
         self._healed.clear()
         if fault == "cut":
-            with self._lock:
-                self.struck += len(self._sockets) // 2
+            self._count(self.connections)
             self.hang_up()
 
     def heal(self) -> None:
@@ -74,7 +73,7 @@ class DisturbedLine(TcpProxy):
 
     def _garbled(self, data: bytes) -> bytes:
         altered = bytearray(data)
-        with self._lock:
+        with self.lock:
             while self._next_flip < len(data):
                 altered[self._next_flip] ^= 1 << self._random.randrange(8)
                 self.struck += 1
@@ -85,6 +84,6 @@ class DisturbedLine(TcpProxy):
     def _draw_spacing(self) -> int:
         return 1 + int(self._random.expovariate(1 / self._spacing_bytes))
 
-    def _count(self) -> None:
-        with self._lock:
-            self.struck += 1
+    def _count(self, many: int = 1) -> None:
+        with self.lock:
+            self.struck += many

@@ -11,13 +11,13 @@ _FORTH_BYTES, _BACK_BYTES = 1 << 16, 1 << 14
 
 class TcpProxy:
     """Forwards connections to `target`, two threads for each. A subclass replaces `accepts`, `to_target` and
-    `to_client` for single pieces, or `pump` and `pump_back` for a whole direction. `target` may change: new connections
-    go there."""
+    `to_client` for single pieces, or `pump` and `pump_back` for a whole direction, and may use `lock`. `target` may
+    change: new connections go there."""
 
     def __init__(self, target: tuple[str, int], timeouts: ChaosTimeouts = ChaosTimeouts()) -> None:
         self.target, self._timeouts = target, timeouts
         self._closed = threading.Event()
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self.address: tuple[str, int] = ("127.0.0.1", self._listener.getsockname()[1])
@@ -34,9 +34,15 @@ class TcpProxy:
             self._listener.shutdown(socket.SHUT_RDWR)  # closing alone lets a waiting accept take one more
         self._listener.close()
 
+    @property
+    def connections(self) -> int:
+        """Open ones; each has two sockets."""
+        with self.lock:
+            return len(self._sockets) // 2
+
     def hang_up(self) -> None:
         """End all connections; the proxy still accepts new ones."""
-        with self._lock:
+        with self.lock:
             open_now = list(self._sockets)
         for sock in open_now:
             with suppress(OSError):
@@ -75,13 +81,13 @@ class TcpProxy:
         self._drop(far)
 
     def _keep(self, sock: socket.socket) -> None:
-        with self._lock:
+        with self.lock:
             self._sockets.add(sock)
         if self._closed.is_set():
             raise OSError("closed")
 
     def _drop(self, sock: socket.socket) -> None:
-        with self._lock:
+        with self.lock:
             self._sockets.discard(sock)
         sock.close()
 

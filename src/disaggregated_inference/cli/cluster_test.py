@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import typer
 
+from disaggregated_inference.api import RequestRecord
 from disaggregated_inference.cli.screen import mute_logs, one_line
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.cluster import ClusterConfig, Server, load_config
@@ -122,9 +123,8 @@ def _only(config: ClusterConfig, prefill: Server, decode: Server, **policies: An
     )
 
 
-def _generate(client: DisaggregatedClient, model: str) -> dict[str, Any]:
-    _, metrics = client.generate(**_request(client.config, model))
-    return dict(metrics)
+def _generate(client: DisaggregatedClient, model: str) -> RequestRecord:
+    return client.complete(**_request(client.config, model)).record
 
 
 def _request(config: ClusterConfig, model: str) -> dict[str, Any]:
@@ -136,13 +136,13 @@ def _request(config: ClusterConfig, model: str) -> dict[str, Any]:
 
 def _pair(config: ClusterConfig, model: str, prefill: Server, decode: Server) -> str:
     with DisaggregatedClient(_only(config, prefill, decode, local="never", fallback=False)) as client:
-        metrics = _generate(client, model)
-    if not str(metrics["method"]).startswith("disaggregated"):
-        raise DisaggError(f"no KV was handed over: the method was {metrics['method']}; {metrics['plan']}")
-    exposed_ms = (metrics["exposed_transfer_time"] or 0.0) * 1e3
+        record = _generate(client, model)
+    if not record.handed_over:
+        raise DisaggError(f"no KV was handed over: the method was {record.method}; {record.plan}")
+    exposed_ms = (record.exposed_transfer_time or 0.0) * 1e3
     return (
-        f"{metrics['prompt_tokens']} tokens read in {metrics['prefill_time']:.3f} s, transfer exposed"
-        f" {exposed_ms:.1f} ms, {metrics['completion_tokens']} tokens written at {metrics['decode_speed']:.0f} tok/s"
+        f"{record.prompt_tokens} tokens read in {record.prefill_time:.3f} s, transfer exposed"
+        f" {exposed_ms:.1f} ms, {record.completion_tokens} tokens written at {record.decode_speed:.0f} tok/s"
     )
 
 
@@ -151,7 +151,7 @@ def _together(config: ClusterConfig) -> str:
     with DisaggregatedClient(config) as client:
         alone_s = 0.0
         for name in config.names:
-            alone_s += _generate(client, name)["total_time"]
+            alone_s += _generate(client, name).total_time
         requests = [_request(config, name) for name in config.names]
         began_at = time.monotonic()
         answers = client.generate_many(requests)
@@ -172,7 +172,7 @@ def _fallback(config: ClusterConfig, model: str) -> str:
     gone = msgspec.structs.replace(prefill, host=decode.host, port=_NOWHERE, name="nowhere", role="prefill")
     decode = msgspec.structs.replace(decode, role="decode")
     with DisaggregatedClient(_only(config, gone, decode, local="never")) as client:
-        metrics = _generate(client, model)
-    if metrics.get("warning") != FALLBACK_WARNING:
-        raise DisaggError(f"no fallback: the method was {metrics['method']}; {metrics['plan']}")
-    return f"{decode.name} served alone in {metrics['total_time']:.2f} s: {FALLBACK_WARNING}"
+        record = _generate(client, model)
+    if record.kind != "fallback":
+        raise DisaggError(f"no fallback: the method was {record.method}; {record.plan}")
+    return f"{decode.name} served alone in {record.total_time:.2f} s: {FALLBACK_WARNING}"

@@ -17,10 +17,19 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
+from disaggregated_inference.api import RequestRecord
 from disaggregated_inference.cli.screen import one_line, speed, stdout_console
 from disaggregated_inference.cluster import ClusterConfig, load_config
 from disaggregated_inference.errors import BadRequest, ConfigError
-from disaggregated_inference.orchestrator import MOMENT_SHAPE, History, HistoryFilter, HistoryReader, moment
+from disaggregated_inference.orchestrator import (
+    MOMENT_SHAPE,
+    History,
+    HistoryFilter,
+    HistoryReader,
+    PlainRecord,
+    moment,
+)
+from disaggregated_inference.timeouts import HistoryTimeouts
 
 _COLUMNS = ("#", "time", "model", "seconds", "ok", "prefill -> decode tok/s", "method")
 _NUMBERS = ("#", "seconds")
@@ -70,11 +79,11 @@ def run(options: HistoryOptions) -> None:
             _write_table(list(records), timed, options.count or _MANY)
 
 
-def _write_table(records: list[dict[str, Any]], timed: bool, most: int) -> None:
+def _write_table(records: list[PlainRecord], timed: bool, most: int) -> None:
     if not records:
         print("no requests yet" if not timed else "no requests in this time")
         return
-    stdout_console().print(_table(records[:most]))
+    stdout_console().print(_table(list(map(RequestRecord.of_row, records[:most]))))
     if len(records) > most:
         print(f"the newest {most:,}; --count shows more, --csv writes all", file=sys.stderr)
 
@@ -102,7 +111,7 @@ def _moment(text: str, option: str, now: float) -> float:
     return found
 
 
-def _write_json(records: Iterable[dict[str, Any]]) -> None:
+def _write_json(records: Iterable[PlainRecord]) -> None:
     """A list, one record after the other."""
     before = "["
     for record in records:
@@ -111,7 +120,7 @@ def _write_json(records: Iterable[dict[str, Any]]) -> None:
     print("[]" if before == "[" else "\n]")
 
 
-def _write_csv(records: Iterable[dict[str, Any]]) -> None:
+def _write_csv(records: Iterable[PlainRecord]) -> None:
     """Oldest first, times in UTC."""
     writer = csv.writer(sys.stdout)
     writer.writerow(_FIELDS)
@@ -142,7 +151,7 @@ def _file(config: ClusterConfig) -> Path:
 @contextmanager
 def _records(
     path: Path, wanted: HistoryFilter, count: int, oldest_first: bool = False
-) -> Iterator[Iterable[dict[str, Any]]]:
+) -> Iterator[Iterable[PlainRecord]]:
     if not path.exists():  # History would create it
         yield []
         return
@@ -157,32 +166,31 @@ def _records(
     if warnings.buffer:
         raise ConfigError(warnings.buffer[0].getMessage())
     try:
-        with HistoryReader.of_file(path, read_s=600) as reader:
+        with HistoryReader.of_file(path, HistoryTimeouts(read_s=HistoryTimeouts().export_s)) as reader:
             yield reader.each_record(wanted, count, oldest_first)
     except sqlite3.Error as error:
         raise ConfigError(f"the history file {path} cannot be read: {error}") from error
 
 
-def _table(records: list[dict[str, Any]]) -> Table:
+def _table(records: list[RequestRecord]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in _COLUMNS:
         table.add_column(name, overflow="fold", justify="right" if name in _NUMBERS else "left")
     for place, record in enumerate(records, 1):
-        table.add_row(str(record.get("number") or place), *_cells(record))
+        table.add_row(str(record.number or place), *_cells(record))
     return table
 
 
-def _cells(record: dict[str, Any]) -> tuple[Text | str, ...]:
-    seconds = f"{record.get('total_time') or 0.0:.2f}"
-    speeds = f"{speed(record.get('prefill_speed') or 0.0)} -> {speed(record.get('decode_speed') or 0.0)}"
-    method = one_line(str(record.get("method") or "-"))
-    return _when(record["time"]), _model(record), seconds, _outcome(record), speeds, method
+def _cells(record: RequestRecord) -> tuple[Text | str, ...]:
+    seconds = f"{record.total_time:.2f}"
+    speeds = f"{speed(record.prefill_speed)} -> {speed(record.decode_speed)}"
+    return _when(record.time), _model(record), seconds, _outcome(record), speeds, one_line(record.method or "-")
 
 
-def _model(record: dict[str, Any]) -> str:
+def _model(record: RequestRecord) -> str:
     """With the node's own name of it, if that is another."""
-    model, own = record.get("model") or "-", record.get("node_model")
-    return one_line(f"{model} ({own})" if own and own != model else str(model))
+    model, own = record.model or "-", record.node_model
+    return one_line(f"{model} ({own})" if own and own != model else model)
 
 
 def _when(at: float) -> str:
@@ -191,7 +199,7 @@ def _when(at: float) -> str:
     return time.strftime("%H:%M:%S" if then[:3] == time.localtime()[:3] else "%b %d %H:%M", then)
 
 
-def _outcome(record: dict[str, Any]) -> Text:
-    if record.get("ok", True):
+def _outcome(record: RequestRecord) -> Text:
+    if record.ok:
         return Text("yes", "green")
-    return Text(one_line(str((record.get("error") or {}).get("code") or "no")), "red")
+    return Text(one_line(record.error.code if record.error else "no"), "red")

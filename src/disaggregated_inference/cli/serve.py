@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from disaggregated_inference.api import StartLine
 from disaggregated_inference.http import Announce, announce_as_json
 
 _PERCENT = re.compile(r" \d+%$")
@@ -52,7 +54,7 @@ class TerminalStart:
             self._show(facts["step"])
         elif event == "ready":
             self.close()
-            self._console.print("\n".join(_ready(facts)), soft_wrap=True)
+            self._console.print("\n".join(_ready(msgspec.convert({"event": event} | facts, StartLine))), soft_wrap=True)
         elif event == "stopping":
             self.close()
             self._console.print("\nstopping")  # the terminal shows ^C on this line
@@ -84,17 +86,17 @@ def _title(role: str, model: str, engine: str, profile: str = "") -> str:
     return f"{name}: {model} with {engine}{simulated}"
 
 
-def _ready(facts: dict[str, Any]) -> Iterator[str]:
-    seconds = f" after {facts['seconds']} s" if "seconds" in facts else ""
-    yield f"ready{seconds}: {facts.get('url') or _url(facts['host'], facts['port'], facts.get('scheme', 'http'))}"
-    if dashboard := facts.get("dashboard"):
-        yield f"  dashboard: {dashboard}"
-    if addresses := facts.get("kv_addresses"):
-        yield f"  KV transfers: {', '.join(addresses)}"
-    if limit := facts.get("kv_limit_bytes"):
-        yield f"  KV memory: {limit / 2**30:.1f} GiB"
-    if ollama := facts.get("ollama"):
-        yield f"  Ollama: {ollama}"
+def _ready(line: StartLine) -> Iterator[str]:
+    seconds = "" if line.seconds is None else f" after {line.seconds} s"
+    yield f"ready{seconds}: {line.url or _url(line.host, line.port, line.scheme)}"
+    if line.dashboard:
+        yield f"  dashboard: {line.dashboard}"
+    if line.kv_addresses:
+        yield f"  KV transfers: {', '.join(line.kv_addresses)}"
+    if line.kv_limit_bytes:
+        yield f"  KV memory: {line.kv_limit_bytes / 2**30:.1f} GiB"
+    if line.ollama:
+        yield f"  Ollama: {line.ollama}"
     yield _STOP
 
 

@@ -158,7 +158,7 @@ def _link(link: ClusterLink) -> str:
 
 def _reason(node: ClusterNode) -> str:
     place = f" ({node.url})" if node.state in _AWAY else ""
-    return node.why.removeprefix(f"{node.name}: ") + place
+    return node.why + place
 
 
 def _colour(node: ClusterNode) -> str:

@@ -5,12 +5,21 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 import msgspec
 
-from disaggregated_inference.api import Alarm, ClusterLink, ClusterPage, ClusterStatus, Summary, Target, TargetsPage
+from disaggregated_inference.api import (
+    Alarm,
+    ClusterLink,
+    ClusterPage,
+    ClusterStatus,
+    RequestRecord,
+    Summary,
+    Target,
+    TargetsPage,
+)
 from disaggregated_inference.errors import BadRequest, DisaggError, NotForThisKey, Unauthorized
 from disaggregated_inference.timeouts import TopTimeouts
 
@@ -30,7 +39,7 @@ class TopState:
     def __init__(self, url: str) -> None:
         self.url = url
         self.status: ClusterStatus | None = None
-        self.requests: deque[dict[str, Any]] = deque(maxlen=_KEPT)  # newest first
+        self.requests: deque[RequestRecord] = deque(maxlen=_KEPT)  # newest first
         self.summary = Summary()  # of the last requests: the figures of the cards
         self.targets: tuple[Target, ...] = ()
         self.alarms: tuple[Alarm, ...] = ()
@@ -39,7 +48,7 @@ class TopState:
         self.heard_at = self._status_at = time.time()
 
     def began(self, cluster: ClusterPage) -> None:
-        self.requests = deque(cluster.history, maxlen=_KEPT)
+        self.requests = deque(map(RequestRecord.of_row, cluster.history), maxlen=_KEPT)
         self.summary = cluster.summary
         self.status, self.trouble, self.heard_at = cluster, "", time.time()
         self.flows, self._status_at = {}, self.heard_at
@@ -55,7 +64,7 @@ class TopState:
             self._measure_flows(status.links)
             self.status = status
         elif event == "request":
-            self.requests.appendleft(_decoded(content, dict))
+            self.requests.appendleft(RequestRecord.of_row(_decoded(content, dict)))
         elif event == "summary":
             self.summary = _decoded(content, Summary)
 

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from disaggregated_inference.api import (
+    HANDED_OVER,
     Alarm,
     ClusterNode,
     ClusterStatus,
@@ -17,11 +18,12 @@ from disaggregated_inference.api import (
     ModelSummary,
     ModelVerdict,
     Readings,
+    RequestRecord,
 )
 from disaggregated_inference.cli.screen import one_line, speed
 from disaggregated_inference.cli.top_feed import TopState
 from disaggregated_inference.cli.top_links import links_part
-from disaggregated_inference.cli.top_table import NONE, SPEEDS, Cells, Record, fitted, share
+from disaggregated_inference.cli.top_table import NONE, SPEEDS, Cells, fitted, share
 from disaggregated_inference.cli.top_targets import targets_part
 from disaggregated_inference.orchestrator import is_cached
 
@@ -193,27 +195,29 @@ def _memory(readings: Readings) -> str:
     return NONE if used is None or not total else f"{used / _GB:.0f}/{total / _GB:.0f}GB"
 
 
-def _requests(requests: list[Record], width: int) -> RenderableType:
+def _requests(requests: list[RequestRecord], width: int) -> RenderableType:
     if not requests:
         return Text("no requests yet", "dim", no_wrap=True, overflow="ellipsis")
     return fitted([_request_cells(request) for request in requests], _REQUEST_COLUMNS, ("model", "way"), width)
 
 
-def _request_cells(request: Record) -> Cells:
-    ok, method = request.get("ok"), str(request.get("method") or NONE)
-    code = one_line(str((request.get("error") or {}).get("code") or request.get("outcome")))
-    prefill = "cached" if is_cached(request) else speed(request.get("prefill_speed") or 0.0)
-    energy_j, source = request.get("energy_j"), request.get("energy_source") or ""
+def _request_cells(request: RequestRecord) -> Cells:
+    code = one_line(request.error.code if request.error else request.outcome)
+    prefill = "cached" if is_cached(request) else speed(request.prefill_speed)
     return {
-        "#": str(request.get("number") or NONE),
-        "time": time.strftime("%H:%M:%S", time.localtime(request.get("time") or 0)),
-        "model": one_line(str(request.get("model"))),
-        "seconds": f"{request.get('total_time') or 0:.2f}",
-        "ok": Text("yes", "green") if ok else Text(code, "red"),
-        SPEEDS: f"{prefill} -> {speed(request.get('decode_speed') or 0.0)}",
-        "way": one_line(method).replace("disaggregated_", "handed over "),
-        "energy": NONE if energy_j is None else f"{_joules(energy_j)} {source[:4]}",
+        "#": str(request.number or NONE),
+        "time": time.strftime("%H:%M:%S", time.localtime(request.time)),
+        "model": one_line(request.model),
+        "seconds": f"{request.total_time:.2f}",
+        "ok": Text("yes", "green") if request.ok else Text(code, "red"),
+        SPEEDS: f"{prefill} -> {speed(request.decode_speed)}",
+        "way": one_line(request.method or NONE).replace(HANDED_OVER, "handed over "),
+        "energy": _energy(request.energy_j, request.energy_source or ""),
     }
+
+
+def _energy(joules: float | None, source: str) -> str:
+    return NONE if joules is None else f"{_joules(joules)} {source[:4]}"
 
 
 def _joules(value: float) -> str:

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-Record = dict[str, Any]
 Cells = dict[str, str | Text]
 
 NONE = "-"  # not known is not zero

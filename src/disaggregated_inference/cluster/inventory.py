@@ -146,7 +146,7 @@ def parse_inventory(output: str, name: str = "") -> Inventory:
 
     if not one("os") or not one("home"):
         said = printable(output).strip()[:200]
-        raise CommandFailed(f"{name}: the machine did not say what it is: {said!r}; check its login shell")
+        raise CommandFailed(name, f"the machine did not say what it is: {said!r}; check its login shell")
     return Inventory(
         os=one("os"),
         arch=one("arch"),

@@ -86,7 +86,7 @@ class Shell(ABC):
         """Run a script that must succeed; returns its output. `what` is the start of the message if it fails."""
         done = await self.run(script, stdin, timeout_s)
         if not done.ok:
-            raise CommandFailed(f"{self.name}: {what or script} failed (exit code {done.exit_code}): {done.last_words}")
+            raise CommandFailed(self.name, f"{what or script} failed (exit code {done.exit_code}): {done.last_words}")
         return done.stdout
 
     async def in_time(self, work: Awaitable[Result], script: str) -> Result:
@@ -216,12 +216,12 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def too_slow(name: str, script: str, timeout_s: float) -> CommandFailed:
-    return CommandFailed(f"{name}: no end after {timeout_s:.0f} s: {_shown(script)}")
+    return CommandFailed(name, f"no end after {timeout_s:.0f} s: {_shown(script)}")
 
 
 def too_long(name: str, script: str) -> CommandFailed:
     limit = f"more than {_MOST_BYTES >> 20} MiB"
-    return CommandFailed(f"{name}: it printed {limit}, check its login shell; the command was: {_shown(script)}")
+    return CommandFailed(name, f"it printed {limit}, check its login shell; the command was: {_shown(script)}")
 
 
 def _shown(script: str) -> str:

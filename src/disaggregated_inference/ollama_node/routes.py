@@ -163,16 +163,16 @@ class OllamaMetrics(RequestMetrics):
 
     def count_decode(self, metrics: TextMetrics) -> None:
         self._count("decode", metrics.finish_reason, metrics)
-        self._generated.inc(metrics.completion_tokens)
-        self._first.observe(metrics.first_token_time)
+        self.generated_tokens.inc(metrics.completion_tokens)
+        self.first_token.observe(metrics.first_token_time)
 
     def count_prefill(self, metrics: TextMetrics) -> None:
         self._count("prefill", "read", metrics)
 
     def _count(self, role: str, outcome: str, metrics: TextMetrics) -> None:
-        self._requests.labels(role, outcome).inc()
-        self._prompt.labels("ollama").inc(metrics.prompt_tokens or 0)  # Ollama does not say which were cached
-        self._total.labels(role).observe(metrics.total_time)
+        self.requests.labels(role, outcome).inc()
+        self.prompt_tokens.labels("ollama").inc(metrics.prompt_tokens or 0)  # Ollama does not say which were cached
+        self.total.labels(role).observe(metrics.total_time)
 
     @contextmanager
     def failures(self, role: str) -> Iterator[None]:
@@ -180,7 +180,7 @@ class OllamaMetrics(RequestMetrics):
             yield
         except BaseException as error:
             code = "internal_error" if isinstance(error, Exception) else "cancelled"
-            self._requests.labels(role, error.code if isinstance(error, DisaggError) else code).inc()
+            self.requests.labels(role, error.code if isinstance(error, DisaggError) else code).inc()
             raise
 
 

@@ -1,6 +1,6 @@
 """The orchestrator: routing, health, failover, queueing. `DisaggregatedInference` is the way in."""
 
-from disaggregated_inference.api import Delta, ModelVerdict, Summary
+from disaggregated_inference.api import FALLBACK_WARNING, Delta, ModelVerdict, Summary
 from disaggregated_inference.orchestrator.cluster_view import Route
 from disaggregated_inference.orchestrator.defaults import require_defaults
 from disaggregated_inference.orchestrator.history import History
@@ -9,12 +9,21 @@ from disaggregated_inference.orchestrator.history_energy import (
     energy_sums,
 )
 from disaggregated_inference.orchestrator.history_reader import HistoryFilter, HistoryReader
+from disaggregated_inference.orchestrator.history_record import PlainRecord
 from disaggregated_inference.orchestrator.history_series import series
+from disaggregated_inference.orchestrator.history_table import cost_is_partial, longest_stall_s
 from disaggregated_inference.orchestrator.node_state import NodeState
 from disaggregated_inference.orchestrator.orchestrator import DisaggregatedInference
-from disaggregated_inference.orchestrator.recorder import FALLBACK_WARNING, OnPlan
+from disaggregated_inference.orchestrator.recorder import OnPlan
 from disaggregated_inference.orchestrator.single_machine import comparisons
-from disaggregated_inference.orchestrator.summary import RECENT_REQUESTS, is_cached, speedup, summary
+from disaggregated_inference.orchestrator.summary import (
+    RECENT_REQUESTS,
+    TimedRequest,
+    is_cached,
+    span,
+    speedup,
+    summary,
+)
 from disaggregated_inference.orchestrator.threads import in_thread
 from disaggregated_inference.orchestrator.time_parsing import DURATION_SHAPE, MOMENT_SHAPE, duration_s, moment
 from disaggregated_inference.orchestrator.verdict import verdict_of
@@ -34,17 +43,22 @@ __all__ = [
     "ModelVerdict",
     "NodeState",
     "OnPlan",
+    "PlainRecord",
     "Route",
     "Summary",
+    "TimedRequest",
     "comparisons",
+    "cost_is_partial",
     "duration_s",
     "energy_by_node",
     "energy_sums",
     "in_thread",
     "is_cached",
+    "longest_stall_s",
     "moment",
     "require_defaults",
     "series",
+    "span",
     "speedup",
     "summary",
     "verdict_of",

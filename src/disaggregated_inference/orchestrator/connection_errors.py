@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import json
 import os
 import re
 import ssl
@@ -10,8 +9,9 @@ from contextlib import suppress
 from typing import get_args
 
 import aiohttp
+import msgspec
 
-from disaggregated_inference.api import Role
+from disaggregated_inference.api import AnyHealth, Role
 from disaggregated_inference.cluster import Server
 
 _LIMIT_BYTES = 4096
@@ -54,10 +54,9 @@ async def _get(session: aiohttp.ClientSession, url: str) -> tuple[aiohttp.Client
         return response, await response.content.read(_LIMIT_BYTES)
 
 
-def _role(body: bytes) -> object:
-    with suppress(ValueError):
-        health = json.loads(body)
-        return health.get("role") if isinstance(health, dict) else None
+def _role(body: bytes) -> str | None:
+    with suppress(ValueError, msgspec.DecodeError):
+        return msgspec.json.decode(body, type=AnyHealth).role
     return None
 
 

@@ -48,9 +48,9 @@ class FailoverState:
             self._refused.add((route.prefill, route.decode))
             return True
         if failure.code != _TOO_LARGE:  # a small node is no failing node
-            blamed.breaker.failed(str(failure), hard=failure.node_gone)
+            blamed.breaker.failed(failure.reason_for(blamed.name), hard=failure.node_gone)
         if failure.code in _AWAY_CODES:
-            blamed.lost(str(failure), failure.code)
+            blamed.lost(failure.reason_for(blamed.name), failure.code)
         death = (blamed.name, attempt.epochs[blamed.name])
         known = death in self.avoid  # several choices may see the same failure
         self.avoid.add(death)

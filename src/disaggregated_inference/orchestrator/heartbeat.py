@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 
+from disaggregated_inference.orchestrator.leg_errors import LegFailed
 from disaggregated_inference.timeouts import OrchestratorTimeouts
 
 
@@ -98,10 +99,16 @@ class MonitoredStream:
                 self._fail(StreamSilent("its stream is silent, although the node answers", node_alive=True))
         except Exception as error:  # any failure of the probe is no answer
             if self.last_data_at == since:
-                self._fail(StreamSilent(str(error), timed_out=getattr(error, "timed_out", False)))
+                self._fail(_silence(error))
 
     def _fail(self, error: StreamSilent) -> None:
         self.response.content.set_exception(error)
+
+
+def _silence(error: Exception) -> StreamSilent:
+    if isinstance(error, LegFailed):
+        return StreamSilent(error.message, timed_out=error.timed_out)
+    return StreamSilent(str(error))
 
 
 class Heartbeats:

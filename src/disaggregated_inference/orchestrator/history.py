@@ -11,7 +11,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -19,12 +19,13 @@ from pathlib import Path
 from disaggregated_inference.api import RequestRecord
 from disaggregated_inference.orchestrator import history_table
 from disaggregated_inference.orchestrator.history_reader import HistoryReader
-from disaggregated_inference.orchestrator.history_table import Record, Row, is_number
+from disaggregated_inference.orchestrator.history_record import HistoryRecord, PlainRecord
+from disaggregated_inference.orchestrator.history_table import Row, is_number
 from disaggregated_inference.private_files import make_folders, make_private, make_private_file
+from disaggregated_inference.timeouts import HistoryTimeouts
 
 log = logging.getLogger(__name__)
 
-_CALLER = "caller"
 _MAX_PENDING = 4096
 _MAX_UNWRITTEN = 1000  # after failed writes; beyond it the oldest are dropped
 _FILE_TIMES = 100  # as many rows in the file as there are in memory
@@ -32,36 +33,25 @@ _LAST = "SELECT json FROM requests ORDER BY id DESC LIMIT ?"
 _DAY_S = 86400.0
 
 
-class _Kept:
-    """One record. That of a request becomes plain values when it is first read: without a file, most never are."""
-
-    __slots__ = ("_caller", "_record")
-
-    def __init__(self, record: Record | RequestRecord, caller: str = "") -> None:
-        self._caller = {_CALLER: caller} if caller else {}
-        self._record = {"time": time.time()} | record | self._caller if isinstance(record, dict) else record
-
-    @property
-    def row(self) -> Record:
-        """Other threads may ask at the same time: they get the same."""
-        record = self._record
-        if isinstance(record, RequestRecord):
-            self._record = record = record.row() | self._caller
-        return record
-
-
 class History:
     """Thread-safe. Only the constructor and `reader` wait for the file. The file keeps `rows` requests (0: a hundred
     times `size`) of the last `days` (0: of any age)."""
 
-    def __init__(self, size: int, file: str = "", lock_s: float = 2.0, rows: int = 0, days: int = 0) -> None:
+    def __init__(
+        self,
+        size: int,
+        file: str = "",
+        timeouts: HistoryTimeouts = HistoryTimeouts(),
+        rows: int = 0,
+        days: int = 0,
+    ) -> None:
         self.lost = 0  # records that could not be written to the file
-        self._size, self._lock_s = size, lock_s
+        self._size, self._timeouts = size, timeouts
         self._rows, self._days = rows or _FILE_TIMES * size, days
         self._path: Path | None = None  # of the file, while it is in use
-        self._recent: deque[_Kept] = deque(maxlen=size)
+        self._recent: deque[HistoryRecord] = deque(maxlen=size)
         self._changed = threading.Condition()
-        self._pending: deque[_Kept] = deque()
+        self._pending: deque[HistoryRecord] = deque()
         self._closing = False
         self._is_failing = False
         self._writer: threading.Thread | None = None
@@ -75,10 +65,10 @@ class History:
             self._number += 1
             return self._number
 
-    def add(self, record: Record | RequestRecord, caller: str = "") -> None:
+    def add(self, record: PlainRecord | RequestRecord, caller: str = "") -> None:
         """Known fields: time (now, if not given), model, ok, total_time. The caller is kept to filter by, and not part
         of the records that are given out."""
-        kept = _Kept(record, caller)
+        kept = HistoryRecord(record, caller)
         with self._changed:
             self._recent.append(kept)
             if self._writer is None or self._closing:
@@ -89,77 +79,79 @@ class History:
             else:
                 self.lost += 1
 
-    def recent(self, count: int, model: str | None = None, caller: str | None = None) -> list[Record]:
-        """Newest first; those of one model, those of one caller."""
-        with self._changed:
-            kept = list(self._recent)
-        wanted = (
-            record
-            for record in (each.row for each in reversed(kept))
-            if model in (None, record.get("model")) and caller in (None, record.get(_CALLER))
-        )
-        newest = islice(wanted, max(0, count))
-        return [{name: value for name, value in record.items() if name != _CALLER} for record in newest]
+    def recent(self, count: int, model: str | None = None, caller: str | None = None) -> list[PlainRecord]:
+        """Newest first, for clients; those of one model, those of one caller."""
+        return [each.shown() for each in self._newest(count, model, caller)]
 
-    def find(self, request_id: str, caller: str | None = None) -> Record | None:
+    def records(self, count: int, model: str | None = None, caller: str | None = None) -> list[RequestRecord]:
+        """The same, to compute with."""
+        return [each.record for each in self._newest(count, model, caller)]
+
+    def _newest(self, count: int, model: str | None, caller: str | None) -> Iterator[HistoryRecord]:
+        wanted = (each for each in reversed(self._of(model)) if caller in (None, each.caller))
+        return islice(wanted, max(0, count))
+
+    def find(self, request_id: str, caller: str | None = None) -> PlainRecord | None:
         """The newest in memory with this id; of one caller, unless that is None."""
-        for record in reversed(self._of(None)):
-            if record.get("request_id") == request_id and caller in (None, record.get(_CALLER)):
-                return record
+        for each in reversed(self._of(None)):
+            if each.record.request_id == request_id and caller in (None, each.caller):
+                return dict(each.row)
         return None
 
-    def percentiles(self, field: str, model: str | None = None) -> dict[str, float]:
-        """p50, p95 and p99 of a field over the answered requests in memory that have it; empty if none has. Refusals
-        and failures end early, and would make the answers look quick."""
-        answered = (record for record in self._of(model) if record.get("ok", True))
-        values = sorted(value for record in answered if is_number(value := record.get(field)))
+    def total_time_percentiles(self, model: str | None = None) -> dict[str, float]:
+        """p50, p95 and p99 of the answered requests in memory; empty if there are none. Refusals and failures end
+        early, and would make the answers look quick."""
+        answered = (each.record for each in self._of(model) if each.record.ok)
+        values = sorted(record.total_time for record in answered if is_number(record.total_time) and record.total_time)
         return {f"p{share}": _percentile(values, share / 100) for share in (50, 95, 99)} if values else {}
 
     def reader(self) -> HistoryReader:
         """Reads the file, or what is in memory where no file can be used. It blocks: call it on a thread, and close
         it there."""
         if self._path and not self._is_failing:
-            return HistoryReader.of_file(self._path, self._lock_s)
+            return HistoryReader.of_file(self._path, self._timeouts)
         return HistoryReader.of_records(self._of(None))
 
     def adopt(self, old: "History") -> None:
         """Take over what `old` has in memory, as far as there is room. Records that both read from one file are kept
         once. The file is not changed."""
         theirs = old._of(None)
-        known = {_identity(record) for record in theirs}
+        known = {_identity(each) for each in theirs}
         with self._changed:
             self._number = max(self._number, old._number)
-            mine = [kept.row for kept in self._recent if _identity(kept.row) not in known]
+            mine = [each for each in self._recent if _identity(each) not in known]
             self._recent.clear()
-            self._recent.extend(_Kept(record) for record in sorted(mine + theirs, key=_time))
+            self._recent.extend(sorted(mine + theirs, key=_time))
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Write what is pending, for `timeout_s` at most. Later records stay in memory."""
+    def close(self) -> None:
+        """Write what is pending, for a limited time. Later records stay in memory."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         if self._writer is None or self._writer is threading.current_thread():
             return
+        timeout_s = self._timeouts.close_s
         self._writer.join(timeout_s)
         if self._writer.is_alive():
             log.warning("the history file was not written within %s s: its last records are lost", timeout_s)
 
-    def _of(self, model: str | None) -> list[Record]:
+    def _of(self, model: str | None) -> list[HistoryRecord]:
+        """Oldest first."""
         with self._changed:
             kept = list(self._recent)
-        return [dict(each.row) for each in kept if model is None or each.row.get("model") == model]
+        return [each for each in kept if model in (None, each.record.model)]
 
     def _open(self, path: Path) -> None:
         try:
             make_folders(path.parent)
             make_private_file(path)  # SQLite gives its -wal and -shm files the same mode
             make_private(*(path.with_name(path.name + end) for end in ("-wal", "-shm")))
-            database = sqlite3.connect(path, timeout=self._lock_s, check_same_thread=False)
+            database = sqlite3.connect(path, timeout=self._timeouts.lock_s, check_same_thread=False)
         except (OSError, sqlite3.Error) as error:
             return _warn(path, error)
         try:
-            self._recent.extend(_Kept(record) for record in _read(database, self._size))
-            numbers = (_number(kept.row) for kept in self._recent)
+            self._recent.extend(_read(database, self._size))
+            numbers = (_number(each) for each in self._recent)
             self._number = max(numbers, default=0) or history_table.last_id(database)
         except (sqlite3.Error, UnicodeDecodeError) as error:
             database.close()
@@ -186,7 +178,7 @@ class History:
         except (sqlite3.Error, UnicodeDecodeError) as error:
             log.warning("old rows of the history file %s stay without figures: %s", path, error)
 
-    def _next_batch(self) -> list[_Kept]:
+    def _next_batch(self) -> list[HistoryRecord]:
         """Empty when closed and done."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending or self._closing)
@@ -213,19 +205,19 @@ class History:
         return rows[given_up:]
 
 
-def _identity(record: Record) -> tuple[float, str]:
-    return _time(record), str(record.get("request_id", ""))
+def _identity(stored: HistoryRecord) -> tuple[float, str]:
+    return _time(stored), stored.record.request_id
 
 
-def _time(record: Record) -> float:
+def _time(stored: HistoryRecord) -> float:
     """A file may hold anything: a record without a time counts as old."""
-    found = record.get("time")
+    found = stored.record.time
     return found if is_number(found) else 0.0
 
 
-def _number(record: Record) -> int:
-    found = record.get("number")
-    return found if type(found) is int and 0 < found < 1 << 53 else 0
+def _number(stored: HistoryRecord) -> int:
+    found = stored.record.number or 0
+    return found if 0 < found < 1 << 53 else 0
 
 
 def _warn(path: Path, error: Exception) -> None:
@@ -233,20 +225,20 @@ def _warn(path: Path, error: Exception) -> None:
     log.warning("the history file %s cannot be used, memory only: %s; %s", path, error, remedy)
 
 
-def _read(database: sqlite3.Connection, size: int) -> list[Record]:
+def _read(database: sqlite3.Connection, size: int) -> list[HistoryRecord]:
     """Creates the table if needed. Oldest first."""
     database.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not block each other
     database.execute("PRAGMA synchronous = NORMAL")
     with database:
         history_table.create(database)
     found = [history_table.decoded(text) for (text,) in database.execute(_LAST, (size,))]
-    return [record for record in reversed(found) if record is not None]
+    return [HistoryRecord(row) for row in reversed(found) if row is not None]
 
 
-def _row(kept: _Kept) -> Row | None:
+def _row(stored: HistoryRecord) -> Row | None:
     """None, with a warning, for a record that cannot be written."""
     try:
-        return history_table.row_of(kept.row)
+        return history_table.row_of(stored)
     except Exception as error:  # the next record is written all the same
         log.warning("a record cannot be written to the history file: %s", error)
         return None

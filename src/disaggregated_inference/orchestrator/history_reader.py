@@ -6,17 +6,20 @@ SQLite does the work in C, without Python's lock: the event loop beside it keeps
 import math
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
 from disaggregated_inference.orchestrator import history_table
-from disaggregated_inference.orchestrator.history_table import Record
+from disaggregated_inference.orchestrator.history_record import HistoryRecord, PlainRecord
+from disaggregated_inference.timeouts import HistoryTimeouts
 
 Shares = tuple[float, ...]
+Sums = dict[str, Any]  # by the names that the caller gives to SQL expressions
+Figures = TypeVar("Figures", bound=msgspec.Struct)
 
 _EQUAL = ("model", "caller", "outcome", "kind")
 _SHARES = """SELECT json_extract(share.value, '$.node'), json_extract(share.value, '$.source'),
@@ -62,19 +65,19 @@ class HistoryReader:
         self._database, self._is_file = database, is_file
 
     @classmethod
-    def of_file(cls, path: Path, lock_s: float = 2.0, read_s: float = 30.0) -> "HistoryReader":
+    def of_file(cls, path: Path, timeouts: HistoryTimeouts = HistoryTimeouts()) -> "HistoryReader":
         """Raises sqlite3.Error if there is no such file, or no history in it, or reading takes longer than `read_s`."""
-        database = sqlite3.connect(f"file:{quote(str(path))}?mode=rw", uri=True, timeout=lock_s)
+        database = sqlite3.connect(f"file:{quote(str(path))}?mode=rw", uri=True, timeout=timeouts.lock_s)
         database.execute("PRAGMA query_only = ON")
-        until = time.monotonic() + read_s
+        until = time.monotonic() + timeouts.read_s
         database.set_progress_handler(lambda: time.monotonic() > until, _STEPS)
         return cls(database, is_file=True)
 
     @classmethod
-    def of_records(cls, records: Iterable[Record]) -> "HistoryReader":
+    def of_records(cls, records: Iterable[HistoryRecord]) -> "HistoryReader":
         database = sqlite3.connect(":memory:", isolation_level=None)
         history_table.create(database)
-        history_table.insert(database, [row for record in records if (row := _row(record))])
+        history_table.insert(database, [row for each in records if (row := _row(each))])
         database.execute("COMMIT")
         return cls(database)
 
@@ -84,13 +87,13 @@ class HistoryReader:
     def __exit__(self, *_: object) -> None:
         self._database.close()
 
-    def records(self, wanted: HistoryFilter, limit: int) -> list[Record]:
+    def records(self, wanted: HistoryFilter, limit: int) -> list[PlainRecord]:
         """Newest first."""
         query = f"SELECT json FROM requests WHERE {wanted.condition} ORDER BY time DESC, id DESC LIMIT :limit"
         found = (history_table.decoded(text) for (text,) in self._rows(query, wanted.values | {"limit": limit}))
         return [record for record in found if record is not None]
 
-    def each_record(self, wanted: HistoryFilter, limit: int, oldest_first: bool = False) -> Iterator[Record]:
+    def each_record(self, wanted: HistoryFilter, limit: int, oldest_first: bool = False) -> Iterator[PlainRecord]:
         """The newest `limit`, one after the other: a large history does not fit into memory at once."""
         newest = f"SELECT id FROM requests WHERE {wanted.condition} ORDER BY time DESC, id DESC LIMIT :limit"
         ids = [id for (id,) in self._rows(newest, wanted.values | {"limit": limit})]
@@ -100,21 +103,20 @@ class HistoryReader:
                 if record is not None:
                     yield record
 
-    def record(self, request_id: str, caller: str | None = None) -> Record | None:
+    def record(self, request_id: str, caller: str | None = None) -> PlainRecord | None:
         """The newest with this id; of one caller, unless that is None."""
         owner = "" if caller is None else "AND caller = :caller"
         query = f"SELECT json FROM requests WHERE request_id = :id {owner} ORDER BY id DESC LIMIT 1"
         rows = self._rows(query, {"id": request_id, "caller": caller})
         return history_table.decoded(rows[0][0]) if rows else None
 
-    def figures(self, wanted: HistoryFilter, names: Sequence[str], limit: int) -> list[Record]:
-        """Some columns of each request, newest first."""
-        query = (
-            f"SELECT {', '.join(names)} FROM requests WHERE {wanted.condition} ORDER BY time DESC, id DESC LIMIT :limit"
-        )
-        return [dict(zip(names, row, strict=True)) for row in self._rows(query, wanted.values | {"limit": limit})]
+    def figures(self, wanted: HistoryFilter, kind: type[Figures], limit: int) -> list[Figures]:
+        """Of each request the columns that `kind` has as fields, newest first."""
+        names = ", ".join(kind.__struct_fields__)
+        query = f"SELECT {names} FROM requests WHERE {wanted.condition} ORDER BY time DESC, id DESC LIMIT :limit"
+        return [kind(*row) for row in self._rows(query, wanted.values | {"limit": limit})]
 
-    def grouped(self, wanted: HistoryFilter, by: str, columns: Mapping[str, str], **values: Any) -> dict[Any, Record]:
+    def grouped(self, wanted: HistoryFilter, by: str, columns: Mapping[str, str], **values: Any) -> dict[Any, Sums]:
         """`columns`: names, and what each is in SQL. `by`: an SQL expression."""
         wishes = ", ".join(columns.values())
         query = f"SELECT {by} AS part, {wishes} FROM requests WHERE {wanted.condition} GROUP BY part ORDER BY part"
@@ -156,7 +158,7 @@ class HistoryReader:
         """Node, source, joules, requests."""
         return self._rows(f"{_SHARES} {wanted.condition} GROUP BY 1, 2 ORDER BY 1, 2", wanted.values)
 
-    def kept(self, wanted: HistoryFilter = _ALL) -> Record:
+    def kept(self, wanted: HistoryFilter = _ALL) -> dict[str, Any]:
         """How much there is to read."""
         query = f"SELECT COUNT(*), MIN(time) FROM requests WHERE {wanted.condition}"
         ((count, oldest),) = self._rows(query, wanted.values)
@@ -166,9 +168,9 @@ class HistoryReader:
         return self._database.execute(query, values).fetchall()
 
 
-def _row(record: Record) -> history_table.Row | None:
+def _row(stored: HistoryRecord) -> history_table.Row | None:
     try:
-        return history_table.row_of(record)
+        return history_table.row_of(stored)
     except Exception:  # as in the file: the others can be read all the same
         return None
 

@@ -6,46 +6,63 @@ earlier version gets them when it is opened.
 
 import json
 import sqlite3
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeGuard
 
-from disaggregated_inference.orchestrator.recorder import FALLBACK_WARNING
+import msgspec
+
+from disaggregated_inference.api import RequestRecord
+from disaggregated_inference.orchestrator.history_record import HistoryRecord, PlainRecord
 from disaggregated_inference.orchestrator.waterfall import WAITING_PHASES
 
-Record = dict[str, Any]  # a `RequestRecord` as plain values; a file may hold rows of other versions
 Row = tuple[Any, ...]
 
 _BASE = ("time", "model", "ok", "total_time", "json")
-# Beside the base columns: name and type. `figures` is 1 in rows that have them.
+
+
+class Figure(NamedTuple):
+    """A column beside the base columns."""
+
+    kind: str  # of its values, in SQL
+    read: Callable[[RequestRecord], Any]
+
+
+# `figures` is 1 in rows that have them.
 _FIGURES = {
-    "request_id": "TEXT",
-    "caller": "TEXT",
-    "outcome": "TEXT",
-    "error_code": "TEXT",
-    "kind": "TEXT",  # disaggregated, local or fallback
-    "prefill_node": "TEXT",
-    "decode_node": "TEXT",
-    "first_token_time": "REAL",
-    "output_token_time": "REAL",  # seconds per output token of one choice, after the first
-    "wait_time": "REAL",
-    "prompt_tokens": "INTEGER",
-    "completion_tokens": "INTEGER",
-    "cached_tokens": "INTEGER",
-    "prompt_tokens_recomputed": "INTEGER",
-    "kv_bytes": "INTEGER",
-    "exposed_transfer_time": "REAL",
-    "stall_s": "REAL",  # the longest gap over a failover
-    "prefill_time": "REAL",
-    "decode_time": "REAL",
-    "energy_j": "REAL",
-    "measured_j": "REAL",  # the part of it that a meter measured
-    "cost": "REAL",
-    "cost_is_partial": "INTEGER",  # a price is missing, or the energy
-    "sequential_time": "REAL",
-    "prefill_machine_time": "REAL",
-    "decode_machine_time": "REAL",
-    "figures": "INTEGER",
+    "request_id": Figure("TEXT", lambda record: record.request_id),
+    "caller": Figure("TEXT", lambda record: record.caller or None),
+    "outcome": Figure("TEXT", lambda record: record.outcome),
+    "error_code": Figure("TEXT", lambda record: record.error.code if record.error else None),
+    "kind": Figure("TEXT", lambda record: "local" if record.kind == "whole" else record.kind),  # one node alone
+    "prefill_node": Figure("TEXT", lambda record: record.prefill_node),
+    "decode_node": Figure("TEXT", lambda record: record.decode_node),
+    "first_token_time": Figure("REAL", lambda record: record.first_token_time),
+    "output_token_time": Figure("REAL", lambda record: record.output_token_time),
+    "wait_time": Figure("REAL", lambda record: waited_s(record)),
+    "prompt_tokens": Figure("INTEGER", lambda record: record.prompt_tokens),
+    "completion_tokens": Figure("INTEGER", lambda record: record.completion_tokens),
+    "cached_tokens": Figure("INTEGER", lambda record: record.cached_tokens),
+    "prompt_tokens_recomputed": Figure("INTEGER", lambda record: record.prompt_tokens_recomputed),
+    "kv_bytes": Figure("INTEGER", lambda record: record.kv_bytes),
+    "exposed_transfer_time": Figure("REAL", lambda record: record.exposed_transfer_time),
+    "stall_s": Figure("REAL", lambda record: longest_stall_s(record)),
+    "prefill_time": Figure("REAL", lambda record: record.prefill_time),
+    "decode_time": Figure("REAL", lambda record: record.decode_time),
+    "energy_j": Figure("REAL", lambda record: record.energy_j),
+    "measured_j": Figure("REAL", lambda record: _measured_j(record)),
+    "cost": Figure("REAL", lambda record: record.cost),
+    "cost_is_partial": Figure("INTEGER", lambda record: cost_is_partial(record)),
+    "sequential_time": Figure("REAL", lambda record: record.sequential_time),
+    "prefill_machine_time": Figure("REAL", lambda record: record.prefill_machine_time),
+    "decode_machine_time": Figure("REAL", lambda record: record.decode_machine_time),
+    "figures": Figure("INTEGER", lambda record: 1),
 }
+# Fields that every record has by default, and a row of an earlier version may lack: unknown there, not 0.
+_MAY_BE_UNKNOWN = tuple(
+    field.name
+    for field in msgspec.structs.fields(RequestRecord)
+    if field.name in _FIGURES and field.default is not None and field.name != "caller"
+)
 COLUMNS = (*_BASE, *_FIGURES)
 _TABLE = """CREATE TABLE IF NOT EXISTS requests
     (id INTEGER PRIMARY KEY, time REAL, model TEXT, ok INTEGER, total_time REAL, json TEXT)"""
@@ -69,9 +86,9 @@ def create(database: sqlite3.Connection) -> None:
     present = {row[1] for row in database.execute("PRAGMA table_info(requests)")}
     if missing := set(_BASE) - present:
         raise sqlite3.DatabaseError(f"its table requests has no column {min(missing)}")
-    for name, kind in _FIGURES.items():
+    for name, figure in _FIGURES.items():
         if name not in present:
-            database.execute(f"ALTER TABLE requests ADD COLUMN {name} {kind}")
+            database.execute(f"ALTER TABLE requests ADD COLUMN {name} {figure.kind}")
     for index in _INDEXES:
         database.execute(index)
 
@@ -96,19 +113,19 @@ def complete_rows(database: sqlite3.Connection) -> bool:
     """Some rows of an earlier version get their figures; returns whether there may be more of them."""
     old = database.execute(_OLD, (_MANY,)).fetchall()
     with database:
-        database.executemany(_UPDATE, [(*figures_of(decoded(text) or {}), id) for id, text in old])
+        database.executemany(_UPDATE, [(*figures_of(HistoryRecord(decoded(text) or {})), id) for id, text in old])
     return bool(old)
 
 
-def row_of(record: Record) -> Row:
+def row_of(stored: HistoryRecord) -> Row:
     """Raises an exception of any kind for a record that cannot be written."""
-    model = _text(str(record.get("model", "")))
-    total = record.get("total_time")
-    base = (float(record["time"]), model, bool(record.get("ok", True)), float(total) if is_number(total) else None)
-    return (*base, json.dumps(record, default=str), *figures_of(record))
+    record, row = stored.record, stored.row
+    total_s = _number(record.total_time) if _has(stored, "total_time", record.total_time) else None
+    base = (float(row["time"]), _text(record.model), record.ok, total_s)
+    return (*base, json.dumps(row, default=str), *figures_of(stored))
 
 
-def decoded(text: Any) -> Record | None:
+def decoded(text: Any) -> PlainRecord | None:
     try:
         record = json.loads(text)
     except (TypeError, ValueError, RecursionError):
@@ -121,56 +138,39 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
-def figures_of(record: Record) -> Row:
-    """In the order of `_FIGURES`. A file may hold anything: what is no text or number counts as unknown."""
-    values: Record = {name: record.get(name) for name in _FIGURES}
-    values["error_code"] = _item(record.get("error"), "code")
-    values["kind"] = _kind(record)
-    values["output_token_time"] = _output_token_time(record)
-    values["wait_time"] = _total(
-        _item(phase, "seconds") for phase in _items(record, "waterfall") if _item(phase, "name") in WAITING_PHASES
+def figures_of(stored: HistoryRecord) -> Row:
+    """In the order of `_FIGURES`."""
+    record = stored.record
+    values = {name: figure.read(record) for name, figure in _FIGURES.items()}
+    for name in _MAY_BE_UNKNOWN:
+        if not _has(stored, name, values[name]):
+            values[name] = None
+    return tuple(
+        _text(values[name]) if figure.kind == "TEXT" else _number(values[name]) for name, figure in _FIGURES.items()
     )
-    values["stall_s"] = max(_numbers(_item(each, "stall_s") for each in _items(record, "failovers")), default=None)
-    values["measured_j"] = _total(
-        _item(share, "joules") for share in _items(record, "energy") if _item(share, "source") == "measured"
-    )
-    values["cost_is_partial"] = int(bool(record.get("cost_without"))) if is_number(record.get("cost")) else None
-    values["figures"] = 1
-    return tuple(_text(values[name]) if kind == "TEXT" else _number(values[name]) for name, kind in _FIGURES.items())
 
 
-def _kind(record: Record) -> str | None:
-    method = record.get("method")
-    if method == "fallback" or record.get("warning") == FALLBACK_WARNING:
-        return "fallback"
-    if str(method).startswith("whole_"):  # one node served it alone
-        return "local"
-    return "disaggregated" if str(method).startswith("disaggregated") else "local" if method == "local" else None
+def waited_s(record: RequestRecord) -> float:
+    return sum(phase.seconds for phase in record.waterfall if phase.name in WAITING_PHASES)
 
 
-def _output_token_time(record: Record) -> float | None:
-    """A row of an earlier version has the decode speed alone."""
-    if "output_token_time" in record:
-        return _number(record["output_token_time"])
-    speed, choices = record.get("decode_speed"), record.get("n", 1)
-    return choices / speed if is_number(speed) and speed > 0 and is_number(choices) else None
+def longest_stall_s(record: RequestRecord) -> float | None:
+    stalls = (failover.stall_s for failover in record.failovers)
+    return max((stall_s for stall_s in stalls if stall_s is not None), default=None)
 
 
-def _items(record: Record, name: str) -> Sequence[Any]:
-    found = record.get(name)
-    return found if isinstance(found, list | tuple) else ()
+def cost_is_partial(record: RequestRecord) -> bool | None:
+    """None: no cost is known."""
+    return None if record.cost is None else bool(record.cost_without)
 
 
-def _item(found: Any, name: str) -> Any:
-    return found.get(name) if isinstance(found, dict) else None
+def _measured_j(record: RequestRecord) -> float:
+    return sum(share.joules for share in record.energy if share.source == "measured")
 
 
-def _numbers(values: Iterable[Any]) -> list[float]:
-    return [value for value in values if is_number(value)]
-
-
-def _total(values: Iterable[Any]) -> float:
-    return sum(_numbers(values))
+def _has(stored: HistoryRecord, name: str, value: Any) -> bool:
+    """Whether the row itself has this value; else it is a default."""
+    return name in stored.row and bool(stored.row[name] == value)
 
 
 def _text(value: Any) -> str | None:
@@ -179,4 +179,6 @@ def _text(value: Any) -> str | None:
 
 def _number(value: Any) -> float | None:
     """SQLite holds no larger integers."""
+    if isinstance(value, bool):
+        return int(value)
     return value if is_number(value) and (type(value) is float or abs(value) < 1 << 63) else None

@@ -39,6 +39,10 @@ class LegFailed(Exception):
         self.node, self.code, self.message, self.tainted = node, code, message, tainted
         self.node_gone, self.timed_out, self.connection_broke = node_gone, timed_out, connection_broke
 
+    def reason_for(self, node: str) -> str:
+        """Where `node` is named beside it: without the name, unless another node says so."""
+        return self.message if node == self.node else str(self)
+
     @property
     def of_prefill(self) -> bool:
         return self.code in _PREFILL_CODES

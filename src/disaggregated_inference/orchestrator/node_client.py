@@ -281,10 +281,9 @@ class NodeClient:
 
     def _unreachable(self, error: Exception) -> LegFailed:
         if isinstance(error, StreamSilent):
-            message = str(error).removeprefix(f"{self.server.name}: ")
             if error.node_alive:
-                return LegFailed(self.server.name, "stream_ended", message)
-            return self._gone(message, timed_out=error.timed_out)
+                return LegFailed(self.server.name, "stream_ended", str(error))
+            return self._gone(str(error), timed_out=error.timed_out)
         if isinstance(error, TimeoutError):
             return self._gone("it does not answer", timed_out=True)
         if isinstance(error, aiohttp.ClientPayloadError):

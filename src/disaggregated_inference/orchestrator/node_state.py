@@ -146,11 +146,11 @@ class NodeState:
             silent = self._missed_polls > 1 and self.client.last_data_at < began_at and not late
             if silent or not error.timed_out:
                 closed = isinstance(error.__cause__, aiohttp.ServerDisconnectedError)
-                reason = await self._identified(str(error), error.code, closed)
+                reason = await self._identified(error.message, error.code, closed)
                 self.lost(reason, error.code)
             return False
         except Exception as error:  # the server at that port is not a node
-            reason = f"{self.name}: it does not answer as a node: {error}"
+            reason = f"it does not answer as a node: {error}"
             self.lost(await self._identified(reason, "bad_answer"))
             return False
         self.update(status)

@@ -245,7 +245,7 @@ class DisaggregatedInference:
             queue=self.queue.status(),
             served={outcome: count for outcome, count in self._outcomes.counts.items()},
             uptime=registry.uptime.share,
-            latency=LatencyStatus(total_time=self.history.percentiles("total_time")),
+            latency=LatencyStatus(total_time=self.history.total_time_percentiles()),
         )
 
     async def require_decode_node(self, model: str) -> None:
@@ -344,7 +344,7 @@ def _kept_as(policies: Policies) -> tuple[int, str, int, int]:
 
 def _history_of(policies: Policies, timeouts: OrchestratorTimeouts) -> History:
     size, file, rows, days = _kept_as(policies)
-    return History(size, file, timeouts.history_lock_s, rows, days)
+    return History(size, file, timeouts.history, rows, days)
 
 
 def _is_late(error: BaseException, after: float) -> bool:

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from disaggregated_inference.api import (
+    FALLBACK_WARNING,
+    HANDED_OVER,
+    WHOLE,
     ErrorDetail,
     Failover,
     GeneratedChoice,
@@ -24,7 +27,6 @@ from disaggregated_inference.orchestrator.energy import Meters, PowerLog, with_e
 from disaggregated_inference.orchestrator.machine_time import RatesOf, no_rates, with_machine_times
 from disaggregated_inference.orchestrator.waterfall import phases_of, waterfall
 
-FALLBACK_WARNING = "Using fallback mode - slower performance"
 OnPlan = Callable[[Route, str, tuple[str, ...]], None]  # route, reason, warnings
 _SAME_WAIT_S = 0.02  # between two waits there is time for a plan
 
@@ -258,8 +260,8 @@ class RequestRecorder:
         if self.fallback:
             return "fallback"
         if attempt.whole:
-            return f"whole_{attempt.engine}"
-        return f"disaggregated_{attempt.engine}" if attempt.route.prefill else "local"
+            return f"{WHOLE}{attempt.engine}"
+        return f"{HANDED_OVER}{attempt.engine}" if attempt.route.prefill else "local"
 
 
 _TEXT_REPORTED = ("queue_time", "load_time")

@@ -4,47 +4,56 @@ One place, so that every screen shows the same figures.
 """
 
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
-from disaggregated_inference.api import CombinedSummary, ModelSummary, Summary
-from disaggregated_inference.orchestrator.history_table import Record, is_number
+from disaggregated_inference.api import CombinedSummary, ModelSummary, RequestRecord, Summary
+from disaggregated_inference.orchestrator.history_table import is_number
 
 RECENT_REQUESTS = 50  # that a summary is about
 _CACHED = 0.9  # of a prompt: the speed of the rest says nothing of the machine
 
 
-def summary(records: Sequence[Record], models: Sequence[str]) -> Summary:
+class TimedRequest(Protocol):
+    @property
+    def time(self) -> float: ...
+    @property
+    def total_time(self) -> float | None: ...
+    @property
+    def sequential_time(self) -> float | None: ...
+
+
+def summary(records: Sequence[RequestRecord], models: Sequence[str]) -> Summary:
     """`records`: the last ones, in any order."""
-    answered = [record for record in records if record.get("ok")]
+    answered = [record for record in records if record.ok]
     return Summary(
-        models={model: _of_model([each for each in answered if each.get("model") == model]) for model in models},
+        models={model: _of_model([each for each in answered if each.model == model]) for model in models},
         combined=_combined(answered),
     )
 
 
-def is_cached(record: Record) -> bool:
-    return (record.get("cached_tokens") or 0) >= _CACHED * max(1, record.get("prompt_tokens") or 0)
+def is_cached(record: RequestRecord) -> bool:
+    return record.cached_tokens >= _CACHED * max(1, record.prompt_tokens)
 
 
-def speedup(records: Sequence[Record]) -> float | None:
+def speedup(records: Sequence[TimedRequest]) -> float | None:
     """The sum of what each would have taken by itself, over the time in which at least one of them ran."""
     busy_s = busy_seconds(records)
     return sequential_seconds(records) / busy_s if busy_s else None
 
 
-def busy_seconds(records: Sequence[Record]) -> float:
+def busy_seconds(records: Sequence[TimedRequest]) -> float:
     busy_s, until = 0.0, float("-inf")
-    for start, end in sorted(map(_span, records)):
+    for start, end in sorted(map(span, records)):
         busy_s += max(0.0, end - max(start, until))
         until = max(until, end)
     return busy_s
 
 
-def sequential_seconds(records: Sequence[Record]) -> float:
+def sequential_seconds(records: Sequence[TimedRequest]) -> float:
     """A request that no other overlapped had the cluster to itself: it took what it took. A record of an earlier
     version does not say what it would have taken."""
-    spans = sorted((*_span(record), _alone_s(record)) for record in records)
+    spans = sorted((*span(record), _alone_s(record)) for record in records)
     total_s, until = 0.0, float("-inf")
     for place, (start, end, alone_s) in enumerate(spans):
         following = spans[place + 1][0] if place + 1 < len(spans) else float("inf")
@@ -53,32 +62,32 @@ def sequential_seconds(records: Sequence[Record]) -> float:
     return total_s
 
 
-def _span(record: Record) -> tuple[float, float]:
-    start: float = record.get("time") or 0.0
-    return start, start + (record.get("total_time") or 0.0)
+def span(record: TimedRequest) -> tuple[float, float]:
+    """When it came, and when it ended."""
+    return record.time, record.time + (record.total_time or 0.0)
 
 
-def _alone_s(record: Record) -> float:
-    found = record.get("sequential_time")
-    return found if is_number(found) else record.get("total_time") or 0.0
+def _alone_s(record: TimedRequest) -> float:
+    found = record.sequential_time
+    return found if is_number(found) else record.total_time or 0.0
 
 
-def _of_model(answered: Sequence[Record]) -> ModelSummary:
-    moved = [record for record in answered if record.get("kv_bytes")]
+def _of_model(answered: Sequence[RequestRecord]) -> ModelSummary:
+    moved = [record for record in answered if record.kv_bytes]
     return ModelSummary(
         answered=len(answered),
         all_cached=bool(answered) and all(map(is_cached, answered)),
-        prefill_time=_median(answered, "prefill_time"),
-        prefill_speed=_median([record for record in answered if not is_cached(record)], "prefill_speed"),
-        decode_time=_median(answered, "decode_time"),
-        decode_speed=_median(answered, "decode_speed"),
-        total_time=_median(answered, "total_time"),
-        first_token_time=_median(answered, "first_token_time"),
-        exposed_transfer_time=_median(moved, "exposed_transfer_time"),
+        prefill_time=_median(record.prefill_time for record in answered),
+        prefill_speed=_median(record.prefill_speed for record in answered if not is_cached(record)),
+        decode_time=_median(record.decode_time for record in answered),
+        decode_speed=_median(record.decode_speed for record in answered),
+        total_time=_median(record.total_time for record in answered),
+        first_token_time=_median(record.first_token_time for record in answered),
+        exposed_transfer_time=_median(record.exposed_transfer_time for record in moved),
     )
 
 
-def _combined(answered: Sequence[Record]) -> CombinedSummary:
+def _combined(answered: Sequence[RequestRecord]) -> CombinedSummary:
     busy_s = busy_seconds(answered)
     if not busy_s:
         return CombinedSummary(answered=len(answered))
@@ -88,11 +97,10 @@ def _combined(answered: Sequence[Record]) -> CombinedSummary:
         busy_time=busy_s,
         sequential_time=sequential_s,
         speedup=sequential_s / busy_s,
-        tokens_per_s=sum(record.get("completion_tokens") or 0 for record in answered) / busy_s,
+        tokens_per_s=sum(record.completion_tokens for record in answered) / busy_s,
     )
 
 
-def _median(records: Sequence[Record], name: str) -> float | None:
-    values: list[Any] = [record.get(name) for record in records]
+def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if is_number(value) and value > 0]
     return statistics.median(known) if known else None

@@ -93,10 +93,10 @@ class VllmPrefill(ChunkedPrefill):
         result: Future[PrefillMetrics] = Future()
 
         def start() -> None:
-            self._open(job)
+            self.open_job(job)
             self.begin(job, time.perf_counter()).add_done_callback(partial(_pass_on, result))
 
-        self._scheduler.post(start).add_done_callback(lambda done: _fail(result, done.exception()))
+        self.scheduler.post(start).add_done_callback(lambda done: _fail(result, done.exception()))
         return result
 
     def begin(self, job: PrefillJob, requested_at: float) -> "Future[PrefillMetrics]":
@@ -189,14 +189,14 @@ class VllmPrefill(ChunkedPrefill):
         job.outbox.finish(End(prompt_tokens=count, queue_s=queue_s, prefill_s=seconds, cached_tokens=cached))
         with suppress(InvalidStateError):
             running.future.set_result(metrics)
-        self._tickets.hold(job.ticket)
+        self.tickets.hold(job.ticket)
 
     def _fail(self, running: Running, error: DisaggError) -> None:
         """The first call counts."""
         running.job.outbox.fail(error)
         with suppress(InvalidStateError):
             running.future.set_exception(error)
-        self._tickets.hold(running.job.ticket)
+        self.tickets.hold(running.job.ticket)
         self.close_soon(running.job)
 
     def _answered(self, running: Running, done: "Future[Computed]") -> None:
@@ -234,7 +234,7 @@ class VllmPrefill(ChunkedPrefill):
         with self._lock:
             self._running.pop(running.id, None)
         with suppress(NodeBusy):  # the engine has stopped: there is no memory to free
-            self._scheduler.post(lambda: super(VllmPrefill, self).close_job(running.job))
+            self.scheduler.post(lambda: super(VllmPrefill, self).close_job(running.job))
 
 
 def _problem(answer: "Future[Computed]") -> DisaggError | None:

@@ -20,9 +20,8 @@ from grader.models import ModelSettings, require_models
 from grader.sandbox import require_sandbox
 from grader.store import Assignment, BatchProgress, Database, finished_since
 from grader.texts import read_text
+from grader.timeouts import ProgramTimeouts
 from grader.worker import Watched, WorkerOptions, queue_all, run_batch
-
-_LINE_S = 10.0  # where there is no terminal: a line this often
 
 
 def grade_files(
@@ -104,12 +103,12 @@ def watching(out: Console) -> Iterator[Callable[[Watched], None]]:
 
 
 class _Lines:
-    def __init__(self, out: Console) -> None:
-        self._out, self._next_s = out, 0.0
+    def __init__(self, out: Console, timeouts: ProgramTimeouts = ProgramTimeouts()) -> None:
+        self._out, self._every_s, self._next_s = out, timeouts.line_s, 0.0
 
     def look(self, seen: Watched) -> None:
         if seen.elapsed_s >= self._next_s and not seen.progress.is_over:
-            self._next_s = seen.elapsed_s + _LINE_S
+            self._next_s = seen.elapsed_s + self._every_s
             self._out.print(f"{batch_line(seen.progress)}{_eta(seen)}")
 
 

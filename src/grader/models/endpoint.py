@@ -14,11 +14,11 @@ import msgspec
 from disaggregated_inference.errors import DeadlineExceeded, DisaggError, ModelNotFound
 from grader.errors import GraderError
 from grader.models.settings import ModelSettings
+from grader.timeouts import EndpointTimeouts
 
 ALL_UP = "all up"
 _TRY_LATER = (408, 409, 425, 429)  # besides 5xx
 _NOT_FOUND, _TIMED_OUT = 404, 504
-_LIST_S = 10.0  # for the list of models
 # For llguidance in our nodes: no token is spent on indentation. Other servers may refuse a word that they do not know.
 _COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _HEADERS = {"Content-Type": "application/json", "X-Disagg-Metrics": "1"}  # the second is for our gateway
@@ -199,8 +199,8 @@ def figures_of(metrics: dict[str, Any], total_s: float) -> Figures:
 class HttpEndpoint(AbstractContextManager["HttpEndpoint"]):
     """Any server with OpenAI's chat completions. Our gateway adds the figures of the cluster."""
 
-    def __init__(self, url: str, key: str = "") -> None:
-        self._url = url.rstrip("/")
+    def __init__(self, url: str, key: str = "", timeouts: EndpointTimeouts = EndpointTimeouts()) -> None:
+        self._url, self._timeouts = url.rstrip("/"), timeouts
         self._key = key or os.environ.get("GRADER_API_KEY", "")
         self._tells_weights = True
 
@@ -223,7 +223,7 @@ class HttpEndpoint(AbstractContextManager["HttpEndpoint"]):
         if not self._tells_weights:
             return ()
         try:
-            listed: Any = self._request("/models", None, _LIST_S).get("data")
+            listed: Any = self._request("/models", None, self._timeouts.list_s).get("data")
             found = {one["id"]: one.get("weights") for one in listed if isinstance(one, dict) and "id" in one}
         except (GraderError, TypeError, AttributeError):
             return ()
@@ -233,7 +233,7 @@ class HttpEndpoint(AbstractContextManager["HttpEndpoint"]):
 
     def health(self, *models: str) -> dict[str, Any]:
         """The names of its models; more is not asked of a server that may not be ours."""
-        reply = self._request("/models", None, _LIST_S)
+        reply = self._request("/models", None, self._timeouts.list_s)
         found = [model.get("id", "") for model in reply.get("data", [])]
         known = {name: name.removeprefix("disaggregated:") in found for name in models}
         verdicts = {name: ALL_UP if named else "the endpoint does not name it" for name, named in known.items()}

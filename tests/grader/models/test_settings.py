@@ -1,4 +1,4 @@
-"""Which models are asked when nobody names one."""
+"""Which models are asked when none is named."""
 
 import pytest
 

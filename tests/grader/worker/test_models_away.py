@@ -112,8 +112,8 @@ def test_patience_ends_also_where_many_jobs_wait(tmp_path: Path) -> None:
     """Among many jobs one always waits for its next try: the worker gives up all the same, and says so."""
     book, assignment = make_book(tmp_path)
     add_class(book, assignment, 30)
-    nobody = ModelSettings(endpoint=f"http://127.0.0.1:{free_port()}/v1")
-    queue_all(book, assignment, GradeSettings(models=nobody))
+    away = ModelSettings(endpoint=f"http://127.0.0.1:{free_port()}/v1")
+    queue_all(book, assignment, GradeSettings(models=away))
     options = WorkerOptions(model_threads=1, patience_s=0.5, timeouts=WorkerTimeouts(models_retry_s=0.0))
     assert Worker(tmp_path, options).run() == MODELS_AWAY
     state = progress(book, assignment.id)

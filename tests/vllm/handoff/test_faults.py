@@ -142,7 +142,7 @@ def test_vllm_is_killed(part: float, home: VllmHome, decode: DecodeNode) -> None
 
 
 def test_the_receiver_is_gone(home: VllmHome) -> None:
-    """Nobody fetches: vLLM finishes at its own speed and frees its blocks, the lease ends the rest. The lease's time
+    """No node fetches: vLLM finishes at its own speed and frees its blocks, the lease ends the rest. The lease's time
     stands still until the blocks are free."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(home.node.tickets, "clock", partial(float, time.monotonic()))
@@ -210,7 +210,7 @@ def test_a_client_that_leaves_ends_its_prompt_in_vllm(asked: str, home: VllmHome
             client.request("POST", path, msgspec.json.encode(body), {"Content-Type": "application/json"})
             armed.set()
             assert gone.wait(3 * BUSY_S)
-        assert 0 < computed_tokens(home) - before < LONG, "vLLM computed the whole prompt, for nobody"
+        assert 0 < computed_tokens(home) - before < LONG, "vLLM computed the whole prompt, for no request"
 
 
 def test_a_request_that_is_aborted_in_vllm(home: VllmHome, decode: DecodeNode) -> None:

@@ -103,7 +103,7 @@ class Deployment:
         blocked, is_new = self._failed_with_the_same_model(session), not old or old.id != new.id
         try:
             if blocked:
-                raise CommandFailed(f"{session.name}: left at its release, because {blocked} failed")
+                raise CommandFailed(session.name, f"left at its release, because {blocked} failed")
             await self._change(each)
             if is_new or each.changed:
                 await self._record(session, new, "ok")

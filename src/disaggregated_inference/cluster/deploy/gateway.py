@@ -11,7 +11,7 @@ from disaggregated_inference.cluster.deploy.plan import GATEWAY, plan_machines
 from disaggregated_inference.cluster.deploy.session import MachineSession, on_machines
 from disaggregated_inference.cluster.services.gateway_probe import GatewayAnswer
 from disaggregated_inference.cluster.services.report import ReportRequest
-from disaggregated_inference.errors import CommandFailed, DeployRefused, DisaggError
+from disaggregated_inference.errors import DeployRefused, DisaggError
 from disaggregated_inference.timeouts import DeployTimeouts
 
 API_KEY = "DISAGG_API_KEY"  # environment variable with a key of the gateway, where it needs one
@@ -26,7 +26,7 @@ async def ask_gateway(
         release = await session.release()
         services = [service for service in release.services if service.name == GATEWAY] if release else []
         if not services:
-            raise DeployRefused(f"{session.name}: no gateway is deployed there: run `disagg cluster deploy` first")
+            raise DeployRefused(session.name, "no gateway is deployed there: run `disagg cluster deploy` first")
         request = ReportRequest(services=tuple(services), models=tuple(models), api_key=os.environ.get(API_KEY, ""))
         told = await session.ask(request, more_s=timeouts.gateway_s * len(models))
         return msgspec.json.decode(told, type=list[GatewayAnswer])
@@ -42,7 +42,7 @@ async def ask_gateway(
 def figure_of(answer: GatewayAnswer) -> str:
     """What a prompt through the gateway gave. Raises if it gave nothing."""
     if answer.error:
-        raise CommandFailed(answer.error)
+        raise DisaggError(answer.error)
     if answer.needs_key:
         return f"it refuses a prompt without an API key, as it must; set {API_KEY} to send one through it"
     if not answer.tokens:

@@ -76,11 +76,12 @@ def _python(target: MachineTarget) -> str:
         return _UV_PYTHON
     oldest = ".".join(map(str, OLDEST_PYTHON))
     if wanted:
-        raise DeployRefused(f"{target.plan.name}: {wanted} is no Python {oldest} or newer{found}: correct `python`")
+        raise DeployRefused(target.plan.name, f"{wanted} is no Python {oldest} or newer{found}: correct `python`")
     install = "brew install python@3.12" if inventory.is_mac else "apt install python3.12 python3.12-venv"
     raise DeployRefused(
-        f"{target.plan.name}: no Python {oldest} or newer{found}: `{install}`, or install uv there, or name one as"
-        f" `python` of [machines.{target.plan.name}]"
+        target.plan.name,
+        f"no Python {oldest} or newer{found}: `{install}`, or install uv there, or name one as"
+        f" `python` of [machines.{target.plan.name}]",
     )
 
 
@@ -188,6 +189,7 @@ def require_disk(target: MachineTarget, installation: Installation, is_installed
     free, needed = target.inventory.free_disk_bytes, installation.needed_bytes
     if not is_installed and free and free < needed:
         raise DeployRefused(
-            f"{target.plan.name}: {free / 1e9:.1f} GB are free in {target.place.folder}, and the packages need about"
-            f" {needed / 1e9:.1f} GB: free some space, or set `folder` of [machines.{target.plan.name}] to another disk"
+            target.plan.name,
+            f"{free / 1e9:.1f} GB are free in {target.place.folder}, and the packages need about {needed / 1e9:.1f} GB:"
+            f" free some space, or set `folder` of [machines.{target.plan.name}] to another disk",
         )

@@ -45,9 +45,10 @@ async def machine_lock(shell: Shell, path: str, command: str) -> AsyncIterator[N
         if first.startswith("taken"):
             holder = first.removeprefix("taken").strip()
             raise DeployRefused(
-                f"{shell.name}: another command is at work there: {holder}; wait for the end, or remove {path} there if"
-                " you know that it is over"
+                shell.name,
+                f"another command is at work there: {holder}; wait for the end, or remove {path} there if"
+                " you know that it is over",
             )
         if first != "held":
-            raise DeployRefused(f"{shell.name}: {path} cannot be written: check the disk and the rights of its folder")
+            raise DeployRefused(shell.name, f"{path} cannot be written: check the disk and the rights of its folder")
         yield

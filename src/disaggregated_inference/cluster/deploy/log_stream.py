@@ -14,7 +14,7 @@ async def read_logs(session: MachineSession, count: int, request: str = "") -> l
     """The last lines of each service; with a request, its lines in everything that is kept."""
     release = await session.release()
     if not release:
-        raise DeployRefused(f"{session.name}: nothing is deployed there: run `disagg cluster deploy` first")
+        raise DeployRefused(session.name, "nothing is deployed there: run `disagg cluster deploy` first")
     manager = session.manager(release)
     scripts = [
         manager.find_in_logs(service, request) if request else manager.logs(service, count, follow=False)

@@ -52,8 +52,9 @@ class FitStep(Step):
         if has and total > has * _SHARE:
             models = " and ".join(f"{name} {size / 1e9:.1f} GB" for name, size in needed.items())
             raise DeployRefused(
-                f"{self._plan.name}: weights and KV cache need {total / 1e9:.1f} GB ({models}), and the machine has"
-                f" {has / 1e9:.1f} GB: take a smaller quantization, lower `context_window`, or move a server"
+                self._plan.name,
+                f"weights and KV cache need {total / 1e9:.1f} GB ({models}), and the machine has"
+                f" {has / 1e9:.1f} GB: take a smaller quantization, lower `context_window`, or move a server",
             )
 
     async def do(self, shell: Shell) -> None:

@@ -8,7 +8,7 @@ from disaggregated_inference.cluster.deploy.plan import engine_of, model_argumen
 from disaggregated_inference.cluster.deploy.steps import CommandStep, Step
 from disaggregated_inference.cluster.deploy.target import MachineTarget
 from disaggregated_inference.cluster.ssh import LOCAL, SshTarget
-from disaggregated_inference.errors import ConfigError
+from disaggregated_inference.errors import MachineMisconfigured
 from disaggregated_inference.timeouts import DeployTimeouts
 
 _REFUSED = ("401", "403", "gated", "GatedRepo", "Unauthorized")
@@ -50,7 +50,9 @@ def _rsync_scripts(source: str, goal: str, target: MachineTarget) -> tuple[str, 
     machine, _, path = source.partition(":")
     address = target.config.machines[machine].ssh or machine
     if address == LOCAL:
-        raise ConfigError(f"{target.plan.name}: it cannot copy from {machine}, whose `ssh` is local: give an address")
+        raise MachineMisconfigured(
+            target.plan.name, f"it cannot copy from {machine}, whose `ssh` is local: give an address"
+        )
     at = SshTarget.parse(address)
     host, ssh = str(at._replace(port=0)), f"ssh -p {at.port}" if at.port else "ssh"
     is_file = goal.endswith(".gguf")

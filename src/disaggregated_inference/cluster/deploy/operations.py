@@ -43,7 +43,7 @@ async def _restart(session: MachineSession, release: Release, services: Sequence
 async def _rollback(session: MachineSession, release: Release, services: Sequence[Service]) -> str:
     previous = await session.release("previous")
     if not previous:
-        raise DeployRefused(f"{session.name}: there is no earlier release than {release.id}")
+        raise DeployRefused(session.name, f"there is no earlier release than {release.id}")
     await roll_out(session, previous, release)
     return f"healthy, with {previous.id} again"
 
@@ -92,7 +92,7 @@ async def operate(
     async def work(session: MachineSession) -> str:
         release = await session.release()
         if not release:
-            raise DeployRefused(f"{session.name}: nothing is deployed there: run `disagg cluster deploy` first")
+            raise DeployRefused(session.name, "nothing is deployed there: run `disagg cluster deploy` first")
         services = chosen.of(release, config)
         async with machine_lock(session.shell, session.place.lock, command):
             return await _recorded(session, operation, _WORKS[command], release, services)
@@ -114,7 +114,7 @@ def _same_model(plan: MachinePlan, failed: Iterable[MachinePlan]) -> str:
 
 
 def _left_out(name: str, other: str) -> DeployRefused:
-    return DeployRefused(f"{name}: left as it is, because {other} failed")
+    return DeployRefused(name, f"left as it is, because {other} failed")
 
 
 async def _recorded(

@@ -15,7 +15,7 @@ from disaggregated_inference.cluster.deploy.plan import (
 from disaggregated_inference.cluster.deploy.steps import RemoteFile
 from disaggregated_inference.cluster.reader import split_address
 from disaggregated_inference.cluster.services import Place
-from disaggregated_inference.errors import ConfigError
+from disaggregated_inference.errors import ConfigError, MachineMisconfigured
 from disaggregated_inference.models import default_home
 
 _IDENTITY = ("ca.pem", "revoked.pem", "node.pem", "node.key")
@@ -84,7 +84,7 @@ def _read(path: Path, plan: MachinePlan) -> bytes:
         hosts = dict.fromkeys(host for server in plan.servers for host in _hosts(server.host, server.kv_addresses))
         options = "".join(f" --host {host}" for host in hosts)
         remedy = f"`disagg cluster keys issue {plan.name.lower()}{options}`, or name the folder as `identity`"
-        raise ConfigError(f"{plan.name}: no key for this machine ({path}: {error.strerror}): {remedy}") from None
+        raise MachineMisconfigured(plan.name, f"no key for this machine ({path}: {error.strerror}): {remedy}") from None
 
 
 def _hosts(host: str, kv_addresses: tuple[str, ...]) -> list[str]:

@@ -88,7 +88,7 @@ async def wait_healthy(session: MachineSession, release: Release, services: Sequ
             return
         if ended := await _keeps_ending(session, release, services, restarts):
             words = await session.last_words(ended, manager, starts[ended.name])
-            raise CommandFailed(f"{session.name}: {ended.name} does not start: {words}")
+            raise CommandFailed(session.name, f"{ended.name} does not start: {words}")
         text = ", ".join(f"{report.name}: {report.health}" for report in waiting)
         if text != shown:
             session.tell(text)
@@ -97,7 +97,7 @@ async def wait_healthy(session: MachineSession, release: Release, services: Sequ
             first = next(service for service in services if service.name == waiting[0].name)
             words = await session.last_words(first, manager, starts[first.name])
             raise CommandFailed(
-                f"{session.name}: not healthy after {session.shell.timeouts.healthy_s:.0f} s: {text}: {words}"
+                session.name, f"not healthy after {session.shell.timeouts.healthy_s:.0f} s: {text}: {words}"
             )
 
 
@@ -129,8 +129,9 @@ async def require_free_ports(
             by = f" by {owner[0]}" if owner else ""
             kind, field = ("port", "port") if (host, port) == service.listens[0] else ("KV port", "kv_addresses")
             raise DeployRefused(
-                f"{session.name}: {kind} {port} of {host} is in use{by}: stop that program, or choose another"
-                f" `{field}` for {service.title}"
+                session.name,
+                f"{kind} {port} of {host} is in use{by}: stop that program, or choose another"
+                f" `{field}` for {service.title}",
             )
 
 

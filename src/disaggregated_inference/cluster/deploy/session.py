@@ -21,7 +21,7 @@ from disaggregated_inference.cluster.services import Service, ServiceManager, Se
 from disaggregated_inference.cluster.services.report import ReportRequest, ServiceReport
 from disaggregated_inference.cluster.shell import Shell
 from disaggregated_inference.cluster.ssh import open_shell
-from disaggregated_inference.errors import CommandFailed, DisaggError
+from disaggregated_inference.errors import CommandFailed, DisaggError, MachineError
 from disaggregated_inference.timeouts import DeployTimeouts
 
 Tell = Callable[[str, str], None]  # (machine, text)
@@ -141,12 +141,12 @@ async def on_machines(
     return list(await asyncio.gather(*(one(plan) for plan in plans)))
 
 
-def named(error: Exception, machine: str) -> DisaggError:
+def named(error: Exception, machine: str) -> MachineError:
     """An error whose message names the machine; an unforeseen one also names its place in the code."""
-    if isinstance(error, DisaggError):
-        return error if str(error).startswith(f"{machine}: ") else CommandFailed(f"{machine}: {error}")
-    if isinstance(error, OSError):
-        return CommandFailed(f"{machine}: {error}")
+    if isinstance(error, MachineError) and error.machine == machine:
+        return error
+    if isinstance(error, DisaggError | OSError):
+        return CommandFailed(machine, str(error))
     at = traceback.extract_tb(error.__traceback__)[-1:]
     place = "".join(f" at {frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in at)
-    return CommandFailed(f"{machine}: {_UNEXPECTED}: {type(error).__name__}{place}: {error}")
+    return CommandFailed(machine, f"{_UNEXPECTED}: {type(error).__name__}{place}: {error}")

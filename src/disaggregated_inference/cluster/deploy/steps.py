@@ -100,13 +100,15 @@ class CommandStep(Step):
     async def do(self, shell: Shell) -> None:
         done = await shell.run(self.script, timeout_s=self.timeout_s)
         if not done.ok:
-            error = CommandFailed(f"{shell.name}: {self.title} failed (exit code {done.exit_code}): {done.last_words}")
+            error = CommandFailed(shell.name, f"{self.title} failed (exit code {done.exit_code}): {done.last_words}")
             hint = self._remedy(done.stderr) if self._remedy else ""
-            raise CommandFailed(f"{error}; {hint}") if hint else explained(error)
+            raise CommandFailed(shell.name, f"{error.reason}; {hint}") if hint else explained(error)
 
 
 def explained(error: CommandFailed) -> CommandFailed:
     """With the remedy, where the message has a known cause."""
     if _FULL in str(error):
-        return CommandFailed(f"{error}; the disk is full: free some space there, then deploy again")
+        return CommandFailed(
+            error.machine, f"{error.reason}; the disk is full: free some space there, then deploy again"
+        )
     return error

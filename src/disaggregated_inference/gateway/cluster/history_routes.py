@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from disaggregated_inference.api import TargetsPage
+from disaggregated_inference.api import RequestRecord, TargetsPage
 from disaggregated_inference.errors import HistoryUnreadable, RequestNotFound
 from disaggregated_inference.gateway.alarms import alarms
 from disaggregated_inference.gateway.cluster.history_query import (
@@ -25,6 +25,7 @@ from disaggregated_inference.orchestrator import (
     History,
     HistoryFilter,
     HistoryReader,
+    PlainRecord,
     comparisons,
     energy_by_node,
     energy_sums,
@@ -70,12 +71,12 @@ async def _request(request: Request) -> Response:
         raise RequestNotFound(f"the history has no request {id[:100]!r}; it may be too old, or still running")
     row = seen_request(row, own)
     rates = {(link.prefill, link.decode): link.gbps * 1e9 / 8 for link in context.core.config.links if link.gbps}
-    return _answer(
-        msgspec.json.encode(_waterfall(row, rates.get((str(row.get("prefill_node")), str(row.get("decode_node"))))))
-    )
+    record = RequestRecord.of_row(row)
+    line_rate_bytes_s = rates.get((str(record.prefill_node), str(record.decode_node)))
+    return _answer(msgspec.json.encode({"request": row} | _waterfall(record, line_rate_bytes_s)))
 
 
-def _found(history: History, id: str, caller: str | None) -> dict[str, Any] | None:
+def _found(history: History, id: str, caller: str | None) -> PlainRecord | None:
     """In memory first: the file gets a record a moment later."""
     if row := history.find(id, caller):
         return row
@@ -83,34 +84,33 @@ def _found(history: History, id: str, caller: str | None) -> dict[str, Any] | No
         return reader.record(id, caller)
 
 
-def _waterfall(row: dict[str, Any], line_rate_bytes_s: float | None) -> dict[str, Any]:
+def _waterfall(record: RequestRecord, line_rate_bytes_s: float | None) -> dict[str, Any]:
     return {
-        "request": row,
         "predicted": {
-            "first_token_s": row.get("predicted_first_token_time"),
-            "total_s": row.get("predicted_total_time"),
+            "first_token_s": record.predicted_first_token_time,
+            "total_s": record.predicted_total_time,
         },
-        "real": {"first_token_s": row.get("first_token_time") or None, "total_s": row.get("total_time")},
-        "transfer": _transfer(row, line_rate_bytes_s),
+        "real": {"first_token_s": record.first_token_time or None, "total_s": record.total_time},
+        "transfer": _transfer(record, line_rate_bytes_s),
     }
 
 
-def _transfer(row: dict[str, Any], line_rate_bytes_s: float | None) -> dict[str, Any] | None:
+def _transfer(record: RequestRecord, line_rate_bytes_s: float | None) -> dict[str, Any] | None:
     """None: no KV moved."""
-    if not row.get("kv_paths"):
+    if not record.kv_paths:
         return None
-    seconds, size = row.get("transfer_time"), row["kv_bytes"]
+    seconds, size = record.transfer_time, record.kv_bytes
     return {
         "bytes": size,
         "seconds": seconds,  # in which KV arrived, without waiting for the prefill
-        "hidden_s": row.get("hidden_transfer_time"),
-        "exposed_s": row.get("exposed_transfer_time") or 0.0,
-        "fetch_s": row.get("fetch_time"),
-        "inject_s": row.get("inject_time"),
+        "hidden_s": record.hidden_transfer_time,
+        "exposed_s": record.exposed_transfer_time or 0.0,
+        "fetch_s": record.fetch_time,
+        "inject_s": record.inject_time,
         "bytes_per_s": size / seconds if size and seconds else None,
         "line_rate_bytes_s": line_rate_bytes_s,
-        "codec": row.get("kv_codec"),
-        "paths": row.get("kv_paths"),
+        "codec": record.kv_codec,
+        "paths": record.kv_paths,
     }
 
 

@@ -22,7 +22,7 @@ from disaggregated_inference.gateway.metrics import GatewayMetrics
 from disaggregated_inference.gateway.openai.errors import error_body
 from disaggregated_inference.gateway.query_cache import QueryCache
 from disaggregated_inference.gateway.request_context import RequestContext
-from disaggregated_inference.gateway.slo import targets
+from disaggregated_inference.gateway.slo import figures_of, targets
 from disaggregated_inference.gateway.validation import read_request
 from disaggregated_inference.http import UNBUFFERED_HEADERS, json_response, read_json, unless_disconnected
 from disaggregated_inference.models import ModelTokenizer
@@ -146,12 +146,12 @@ async def _cluster(request: Request) -> Response:
     context = RequestContext(request)
     context.caller.require_all()
     core, status, own = context.core, await context.core.cluster_status(), context.caller.only_own
-    records = core.history.recent(core.config.policies.history, caller=own)
+    requests = [figures_of(each) for each in core.history.records(core.config.policies.history, caller=own)]
     page = ClusterPage(
         **msgspec.structs.asdict(seen_status(status, own)),
         history=tuple(seen_requests(core, own)),
         summary=seen_summary(core, own),
-        targets=targets(records, status.nodes, uptime=status.uptime),
+        targets=targets(requests, status.nodes, uptime=status.uptime),
         sees_all=own is None,
     )
     return json_response(page)

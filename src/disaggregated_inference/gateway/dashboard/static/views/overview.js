@@ -104,7 +104,7 @@ function NodeRow({ node }) {
     <tr data-node=${node.name} data-kind=${kind}>
       <th scope="row"><span class="name" title=${node.name}>${node.name}</span><span class="sub" title=${node.model}>${node.model}</span></th>
       <td><span class="role ${node.role}">${node.role}</span>${node.engine && html`<span class="sub">${node.engine}</span>`}</td>
-      <td><span class="state ${kind}"><${Mark} kind=${kind} /> ${node.state}</span>${node.why && html`<span class="sub why" title=${node.why}>${node.why.replace(`${node.name}: `, "")}</span>`}</td>
+      <td><span class="state ${kind}"><${Mark} kind=${kind} /> ${node.state}</span>${node.why && html`<span class="sub why" title=${node.why}>${node.why}</span>`}</td>
       <td class="num address">${node.url.replace(/^https?:\/\//, "")}</td>
     </tr>`;
 }

@@ -1,5 +1,5 @@
 """Feedback and verdicts of a simulated model in a real browser, with hostile text put into them on their way. The
-pages show it as text, and flag what contradicts the points. The embedded model: tests/grader/test_web_browser.py."""
+pages show it as text, and flag what contradicts the points. The embedded model: test_web_browser.py."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

@@ -153,7 +153,7 @@ os.unlink("a")
 @pytest.mark.parametrize(
     "wait",
     ["os.waitpid(pid, 0)", "time.sleep(1.2)"],
-    ids=["children that are waited for", "children that nobody waits for"],
+    ids=["children that are waited for", "children that are not waited for"],
 )
 def test_processor_time_is_limited_for_all_processes_together(wait: str) -> None:
     """Each child has little of it, and none comes near the limit."""

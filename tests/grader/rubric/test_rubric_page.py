@@ -9,7 +9,7 @@ from grader.errors import RubricInvalid
 from grader.rubric import Item, Rubric, load_rubric
 from grader.rubric.checks import CHECK_KINDS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "RUBRICS.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "RUBRICS.md").read_text()
 SAMPLE = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0]
 
 
