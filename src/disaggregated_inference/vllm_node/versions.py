@@ -19,6 +19,8 @@ from disaggregated_inference.errors import BadRequest, EngineUnavailable
 from disaggregated_inference.timeouts import VllmTimeouts
 
 OLDEST, BELOW = (0, 25), (0, 33)
+RUN_ON_CPU = ("0.25", "0.32")  # where this node was run with it
+RUN_ON_CUDA = ("0.25",)
 TESTED = "0.32.0"  # on the CPU
 TESTED_CUDA = "0.25.1"
 RANGE = "0.25 to 0.32"
@@ -99,6 +101,17 @@ def require_known(version: str, remedy: str = "") -> None:
 def is_known(version: str) -> bool:
     found = re.match(r"(\d+)\.(\d+)", version)
     return found is not None and OLDEST <= (int(found[1]), int(found[2])) < BELOW
+
+
+def caution(version: str, on_cpu: bool) -> str:
+    """For the log, where this node was never run with that version on such a machine. Empty: it was."""
+    run, place = (RUN_ON_CPU, "a CPU") if on_cpu else (RUN_ON_CUDA, "a GPU")
+    if ".".join(version.split(".")[:2]) in run:
+        return ""
+    return (
+        f"this node was not run with vLLM {version} on {place}, only with {' and '.join(run)}: a prompt whose KV is not"
+        " complete fails, and decode nodes compare a prompt before they use its KV"
+    )
 
 
 def _clean() -> dict[str, str]:
