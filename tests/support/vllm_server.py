@@ -22,7 +22,7 @@ from tests.support.vllm_served import engine_cores
 from tests.support.waiting import until
 
 _ROOT = Path(__file__).parents[2]
-_SERVER = "vllm.entrypoints.openai.api_server"
+SERVER = "vllm.entrypoints.openai.api_server"
 NO_VLLM = "DISAGG_VLLM_PYTHON is not set: `make vllm` runs these tests"
 START_S = 300.0  # two cores may be busy with other tests
 BUSY_S = 120.0  # the same for what takes a moment
@@ -87,7 +87,7 @@ class VllmForker:
         arguments: list[str],
         environment: dict[str, str],
         log: Path,
-        program: str = _SERVER,
+        program: str = SERVER,
         path: Sequence[str] = (),
     ) -> int:
         """`path`: more folders of packages."""
