@@ -70,6 +70,11 @@ class VllmForker:
         except ValueError as error:
             raise RuntimeError(f"vLLM cannot be imported: {log.read_text()[-3000:]}") from error
 
+    @property
+    def computes_gpt_oss(self) -> bool:
+        """In float32: before 0.31, vLLM on the CPU ends with "expected scalar type BFloat16 but found Float"."""
+        return int(self.version.split(".")[1]) >= 31
+
     def run(self, program: str, *arguments: str, log: Path) -> str:
         """A module or a script, to its end. Returns what it wrote. Packages that vLLM does not bring are taken from
         this environment."""

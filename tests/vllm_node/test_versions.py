@@ -35,7 +35,7 @@ def test_a_version_that_was_never_run_is_told_of() -> None:
     assert not caution(TESTED, on_cpu=True)
     assert not caution(TESTED_CUDA, on_cpu=False)
     assert f"was not run with vLLM {TESTED} on a GPU, only with 0.25: " in caution(TESTED, on_cpu=False)
-    assert "was not run with vLLM 0.250.1 on a CPU, only with 0.25 and" in caution("0.250.1", on_cpu=True)
+    assert "was not run with vLLM 0.250.1 on a CPU, only with 0.25, 0.26, " in caution("0.250.1", on_cpu=True)
 
 
 def test_the_docs_name_the_versions_that_were_run() -> None:

@@ -46,7 +46,7 @@ _BLOCKS = 120  # of 32 tokens: one long prompt fits, two do not
 @pytest.fixture(scope="module")
 def model(vllm_forker: VllmForker, vllm_folder: Callable[[str], Path]) -> ModelFiles:
     """With both kinds of layers, where vLLM computes it on the CPU."""
-    name = "llama" if vllm_forker.version.startswith("0.25.") else "gpt_oss"
+    name = "gpt_oss" if vllm_forker.computes_gpt_oss else "llama"
     return ModelFiles(name, vllm_folder(name))
 
 
