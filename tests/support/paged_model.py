@@ -103,6 +103,7 @@ class PagedModel:
             block_tokens=BLOCK,
             blocks=BLOCKS,
             prefix_caching=True,
+            windows=(WINDOW, 0),
         )
         self.scheduler = SchedulerHalf(NodeLink(str(border), attach, lambda accept, memory: None), groups)
 

@@ -2,7 +2,8 @@
 
 Importing vLLM takes most of its start, once for each of its three processes. Here it is imported once, and vLLM's own
 processes are forked instead of spawned, which is what vLLM itself does by default on a GPU. Orders come as lines of
-JSON; a server's process id is the answer. A server is a session of its own, so that all of it can be killed.
+JSON: a module or a script to run. Its process id is the answer. It is a session of its own, so that all of it can be
+killed.
 """
 
 import importlib
@@ -38,7 +39,7 @@ def _import() -> None:
 
 
 def _become(order: dict[str, object]) -> None:
-    """A server, in this process."""
+    """What was ordered, in this process."""
     os.setsid()
     log = os.open(str(order["log"]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for fd in (1, 2):
@@ -47,7 +48,12 @@ def _become(order: dict[str, object]) -> None:
     sys.stdin = open(os.devnull)  # noqa: SIM115
     os.environ.update(order["environment"])  # type: ignore[call-overload]
     sys.argv = ["vllm", *order["arguments"]]  # type: ignore[misc]
-    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+    sys.path += order["path"]  # type: ignore[arg-type]
+    program = str(order["program"])
+    if program.endswith(".py"):
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
 def main() -> None:

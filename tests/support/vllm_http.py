@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 from starlette.applications import Starlette
 
@@ -41,17 +42,22 @@ def vllm_over_http(home: VllmHome) -> Iterator[str]:
 
 
 @contextmanager
-def gateway_over_http(home: VllmHome, decode: DecodeNode) -> Iterator[str]:
-    """URL of a gateway before the prefill node and the decode node."""
+def cluster_over_http(home: VllmHome, decode: DecodeNode) -> Iterator[dict[str, Any]]:
+    """The config of a cluster of the prefill node and the decode node."""
     writer = node_app(Node(home.model, decode.kv_memory, None, decode), None)
     with vllm_over_http(home) as reading, _serving(writer) as port:
-        config = {
+        yield {
             "prefill_servers": [_entry(home.model, int(reading.rpartition(":")[2]), "spark-1")],
             "decode_servers": [_entry(home.model, port, "mac-1")],
             "policies": {"local": "never", "poll_s": 0.5},
         }
-        with served(config) as url:
-            yield url
+
+
+@contextmanager
+def gateway_over_http(home: VllmHome, decode: DecodeNode) -> Iterator[str]:
+    """URL of a gateway before that cluster."""
+    with cluster_over_http(home, decode) as config, served(config) as url:
+        yield url
 
 
 def _entry(model: ModelFiles, port: int, name: str) -> dict[str, object]:

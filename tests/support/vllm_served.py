@@ -1,9 +1,15 @@
 """`disagg serve --engine vllm` with the real vLLM on the CPU, as a child process, and the processes below it."""
 
+import json
 import os
 import signal
 import socket
+import urllib.error
+import urllib.request
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.support.cluster import Process
 from tests.support.waiting import until
@@ -16,6 +22,14 @@ def serve_vllm(folder: Path, arguments: str = MEMORY, name: str = "spark-1") -> 
     """Not ready yet."""
     options = ["--dtype", "float32", "--chunk", str(CHUNK), "--kv-memory", "64M", "--threads", "1", "--drain", "5"]
     return Process(name, "prefill", "vllm", str(folder), *options, "--vllm-args", arguments, "--log-level", "info")
+
+
+def loading_health(node: Process) -> Any:
+    """What /health says before the node serves."""
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"http://127.0.0.1:{node.port}/health", timeout=30)
+    with refused.value as response:
+        return json.loads(response.read())
 
 
 def descendants(pid: int) -> list[int]:

@@ -5,9 +5,10 @@ import os
 import re
 import signal
 import subprocess
+import sysconfig
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.support.vllm_served import engine_cores
 from tests.support.waiting import until
 
 _ROOT = Path(__file__).parents[2]
+SERVER = "vllm.entrypoints.openai.api_server"
 NO_VLLM = "DISAGG_VLLM_PYTHON is not set: `make vllm` runs these tests"
 START_S = 300.0  # two cores may be busy with other tests
 BUSY_S = 120.0  # the same for what takes a moment
@@ -68,10 +70,35 @@ class VllmForker:
         except ValueError as error:
             raise RuntimeError(f"vLLM cannot be imported: {log.read_text()[-3000:]}") from error
 
-    def start(self, arguments: list[str], environment: dict[str, str], log: Path) -> int:
+    @property
+    def computes_gpt_oss(self) -> bool:
+        """In float32: before 0.31, vLLM on the CPU ends with "expected scalar type BFloat16 but found Float"."""
+        return int(self.version.split(".")[1]) >= 31
+
+    def run(self, program: str, *arguments: str, log: Path) -> str:
+        """A module or a script, to its end. Returns what it wrote. Packages that vLLM does not bring are taken from
+        this environment."""
+        own = sysconfig.get_path("platlib")
+        pid = self.start(list(arguments), {"VLLM_CPU_KVCACHE_SPACE": "1"}, log, program, [own])
+        try:
+            assert until(lambda: not _alive(pid), START_S), log.read_text()[-3000:]
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        return log.read_text(errors="replace")
+
+    def start(
+        self,
+        arguments: list[str],
+        environment: dict[str, str],
+        log: Path,
+        program: str = SERVER,
+        path: Sequence[str] = (),
+    ) -> int:
+        """`path`: more folders of packages."""
         assert self._process.stdin
-        order = {"arguments": arguments, "environment": environment, "log": str(log)}
-        print(json.dumps(order), file=self._process.stdin, flush=True)
+        order = {"program": program, "arguments": arguments, "environment": environment, "log": str(log)}
+        print(json.dumps(order | {"path": path}), file=self._process.stdin, flush=True)
         return int(self._answer("pid"))
 
     def _answer(self, key: str) -> Any:

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import re
 import signal
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.support.vllm_served import (
     errno_of_stranger,
     guards,
     listening_ports,
+    loading_health,
     runs,
     serve_vllm,
 )
@@ -25,6 +27,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 RESTART_S = 400.0  # two cores may be busy with other tests
+LOADING = re.compile(r"vLLM: (starting|loading weights|reserving KV memory) \(\d+ s so far\)")
 
 
 def test_no_other_user_reaches_vllms_http(served: Process) -> None:
@@ -71,11 +74,13 @@ def test_a_vllm_that_dies_is_restarted(served: Process) -> None:
 
 
 def test_ctrl_c_while_vllm_loads(served: Process, served_folder: Path) -> None:
-    """vLLM is killed, as it is where the system has no memory: neither that nor what it says at its end is an error.
-    `served` sets the environment up."""
+    """Meanwhile /health tells vLLM's step. vLLM is killed, as it is where the system has no memory: neither that nor
+    what it says at its end is an error. `served` sets the environment up."""
     node = serve_vllm(served_folder, name="other")
     try:
         assert until(lambda: '"logger": "vllm_node.log_lines"' in node.said(), RESTART_S)
+        assert loading_health(node)["status"] == "loading"
+        assert until(lambda: LOADING.fullmatch(loading_health(node)["reason"]) is not None, RESTART_S)
         below = descendants(node.process.pid)
         node.process.send_signal(signal.SIGINT)
         assert node.process.wait(timeout=RESTART_S) == 0

@@ -24,6 +24,7 @@ from tests.support.paged_model import (
     LAYERS,
     LAYOUTS,
     VOCABULARY,
+    WINDOW,
     PagedModel,
     Request,
     Stage,
@@ -276,6 +277,17 @@ def test_the_connector_dials_again(model: Make, receiver: Receiver) -> None:
     receiver.grant(two)
     vllm.step((two, 20))
     assert until(lambda: receiver.complete(two))
+
+
+def test_a_version_that_was_never_run_is_logged(
+    model: Make, receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The vLLM of these tests says that it is of the version `test`."""
+    model()
+    assert receiver.border.engine
+    assert receiver.border.engine.scheduler.windows == (WINDOW, 0)
+    [told] = [each.getMessage() for each in caplog.records if "was not run" in each.getMessage()]
+    assert told.startswith("this node was not run with vLLM test on a CPU, only with 0.25")
 
 
 def test_workers_that_do_not_make_up_the_model(receiver: Receiver) -> None:

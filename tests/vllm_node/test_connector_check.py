@@ -45,6 +45,7 @@ def scheduler_half(path: Path) -> Iterator[SchedulerHalf]:
         block_tokens=4,
         blocks=4,
         prefix_caching=True,
+        windows=(0,),
     )
     with closing(SchedulerHalf(NodeLink(str(path), attach, lambda accept, memory: None), [])) as half:
         yield half

@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 from disaggregated_inference.errors import BadRequest, EngineUnavailable
-from disaggregated_inference.vllm_node.versions import TESTED, TESTED_CUDA, find_python, is_known, probe, require_known
+from disaggregated_inference.vllm_node.versions import (
+    RUN_ON_CPU,
+    RUN_ON_CUDA,
+    TESTED,
+    TESTED_CUDA,
+    caution,
+    find_python,
+    is_known,
+    probe,
+    require_known,
+)
 
 
 @pytest.mark.parametrize("version", ["0.25.0", "0.25.1", "0.28.0", "0.32.0", "0.32.1+cu130", "0.30.0rc1"])
@@ -19,6 +29,21 @@ def test_other_versions_are_refused_by_number(version: str) -> None:
     assert not is_known(version)
     with pytest.raises(EngineUnavailable, match=r"0\.25 to 0\.32"):
         require_known(version)
+
+
+def test_a_version_that_was_never_run_is_told_of() -> None:
+    assert not caution(TESTED, on_cpu=True)
+    assert not caution(TESTED_CUDA, on_cpu=False)
+    assert f"was not run with vLLM {TESTED} on a GPU, only with 0.25: " in caution(TESTED, on_cpu=False)
+    assert "was not run with vLLM 0.250.1 on a CPU, only with 0.25, 0.26, " in caution("0.250.1", on_cpu=True)
+
+
+def test_the_docs_name_the_versions_that_were_run() -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "VLLM.md").read_text()
+    table = docs.partition("| version | where it ran |")[2].partition("\n\n")[0]
+    for versions, place in ((RUN_ON_CPU, "on the CPU"), (RUN_ON_CUDA, "on one H200")):
+        rows = [row for row in table.splitlines() if place in row]
+        assert all(any(f"{version}." in row for row in rows) for version in versions)
 
 
 def _python(folder: Path, packages: dict[str, str]) -> Path:

@@ -1,5 +1,5 @@
 """`python -m disaggregated_inference.bench.vllm_pages SHAPE`, run by vLLM's own Python on the GPU it is about: the KV
-cache that arrives over the wire equals vLLM's pages, bit for bit.
+cache that arrives over the wire equals vLLM's pages, bit for bit. It needs `xxhash` beside vLLM.
 
 vLLM runs in this process, so that its pages can be read: by each layer's own slot mapping, at the moment when vLLM
 calls the connector. The connector itself goes by the scheduler's block tables. A node and a receiver run beside it.
@@ -218,7 +218,8 @@ def _llm(model: Any, socket: Path, chunk: int, longest: int, blocks: int, decode
     settings = kv_transfer_config(socket, decodes=decodes)
     module = "disaggregated_inference.bench.vllm_pages"
     settings |= {"kv_connector": WatchedConnector.__name__, "kv_connector_module_path": module}
-    options: dict[str, Any] = {"enforce_eager": True}
+    # bfloat16 on a CPU with AMX packs keys in a way that the connector does not know.
+    options: dict[str, Any] = {"enforce_eager": True, "dtype": "float32"}
     if torch.cuda.is_available():
         mode = "FULL_AND_PIECEWISE" if decodes else "PIECEWISE"
         options = {"compilation_config": {"cudagraph_capture_sizes": [1, 8, 512], "cudagraph_mode": mode}}

@@ -177,6 +177,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             block_tokens=self._groups[0].block,
             blocks=self._caches.num_blocks,
             prefix_caching=bool(config.cache_config.enable_prefix_caching),
+            windows=tuple(group.window for group in self._groups),
         )
 
 

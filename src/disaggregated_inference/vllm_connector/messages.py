@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_PACKET_BYTES = 65536
 TICKET_PARAM = "disagg_ticket"  # in `kv_transfer_params` of a request to vLLM
 QUESTION_PARAM = "disagg_question"  # likewise: asks the connector for its `LinkState`
@@ -45,6 +45,7 @@ class AttachScheduler(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbi
     block_tokens: int
     blocks: int
     prefix_caching: bool
+    windows: tuple[int, ...]  # of each group of layers with a block table of its own; 0: it keeps all tokens
 
 
 class AttachWorker(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

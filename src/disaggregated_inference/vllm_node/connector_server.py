@@ -43,6 +43,7 @@ from disaggregated_inference.vllm_connector.messages import (
     encode,
 )
 from disaggregated_inference.vllm_node.staging import Staging
+from disaggregated_inference.vllm_node.versions import caution
 
 log = logging.getLogger(__name__)
 
@@ -279,6 +280,8 @@ class ConnectorServer:
         self.engine, self.reason = AttachedEngine(scheduler, attached[0].dtype, tuple(senders)), ""
         self._explained = ""
         log.info("vLLM %s is attached, with %d workers", scheduler.vllm_version, len(attached))
+        if words := caution(scheduler.vllm_version, on_cpu=attached[0].device == "cpu"):
+            log.warning("%s", words)
         self._changed.notify_all()
 
     def refuse_all(self, reason: str) -> None:

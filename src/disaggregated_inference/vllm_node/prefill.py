@@ -26,6 +26,8 @@ from disaggregated_inference.vllm_node.prefill_requests import Completions
 
 log = logging.getLogger(__name__)
 
+_NO_START = "vLLM's scheduler did not report its start"
+
 
 @dataclass(eq=False, slots=True)
 class Running:
@@ -211,9 +213,9 @@ class VllmPrefill(ChunkedPrefill):
         late = time.monotonic() - self._timeouts.export_s
         for running in list(self._running.values()):
             if 0 < running.answered_at < late and not running.future.done():
-                rest = "the logits are missing" if not running.has_logits else "its scheduler did not tell of it"
+                rest = "the logits are missing" if not running.has_logits else _NO_START
                 what = running.assembly.missing() if not running.assembly.complete else rest
-                self._fail(running, EngineFailed(f"vLLM computed the prompt, but its KV did not arrive: {what}"))
+                self._fail(running, EngineFailed(f"vLLM computed the prompt, but its KV is not complete: {what}"))
 
     def close_job(self, job: PrefillJob) -> None:
         """On the scheduler's thread. The memory is free when vLLM's workers say that they write no more."""

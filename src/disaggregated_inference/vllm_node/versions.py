@@ -1,10 +1,10 @@
 """Which vLLM an environment has, and whether this node knows that version. vLLM is not imported: that takes 20 s.
 
-0.32.0 is the version that the tests run, on the CPU. 0.25.1 ran on an H200 (`disagg bench handoff --prefill vllm`). Of
-0.28.0 and 0.30.0 only the sources were compared: the methods of `KVConnectorBase_V1` that a producer needs stay (0.30
-adds `get_transfer_results`, which calls `get_finished`), and so do the fields of `/v1/completions` and the arguments
-that this node uses. 0.33.0 builds custom logits processors in its second model runner too: it is refused until that was
-tried.
+0.32.0 is the version that the tests run, on the CPU. 0.25.1 ran on an H200 (`disagg bench handoff --prefill vllm`). One
+of each version between them ran the token-exact tests on the CPU, once. The methods of `KVConnectorBase_V1` that a
+producer needs are the same in all of them (0.30 adds `get_transfer_results`, which calls `get_finished`), and so are
+the fields of `/v1/completions` and the arguments that this node uses. 0.33.0 builds custom logits processors in its
+second model runner too: it is refused until that was tried.
 """
 
 import os
@@ -19,6 +19,8 @@ from disaggregated_inference.errors import BadRequest, EngineUnavailable
 from disaggregated_inference.timeouts import VllmTimeouts
 
 OLDEST, BELOW = (0, 25), (0, 33)
+RUN_ON_CPU = ("0.25", "0.26", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32")  # where this node was run with it
+RUN_ON_CUDA = ("0.25",)
 TESTED = "0.32.0"  # on the CPU
 TESTED_CUDA = "0.25.1"
 RANGE = "0.25 to 0.32"
@@ -99,6 +101,17 @@ def require_known(version: str, remedy: str = "") -> None:
 def is_known(version: str) -> bool:
     found = re.match(r"(\d+)\.(\d+)", version)
     return found is not None and OLDEST <= (int(found[1]), int(found[2])) < BELOW
+
+
+def caution(version: str, on_cpu: bool) -> str:
+    """For the log, where this node was never run with that version on such a machine. Empty: it was."""
+    run, place = (RUN_ON_CPU, "a CPU") if on_cpu else (RUN_ON_CUDA, "a GPU")
+    if ".".join(version.split(".")[:2]) in run:
+        return ""
+    return (
+        f"this node was not run with vLLM {version} on {place}, only with {', '.join(run)}: a prompt whose KV is not"
+        " complete fails, and decode nodes compare a prompt before they use its KV"
+    )
 
 
 def _clean() -> dict[str, str]:

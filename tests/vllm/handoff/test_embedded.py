@@ -40,6 +40,8 @@ def test_hybrid_manager_off(vllm_forker: VllmForker, vllm_folder: Callable[[str]
     home = open_home(vllm_forker, model, tmp_path, *LIMITS, "--disable-hybrid-kv-cache-manager")
     decoders = DecodeNodes(model)
     try:
+        assert home.border.engine
+        assert home.border.engine.scheduler.windows == (0,)
         prompts = [prompt_of(length, seed=6) for length in (1, 128, 300, 1000)]
         answers = [hand_over(home, decoders["torch"], prompt, 16) for prompt in prompts]
         assert [list(each) for each in answers] == [expected(decoders["torch"], prompt, 16) for prompt in prompts]

@@ -1,6 +1,7 @@
 """What happens when vLLM, the receiver or the client goes: a typed error in time, everything freed, the next one right.
 
-One tiny vLLM with few blocks. A long prompt takes many steps of 77 tokens, so that there is time to strike."""
+One tiny vLLM with few blocks, which sliding and full layers share. A long prompt takes many steps of 40 tokens, so that
+there is time to strike."""
 
 import os
 import signal
@@ -17,15 +18,19 @@ import msgspec
 import pytest
 
 from disaggregated_inference.api import GenerationParams
+from disaggregated_inference.client import DisaggregatedClient
+from disaggregated_inference.cluster.config import Policies
 from disaggregated_inference.errors import DisaggError, EngineFailed, EngineUnavailable, ModelNotFound, PeerFailed
 from disaggregated_inference.kv_transfer import format_address, sender
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node import DecodeNode, Generation, PrefillContext
+from disaggregated_inference.orchestrator.recorder import FALLBACK_WARNING
 from disaggregated_inference.vllm_connector.messages import MAX_PACKET_BYTES, ExportedRows
 from disaggregated_inference.vllm_node.prefill import VllmPrefill
 from tests.support.handoff import prompt_of
+from tests.support.orchestrator_cluster import answered
 from tests.support.tcp_proxy import Fault, FaultyProxy
-from tests.support.vllm_http import gateway_over_http, vllm_over_http
+from tests.support.vllm_http import cluster_over_http, gateway_over_http, vllm_over_http
 from tests.support.vllm_nodes import DecodeNodes, VllmHome, expected, hand_over, open_home
 from tests.support.vllm_server import BUSY_S, VllmForker, frozen
 from tests.support.waiting import until as until_soon
@@ -39,15 +44,19 @@ _BLOCKS = 120  # of 32 tokens: one long prompt fits, two do not
 
 
 @pytest.fixture(scope="module")
-def home(
-    vllm_forker: VllmForker, vllm_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[VllmHome]:
+def model(vllm_forker: VllmForker, vllm_folder: Callable[[str], Path]) -> ModelFiles:
+    """With both kinds of layers, where vLLM computes it on the CPU."""
+    name = "gpt_oss" if vllm_forker.computes_gpt_oss else "llama"
+    return ModelFiles(name, vllm_folder(name))
+
+
+@pytest.fixture(scope="module")
+def home(vllm_forker: VllmForker, model: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmHome]:
     limits: tuple[str, ...] = ("--max-model-len", "3500", "--max-num-batched-tokens", "77", "--max-num-seqs", "16")
     # Two prompts share a step, and vLLM takes the second one before it knows that there are blocks for all of it.
     limits += ("--long-prefill-token-threshold", "40", "--no-scheduler-reserve-full-isl")
     limits += ("--enable-log-requests", "--max-log-len", "0")  # the log says which were aborted
     blocks = ("--num-gpu-blocks-override", str(_BLOCKS), "--block-size", "32")
-    model = ModelFiles("llama", vllm_folder("llama"))
     folder, size = tmp_path_factory.mktemp("faults"), 128 << 20
     home = open_home(vllm_forker, model, folder, *limits, *blocks, staging_bytes=size, lease_s=3.0)
     yield home
@@ -55,8 +64,8 @@ def home(
 
 
 @pytest.fixture(scope="module")
-def decode(vllm_folder: Callable[[str], Path]) -> Iterator[DecodeNode]:
-    made = DecodeNodes(ModelFiles("llama", vllm_folder("llama")))
+def decode(model: ModelFiles) -> Iterator[DecodeNode]:
+    made = DecodeNodes(model)
     yield made["torch"]
     made.close()
 
@@ -124,7 +133,23 @@ def prefill_of(home: VllmHome) -> VllmPrefill:
     return home.node.chunked_prefill
 
 
-@pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
+def test_vllm_is_killed_in_the_middle_and_the_decode_node_reads(home: VllmHome, decode: DecodeNode) -> None:
+    """Through the orchestrator: right tokens, the warning in the record, and within the limits of the config."""
+    prompt = prompt_of(LONG, seed=50)
+    with cluster_over_http(home, decode) as config, DisaggregatedClient(config) as client:
+        with striking(home, 0.5, home.server.kill, last=True) as armed:
+            armed.set()
+            tokens, metrics = answered(client, prompt, 4, model=home.model.name)
+        assert metrics["total_time"] < Policies().prefill_timeout_s + Policies().decode_timeout_s
+        [record] = client.history()
+    assert tokens == expected(decode, prompt, 4)
+    for told in (metrics, record):
+        assert (told["method"], told["warning"]) == ("fallback", FALLBACK_WARNING)
+        assert "vLLM" in told["warning_reason"]
+    assert until(lambda: home.node.trouble() != "")
+
+
+@pytest.mark.parametrize("part", [0.0, 0.99])
 def test_vllm_is_killed(part: float, home: VllmHome, decode: DecodeNode) -> None:
     epoch = home.node.epoch
     with striking(home, part, home.server.kill, last=True) as armed:
@@ -194,7 +219,7 @@ def test_a_client_that_leaves_ends_its_prompt_in_vllm(asked: str, home: VllmHome
     prompt = prompt_of(LONG, seed=70 + len(asked))
     serving = gateway_over_http(home, decode) if asked == "gateway" else vllm_over_http(home)
     path, body = {
-        "gateway": ("/v1/completions", {"model": "llama", "prompt": prompt, "max_tokens": 4, "stream": True}),
+        "gateway": ("/v1/completions", {"model": home.model.name, "prompt": prompt, "max_tokens": 4, "stream": True}),
         "node": ("/prefill", {"tokens": prompt}),
     }[asked]
     with serving as url, closing(HTTPConnection(url.removeprefix("http://"), timeout=BUSY_S)) as client:
@@ -258,7 +283,9 @@ def test_a_cancelled_prompt_ends_in_vllm(part: float, home: VllmHome) -> None:
 
 def test_out_of_blocks(home: VllmHome, decode: DecodeNode) -> None:
     """Four prompts, two at a time, and blocks for one and a half: vLLM preempts some and computes them again. They are
-    there before it begins."""
+    there before it begins. Sliding and full layers take their blocks from one pool."""
+    assert home.border.engine
+    assert sorted(home.border.engine.scheduler.windows) == ([0] if home.model.name == "llama" else [0, 128])
     prefill, before = prefill_of(home), home.server.metric("vllm:num_preemptions_total")
     prompts = [prompt_of(2400, seed=20 + number) for number in range(4)]
     with frozen(home.server.engine()):
@@ -283,15 +310,36 @@ def test_vllm_refuses_a_request(home: VllmHome, monkeypatch: pytest.MonkeyPatch)
         reading.result(BUSY_S)
 
 
-def test_missing_rows_are_an_error(home: VllmHome, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the connector lost a layer, the prompt must fail, not wait, and never be served."""
+@pytest.mark.parametrize(
+    ("report", "missing"),
+    [
+        ("exported", "0 of 200 tokens arrived in every layer$"),
+        ("logits_ready", "the logits are missing$"),
+        ("started", "vLLM's scheduler did not report its start$"),
+    ],
+)
+def test_what_the_connector_lost_is_an_error(
+    report: str, missing: str, home: VllmHome, decode: DecodeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer, the logits or the start: the prompt must fail, not wait, and the decode node must not serve it."""
     prefill = prefill_of(home)
-    exported = prefill.exported
-    monkeypatch.setattr(prefill, "exported", lambda worker, rows: rows.layer != 2 and exported(worker, rows))
+    reported, lost = getattr(prefill, report), threading.Event()
+
+    def lose(*about: object) -> None:
+        if report == "exported" and getattr(about[1], "layer", 2) != 2:
+            reported(*about)
+        else:
+            lost.set()
+
+    monkeypatch.setattr(prefill, report, lose)
     monkeypatch.setattr(prefill, "_timeouts", type(prefill._timeouts)(export_s=0.5))
-    _, reading = home.node.submit(prompt_of(200, seed=4))
-    with pytest.raises(EngineFailed, match="0 of 200 tokens"):
+    context, reading = home.node.submit(prompt_of(200, seed=len(report)))
+    answer = decode.generate_from_kv(context, GenerationParams(max_tokens=4))
+    with pytest.raises(EngineFailed, match=f"^vLLM computed the prompt, but its KV is not complete: {missing}"):
         reading.result(BUSY_S)
+    with pytest.raises(PeerFailed, match=missing.removesuffix("$")):
+        list(answer)
+    assert lost.is_set()
 
 
 def test_a_vllm_that_hangs_is_seen(home: VllmHome) -> None:

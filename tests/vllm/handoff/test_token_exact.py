@@ -1,16 +1,18 @@
 """vLLM reads, other engines write: the tokens are those of the writing engine alone, in float32."""
 
 from functools import partial
+from itertools import pairwise
 
 import pytest
 
 from disaggregated_inference.api import GenerationParams
+from disaggregated_inference.vllm_connector.messages import ExportedRows
 from disaggregated_inference.vllm_node.prefill import VllmPrefill
 from tests.support.engines import ENGINE_OPTIONS, LLAMACPP
 from tests.support.handoff import prompt_of
 from tests.support.vllm_nodes import DecodeNodes, VllmHome, expected, hand_over
 from tests.support.vllm_prompts import LENGTHS, chosen_prompt
-from tests.support.vllm_server import BUSY_S
+from tests.support.vllm_server import BUSY_S, frozen
 from tests.support.waiting import until as until_soon
 
 pytestmark = pytest.mark.slow
@@ -48,8 +50,7 @@ def test_a_prefix_that_vllm_held_is_sent_from_its_pages(home: VllmHome, decoders
 
 
 def test_each_prompt_token_goes_through_the_model_once(home: VllmHome, decoders: DecodeNodes) -> None:
-    prefill = home.node.chunked_prefill
-    assert isinstance(prefill, VllmPrefill)
+    prefill = prefill_of(home)
     assert until(lambda: not prefill.uncounted)
     before, prompt = home.node.engine.counters.prompt_tokens, prompt_of(333, seed=12)
     assert list(hand_over(home, decoders[TARGETS[0]], prompt, 4))
@@ -57,11 +58,41 @@ def test_each_prompt_token_goes_through_the_model_once(home: VllmHome, decoders:
     assert home.node.engine.counters.prompt_tokens == before + 333
 
 
-def test_sixteen_at_once(home: VllmHome, decoders: DecodeNodes) -> None:
-    decode = decoders[TARGETS[-1] if TARGETS[-1] != "llamacpp" else TARGETS[0]]
-    prompts = [prompt_of(20 + 37 * number, seed=13) for number in range(16)]
-    answers = [hand_over(home, decode, prompt, ANSWER) for prompt in prompts]
-    assert [list(answer) for answer in answers] == [expected(decode, prompt, ANSWER) for prompt in prompts]
+def test_sixteen_at_once(
+    architecture: str, home: VllmHome, decoders: DecodeNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For all decode nodes. All sixteen are there before vLLM begins, and prompts share steps: rows of two prompts
+    then come one after the other for one layer."""
+    prefill = prefill_of(home)
+    exported, seen = prefill.exported, []
+
+    def export(worker: int, rows: ExportedRows) -> None:
+        seen.append((rows.layer, rows.ticket))
+        exported(worker, rows)
+
+    monkeypatch.setattr(prefill, "exported", export)
+    jobs = [(TARGETS[number % len(TARGETS)], prompt_of(20 + 37 * number, seed=13)) for number in range(16)]
+    if LLAMACPP:
+        chosen = (chosen_prompt(architecture, length) for length in LENGTHS)
+        jobs = [(target, next(chosen) if target in LLAMACPP else prompt) for target, prompt in jobs]
+    assert until(lambda: not prefill.uncounted)
+    with frozen(home.server.engine()):
+        answers = [hand_over(home, decoders[target], prompt, ANSWER) for target, prompt in jobs]
+        assert until(lambda: len(prefill.uncounted) == 16)
+    assert [list(each) for each in answers] == [expected(decoders[target], prompt, ANSWER) for target, prompt in jobs]
+    shared = {frozenset((one, two)) for (layer, one), (other, two) in pairwise(seen) if layer == other and one != two}
+    assert len(shared) >= 8, "most of sixteen prompts share a step with the next one"
+
+
+def prefill_of(home: VllmHome) -> VllmPrefill:
+    assert isinstance(home.node.chunked_prefill, VllmPrefill)
+    return home.node.chunked_prefill
+
+
+def test_layers_are_in_the_groups_that_the_hybrid_manager_makes(architecture: str, home: VllmHome) -> None:
+    """Of sliding layers it keeps the window's blocks alone; off, as in test_embedded.py, there is one group."""
+    assert home.border.engine
+    assert sorted(home.border.engine.scheduler.windows) == ([0, 128] if architecture == "gpt_oss" else [0])
 
 
 def test_nothing_is_left(home: VllmHome, decoders: DecodeNodes) -> None:
