@@ -137,7 +137,8 @@ def _joined(notebooks: list[Notebook]) -> Notebook:
 
 
 def _tests(cell: Cell) -> bool:
-    return bool(cell.metadata.get("nbgrader", {}).get("grade"))
+    data = cell.metadata.get("nbgrader")
+    return isinstance(data, dict) and bool(data.get("grade"))
 
 
 UNCHANGED, PS1 = APPS / "submitted-unchanged.ipynb", GUIDE / "source/ps1/problem1.ipynb"
