@@ -13,7 +13,7 @@ VLLM_TORCH ?=
 VLLM_VENV := .venv-vllm$(addprefix -,$(VLLM_VERSION))
 VLLM := $(VLLM_VENV)/.ready
 
-.PHONY: demo grade-demo test quick clients vllm lint check templates bench fuzz chaos screenshots format clean
+.PHONY: demo grade-demo test quick clients vllm lint check templates bench fuzz chaos screenshots grade-screenshots format clean
 
 demo: $(READY)
 	$(BIN)/disagg demo
@@ -93,6 +93,10 @@ chaos: $(READY)
 screenshots: $(READY)
 	$(BIN)/python -m tests.support.screenshots --readme
 	$(BIN)/python -m tests.support.screenshots
+
+# The grader's pages over a synthetic class of 80, in build/grade-screenshots/ to be looked at.
+grade-screenshots: $(READY)
+	$(BIN)/python -m tests.support.grade_screenshots
 
 format: $(READY)
 	$(BIN)/ruff format .

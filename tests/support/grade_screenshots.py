@@ -1,4 +1,4 @@
-"""Screenshots of the grader's pages over a class of 80: `python -m tests.support.grade_screenshots`.
+"""Screenshots of the grader's pages over a class of 80: `make grade-screenshots`.
 
 The class is synthetic. The programs' layers grade all of it; two simulated models read some works, and one is run again
 in the sandbox. All pictures go into a folder to be looked at.

@@ -124,7 +124,7 @@ def _grade(database: Database, submission: StoredSubmission, stored: Grading) ->
     verdicts = overridden(rubric, machine, review.points)
     late = Lateness(minutes=round(submission.late_days * _MINUTES_PER_DAY)) if submission.late_days else None
     total = score(rubric, verdicts, late)
-    spoken = contradictions(models.feedback, verdicts, total) if models and models.feedback else ()
+    spoken = _spoken(models, rubric, verdicts, total) if models else ()
     return Grade(
         submission=submission,
         rubric=rubric,
@@ -138,6 +138,10 @@ def _grade(database: Database, submission: StoredSubmission, stored: Grading) ->
         checks=checks,
         models=models,
     )
+
+
+def _spoken(models: ModelsResult, rubric: Rubric, verdicts: tuple[Verdict, ...], total: Score) -> tuple[Flag, ...]:
+    return contradictions(models.feedback, rubric, verdicts, total, models.unfounded) if models.feedback else ()
 
 
 def overridden(rubric: Rubric, verdicts: tuple[Verdict, ...], points: Mapping[str, HumanPoints]) -> tuple[Verdict, ...]:

@@ -30,6 +30,7 @@ from grader.models.endpoint import (
     require_models,
 )
 from grader.models.feedback import Feedback, Improvement, Reflection, Strength
+from grader.models.named_evidence import unfounded
 from grader.models.settings import ModelSettings
 
 __all__ = [
@@ -66,4 +67,5 @@ __all__ = [
     "question_hash",
     "require_models",
     "text_sha",
+    "unfounded",
 ]

@@ -21,6 +21,7 @@ from grader.models.code_analysis import (
 )
 from grader.models.endpoint import AnswerRefused, AnswerTooSlow, Figures, Question, RawAnswer
 from grader.models.feedback import Feedback, feedback_schema, read_feedback
+from grader.models.named_evidence import unfounded
 from grader.models.prompts import code_messages, feedback_messages, shared_part, shown, student_part, without_names
 from grader.models.quotes import Quotable, quotable
 from grader.models.settings import ModelSettings
@@ -53,6 +54,7 @@ class ModelsResult(msgspec.Struct, frozen=True, kw_only=True):
     questions: dict[str, str]  # hash of each item's question
     context: str = ""  # hash of all else that the code model read
     feedback: Feedback | None
+    unfounded: tuple[str, ...] = ()  # what the feedback says is in the work, and is not
     runs: tuple[LayerRun, ...]
     wall_s: float
     sequential_s: float
@@ -98,6 +100,7 @@ def analyse(work: Work, settings: ModelSettings, ask: Ask) -> ModelsResult:
         questions={item.id: question_hash(item) for item in asked_items(work.rubric)},
         context=context_hash(work),
         feedback=written,
+        unfounded=unfounded(written, work.rubric, work.notebook, work.names) if written else (),
         runs=runs,
         wall_s=time.monotonic() - started,
         sequential_s=sum(run.figures.total_s for run in runs if run.figures and not run.reused),

@@ -1,11 +1,12 @@
-"""Does the feedback say what the points say? A contradiction is a flag for the instructor. Points of layers 1 and 2
-never change by it; what the code model alone decided goes to review."""
+"""Does the feedback say what the points and the work say? A contradiction is a flag for the instructor. Points of
+layers 1 and 2 never change by it; what the code model alone decided goes to review."""
 
 import re
 from collections.abc import Iterator
 from decimal import Decimal
 
 from grader.models.feedback import Feedback
+from grader.rubric import Rubric, Words
 from grader.scoring import Score
 from grader.verdicts import Flag, Verdict
 
@@ -18,12 +19,17 @@ _NAMES_POINTS = re.compile(
 )
 
 
-def contradictions(feedback: Feedback, verdicts: tuple[Verdict, ...], score: Score) -> tuple[Flag, ...]:
+def contradictions(
+    feedback: Feedback, rubric: Rubric, verdicts: tuple[Verdict, ...], score: Score, unfounded: tuple[str, ...] = ()
+) -> tuple[Flag, ...]:
+    """`unfounded`: what was found when the feedback was written."""
     messages = [
         *contradicted_items(feedback, verdicts).values(),
+        *_about_the_reflection(feedback, rubric, verdicts),
         *_about_the_whole(feedback, score),
         *_about_points(feedback),
         *_about_sense(feedback),
+        *unfounded,
     ]
     return tuple(Flag(code=CODE, message=message) for message in messages)
 
@@ -41,6 +47,16 @@ def _about_items(feedback: Feedback, verdicts: tuple[Verdict, ...]) -> Iterator[
     for improvement in feedback.improvements:
         if status.get(improvement.item) == "earned":
             yield improvement.item, f"the feedback criticises {improvement.item}, which earned all its points"
+
+
+def _about_the_reflection(feedback: Feedback, rubric: Rubric, verdicts: tuple[Verdict, ...]) -> Iterator[str]:
+    """Enough words can be thin. None at all, or depth without words, cannot be."""
+    counted = [one for one in verdicts if isinstance(rubric.item(one.item_id).check, Words)]
+    quality = feedback.reflection.quality
+    if quality in ("adequate", "deep") and counted and all(one.status == "not_earned" for one in counted):
+        yield f"the feedback calls the reflection {quality}; {counted[0].item_id} earned no points"
+    if quality == "none" and (written := [one for one in counted if one.status == "earned"]):
+        yield f"the feedback finds no reflection; {written[0].item_id} earned all its points"
 
 
 def _about_the_whole(feedback: Feedback, score: Score) -> Iterator[str]:

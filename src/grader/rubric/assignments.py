@@ -17,6 +17,7 @@ from grader.rubric.imported import Imported, item_id, points_of, step_for
 from grader.rubric.schema import Item, Rubric
 
 _HIDDEN_MARKS = re.compile(r"^\s*###\s*(BEGIN|END) HIDDEN TESTS\s*$", re.MULTILINE)
+_AUTOTEST = re.compile(r"^\s*#.*\bAUTOTEST\b", re.MULTILINE)  # nbgrader makes a test of it
 _SCHEMAS = (0, 1, 2, 3)
 _COMMENT_LINES = re.compile(r"^#.*$", re.MULTILINE)
 
@@ -68,10 +69,10 @@ def _nbgrader(notebook: Notebook, notes: list[str]) -> Iterator[Item]:
         taken.append(chosen)
         points = points_of(data["points"], title)
         manual = bool(data.get("solution") or data.get("task"))
-        if not manual and not cell.source.strip():
-            notes.append(f"The test `{title}` has no code: a human grades it.")
-            manual = True
-        yield Item(id=chosen, title=title, points=points, check=_manual(cell) if manual else _test(cell))
+        missing = "" if manual else _missing_test(cell)
+        if missing:
+            notes.append(f"The test `{title}` {missing}")
+        yield Item(id=chosen, title=title, points=points, check=_manual(cell) if manual or missing else _test(cell))
 
 
 def _has_points(data: dict[str, Any]) -> bool:
@@ -80,6 +81,13 @@ def _has_points(data: dict[str, Any]) -> bool:
         return float(data.get("points") or 0) > 0
     except (TypeError, ValueError):
         return False
+
+
+def _missing_test(cell: Cell) -> str:
+    """What any work would pass is no test."""
+    if _AUTOTEST.search(cell.source):
+        return "has AUTOTEST lines, which nbgrader fills in: import the notebook that it generated. A human grades it."
+    return "" if _COMMENT_LINES.sub("", cell.source).strip() else "has no code: a human grades it."
 
 
 def _manual(cell: Cell) -> Manual:

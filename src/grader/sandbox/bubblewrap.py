@@ -22,6 +22,7 @@ _DRIVER = "/driver"
 _DRIVER_FILES = ("driver.py", "job.py", "processes.py")
 _INPUTS = "/inputs"
 _UID = "65534"  # the user without rights
+_DRIVER_THREADS = 32  # most; outside the inner sandbox they count as well
 _CPU_SLACK_S = 5  # the driver, which counts all processes together, comes first and says why
 _SYSTEM = ("/usr", "/opt/R")
 _ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "R", "fonts", "jupyter")
@@ -66,6 +67,7 @@ def inner_command(limits: RunLimits, inputs: Path | None, command: Sequence[str]
     """Starts the kernel inside the outer sandbox. `{connection_file}` is for Jupyter to fill in."""
     separate = [f"--unshare-{name}" for name in ("user", "pid", "ipc", "uts", "cgroup-try")]
     box = [
+        *_limited(limits, _DRIVER_THREADS),
         "bwrap",
         *separate,
         "--disable-userns",
@@ -80,14 +82,15 @@ def inner_command(limits: RunLimits, inputs: Path | None, command: Sequence[str]
     for name in _input_names(inputs):
         box += ["--ro-bind", f"{_INPUTS}/{name}", f"{WORK}/{name}"]
     box += ["--ro-bind", "{connection_file}", CONNECTION, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK]
-    return [*box, "--", *_limited(limits), *command]
+    return [*box, "--", *_limited(limits, 0), *command]
 
 
-def _limited(limits: RunLimits) -> list[str]:
-    """Limits of each process. The driver watches the memory and the processor time of all together."""
+def _limited(limits: RunLimits, more_processes: int) -> list[str]:
+    """Limits of each process. The driver watches the memory and the processor time of all together. bubblewrap's own
+    process, the first in the inner sandbox, has limits, too: student code can write into its memory."""
     return [
         "prlimit",
-        f"--nproc={limits.processes}",
+        f"--nproc={limits.processes + more_processes}",
         f"--as={(limits.memory_mib + 2048) * 2**20}",
         f"--cpu={limits.cpu_s + _CPU_SLACK_S}",
         f"--fsize={limits.disk_mib * 2**20}",

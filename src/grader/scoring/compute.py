@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import msgspec
 
-from grader.points import apportioned, plain, rounded
+from grader.points import plain, rounded
 from grader.rubric import Cap, Letter, Rubric
 from grader.scoring.score import Component, Score
 from grader.verdicts import Verdict
@@ -121,18 +121,3 @@ def percent_of(total: Decimal, maximum: Decimal) -> Decimal:
 
 def letter_of(percent: Decimal, letters: Sequence[Letter]) -> str:
     return next((letter.letter for letter in letters if percent >= letter.from_percent), letters[-1].letter)
-
-
-def scaled(whole: Score, maximum: Decimal, rubric: Rubric) -> Score:
-    """The same score out of another maximum, as 37.5. The lines sum to the total again (largest remainders)."""
-    factor = Fraction(maximum) / Fraction(whole.maximum) if whole.maximum else Fraction(0)
-    total = rounded(Fraction(whole.total) * factor, rubric.point_step)
-    points = apportioned([line.points for line in whole.components], total, rubric.point_step)
-    bounds = [rounded(Fraction(line.max_points) * factor, rubric.point_step) for line in whole.components]
-    pending = [rounded(Fraction(line.pending) * factor, rubric.point_step) for line in whole.components]
-    lines = tuple(
-        msgspec.structs.replace(line, points=part, max_points=bound, pending=left)
-        for line, part, bound, left in zip(whole.components, points, bounds, pending, strict=True)
-    )
-    left = sum(pending, ZERO)
-    return msgspec.structs.replace(whole, components=lines, total=total, maximum=maximum, pending=left)

@@ -12,6 +12,14 @@ from grader.points import plain, rounded
 from grader.web.session import all_grades, book, chosen_assignment
 
 _BAND_PERCENT = 10
+_SHARES = {  # as a bar chart, but always from 0 to 100 percent
+    "mark": "bar",
+    "height": {"step": 24},
+    "encoding": {
+        "x": {"field": "percent", "type": "quantitative", "scale": {"domain": [0, 100]}},
+        "y": {"field": "item", "type": "nominal", "sort": None},
+    },
+}
 
 
 def statistics_page() -> None:
@@ -27,7 +35,7 @@ def statistics_page() -> None:
         st.bar_chart(bands(found), x="percent", y="students", sort=False)
     with right:
         st.subheader("Mean share of each item's points")
-        st.bar_chart(item_shares(found), x="item", y="percent", horizontal=True, sort=False)
+        st.vega_lite_chart(item_shares(found), _SHARES)
     if flags := Counter(code for one in found for code in {flag.code for flag in one.flags}):
         st.subheader("Flags")
         st.bar_chart(

@@ -146,7 +146,9 @@ def test_feedback_that_comes_after_an_approval_is_not_approved(book: tuple[Datab
     assert (after.score, after.state) == (grade.score, "changed since approval")
 
 
-def _judged(book: tuple[Database, Assignment], answer: Literal["yes", "no"], **words: Any) -> Grade:
+def _judged(
+    book: tuple[Database, Assignment], answer: Literal["yes", "no"], unfounded: tuple[str, ...] = (), **words: Any
+) -> Grade:
     """Of submission 2, after the code model answered about `names` and the feedback model spoke."""
     rubric = load_rubric(RUBRIC)
     items = [item for item in rubric.items if item.id == "names"]
@@ -159,6 +161,7 @@ def _judged(book: tuple[Database, Assignment], answer: Literal["yes", "no"], **w
         questions={},
         feedback=msgspec.structs.replace(_WORDS, **words),
         runs=(),
+        unfounded=unfounded,
         wall_s=0,
         sequential_s=0,
     )
@@ -199,9 +202,13 @@ def test_models_that_disagree_decide_nothing(
 
 
 def test_feedback_moves_no_points_of_the_checks(book: tuple[Database, Assignment]) -> None:
-    grade = _judged(book, "yes", improvements=(Improvement("mean", "a", "b", "c", "d"),))
+    lost = ("the feedback speaks of cell 9; the work has 4",)
+    grade = _judged(book, "yes", lost, improvements=(Improvement("mean", "a", "b", "c", "d"),))
     assert grade.score.total == 8
-    assert _contradictions(grade) == ["the feedback criticises mean, which earned all its points"]
+    assert _contradictions(grade) == [
+        "the feedback criticises mean, which earned all its points",
+        "the feedback speaks of cell 9; the work has 4",
+    ]
 
 
 def test_late_work_loses_what_the_policy_says(tmp_path: Path) -> None:

@@ -83,7 +83,10 @@ def test_a_model_decides_its_share_and_advises_on_the_rest() -> None:
     style = next(one for one in result.verdicts if one.item_id == "style")
     assert "says yes" in style.reason
     assert style.evidence[0].quote == "sales = [10, 20, 30]"
-    refused = _analysed(Answers({"names": _GOOD | {"answer": "no", "quote": ""}, "style": _GOOD}))
+    assert not result.unfounded
+    away = _FEEDBACK | {"instructor_comment": "Cell 5 is empty."}
+    refused = _analysed(Answers({"names": _GOOD | {"answer": "no", "quote": ""}, "style": _GOOD}, feedback=away))
+    assert refused.unfounded == ("the feedback speaks of cell 5; the work has 4",)
     assert _verdict(refused, "names") == ("not_earned", 0, 0)
 
 

@@ -1,6 +1,8 @@
 """The sandbox: escapes that student code may try, each tried and failed."""
 
+import ast
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -44,14 +46,60 @@ def listener() -> Iterator[tuple[str, int]]:
         yield server.getsockname()
 
 
+_PREFIXES = [Path(prefix) for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)]
+PLACES = {*_PREFIXES, *(path.resolve() for path in _PREFIXES)}
+
+
+def _files_of(home: str) -> Iterator[str]:
+    """Outside the interpreter, which the sandbox shows."""
+    for folder, folders, names in os.walk(home):
+        folders[:] = [name for name in folders if PLACES.isdisjoint({Path(folder, name), Path(folder, name).resolve()})]
+        yield from (f"{folder}/{name}" for name in names if Path(folder, name).is_file())
+
+
+def _program(*command: str) -> str:
+    assert shutil.which(command[0])
+    return f"subprocess.run({list(command)!r}, check=True, capture_output=True)"
+
+
 ATTEMPT = """
 def attempt(what):
     try:
         print("DONE", what())
     except BaseException as error:
-        print("FAILED", type(error).__name__)
+        print("FAILED", type(error).__name__, getattr(error, "errno", ""))
 import os, socket, subprocess
 """
+
+
+def _attempts(listener: tuple[str, int], secret: str, home: str) -> dict[str, tuple[str, set[str]]]:
+    """By name: code, and the errors that mean that it failed for the right reason."""
+    treasure = next(_files_of(home), "")
+    assert treasure, "the home folder has something to steal"
+    missing, denied = {"FileNotFoundError"}, {"PermissionError", "FileNotFoundError"}
+    return {
+        "network": (f"socket.create_connection({listener!r}, timeout=5)", {"ConnectionRefusedError"}),
+        "any network": ('socket.create_connection(("203.0.113.1", 80), timeout=5)', {"OSError"}),  # unreachable
+        "names": ('socket.getaddrinfo("example.org", 80)', {"gaierror"}),
+        "the database": (f"open({secret!r}).read()", missing),
+        "its link among the inputs": ('open("link.csv").read()', missing),
+        "a link of one's own": (f"(os.symlink({secret!r}, 'mine'), open('mine').read())", missing),
+        "the database by /proc": (f"open('/proc/1/root' + {secret!r}).read()", denied),
+        "settings of the machine": ("open('/proc/sys/kernel/hostname', 'w').write('x')", {"OSError", *denied}),
+        "accounts": ("open('/etc/passwd').read()", missing),
+        "a file of the home folder": (f"open({treasure!r}).read()", missing),
+        "ssh keys": (f"os.listdir({home!r} + '/.ssh')", missing),
+        "writing to the home folder": (f"open({home!r} + '/x', 'w')", {"OSError", *denied}),
+        "writing to the system": ("open('/usr/x', 'w')", {"OSError", *denied}),
+        "writing to the interpreter": ("open(os.path.dirname(os.__file__) + '/os.py', 'a')", {"OSError", *denied}),
+        "writing to the root": ("open('/x', 'w')", {"OSError", *denied}),
+        "writing to devices": ("open('/dev/x', 'w')", {"OSError", *denied}),
+        "changing an input": ("open('sales.csv', 'w')", {"OSError", *denied}),
+        "replacing an input": ("(os.rename('sales.csv', 'old.csv'), 'renamed')", {"OSError", *denied}),
+        "mounting": (_program("mount", "-t", "tmpfs", "x", "/mnt"), {"CalledProcessError"}),
+        "a namespace of one's own": (_program("unshare", "-Ur", "true"), {"CalledProcessError"}),
+        "killing the driver": ("[os.kill(pid, 9) for pid in others()][0]", {"IndexError"}),  # it sees no process
+    }
 
 
 @needs_sandbox
@@ -65,39 +113,38 @@ def test_escapes_fail(tmp_path: Path, listener: tuple[str, int]) -> None:
     (data / "sales.csv").chmod(0o600)  # as root, the sandbox's user is another one
     (data / "link.csv").symlink_to(secret)
     home = os.path.expanduser("~")
-    assert os.listdir(home), "the home folder has something to steal"
-    attempts = {
-        "network": f"socket.create_connection({listener!r}, timeout=5)",
-        "any network": 'socket.create_connection(("203.0.113.1", 80), timeout=5)',
-        "names": 'socket.getaddrinfo("example.org", 80)',
-        "the database": f"open({str(secret)!r}).read()",
-        "its link among the inputs": 'open("link.csv").read()',
-        "a link of one's own": f"(os.symlink({str(secret)!r}, 'mine'), open('mine').read())",
-        "the database by /proc": f"open('/proc/1/root' + {str(secret)!r}).read()",
-        "other processes' memory": "open('/proc/1/mem', 'rb').read(1)",
-        "settings of the machine": "open('/proc/sys/kernel/hostname', 'w').write('x')",
-        "accounts": "open('/etc/passwd').read()",
-        "ssh keys": f"os.listdir({home!r} + '/.ssh')",
-        "writing to the system": "open('/usr/x', 'w')",
-        "writing to the interpreter": "open(os.path.dirname(os.__file__) + '/os.py', 'a')",
-        "writing to the root": "open('/x', 'w')",
-        "writing to devices": "open('/dev/x', 'w')",
-        "changing an input": "open('sales.csv', 'w')",
-        "replacing an input": "(os.rename('sales.csv', 'old.csv'), 'renamed')",
-        "mounting": "subprocess.run(['mount', '-t', 'tmpfs', 'x', '/mnt'], check=True, capture_output=True)",
-        "a namespace of one's own": "subprocess.run(['unshare', '-Ur', 'true'], check=True, capture_output=True)",
-        "killing the driver": "[os.kill(pid, 9) for pid in others()][0]",
-    }
+    attempts = _attempts(listener, str(secret), home)
     others = "def others(): return {int(name) for name in os.listdir('/proc') if name.isdigit()} - {1, os.getpid()}"
-    cells = [f"attempt(lambda: {what})" for what in attempts.values()]
+    cells = [f"attempt(lambda: {what})" for what, _ in attempts.values()]
+    listed = f"print([name for name in os.listdir({home!r})] if os.path.exists({home!r}) else [])"
+    first = "for name in ('1', 'self'): print(open(f'/proc/{name}/limits').read().replace('unlimited', '0'), end='$')"
     good = "print(open('sales.csv').read(), os.environ['HOME'], os.getcwd())\nopen('own.txt', 'w').write('mine')"
-    done = run(ATTEMPT + others, *cells, good, "os.kill(1, 9); os.kill(-1, 0)", "print('still here')", inputs=data)
+    done = run(
+        ATTEMPT + others,
+        *cells,
+        good,
+        "os.kill(1, 9); os.kill(-1, 0)",
+        "print('still here')",
+        listed,
+        first,
+        inputs=data,
+    )
     assert done.status == "finished", done.flags
-    for index, name in enumerate(attempts, 1):
-        assert said(done, index).startswith("FAILED"), f"{name}: {said(done, index)}"
+    for index, (name, (_, right)) in enumerate(attempts.items(), 1):
+        failed, kind = said(done, index).split()[:2]
+        assert (failed, kind in right) == ("FAILED", True), f"{name}: {said(done, index)}"
     assert "1,2" in said(done, len(attempts) + 1)
     assert failure(done, len(attempts) + 1) == ""
     assert "still here" in said(done, len(attempts) + 3)
+    shown = [Path(home) / name for name in ast.literal_eval(said(done, len(attempts) + 4))]
+    assert all(any(path in (place, *place.parents) for place in PLACES) for path in shown), "the way to Python alone"
+    limits = [
+        {line[:25].strip(): line[25:].split()[1] for line in one.splitlines()[1:]}
+        for one in said(done, len(attempts) + 5).split("$")[:2]
+    ]
+    assert int(limits[1].pop("Max processes")) == LIMITS.processes
+    assert LIMITS.processes <= int(limits[0].pop("Max processes")) < 2 * LIMITS.processes
+    assert limits[0] == limits[1], "student code can write into the memory of the first process"
     assert secret.read_text() == "all the grades"
     assert os.environ["PATH"] not in said(done, len(attempts) + 1)
 
@@ -259,6 +306,19 @@ def test_notebook_has_a_time_limit_and_dead_kernels_are_told() -> None:
     assert died.status == "died"
     assert failure(died, 0) == "KernelDied"
     assert "The kernel was lost" in died.flags[0].message
+
+
+@needs_sandbox
+@pytest.mark.slow
+def test_a_kernel_that_never_answers(tmp_path: Path) -> None:
+    """It starts, and hangs in its first import."""
+    (tmp_path / "ipykernel_launcher.py").write_text("import signal\nsignal.pause()")
+    hung = run("print(1)", inputs=tmp_path, startup_timeout_s=1.0)
+    assert hung.status == "died"
+    assert not hung.notebook.cells[0].ran
+    assert [flag.code for flag in hung.flags] == ["rerun_died"]
+    assert "The kernel does not answer" in hung.flags[0].message
+    assert "1 seconds" in hung.flags[0].message
 
 
 @needs_sandbox

@@ -67,13 +67,16 @@ def test_large_class_has_as_many_files(tmp_path: Path) -> None:
     assert load_rubric((tmp_path / "rubric.yaml").read_text()).maximum == 40
 
 
+@pytest.mark.parametrize("language", CLASSES)
 @pytest.mark.parametrize("variant", ["perfect", "crash", "wrong_numbers"])
-def test_one_inserted_cell_changes_nothing(variant: str) -> None:
-    made = CLASSES["python"]
+def test_one_inserted_cell_changes_nothing(language: str, variant: str) -> None:
+    made = CLASSES[language]
     rubric, solution = load_rubric(made.rubric), read_notebook(made.solution, "solution")
     submitted = next(each for each in made.submissions if each.variant == variant)
     content = json.loads(submitted.data)
-    extra = [text("A remark."), code("helper = 0\nprint(helper)", printed("0\n"), count=None), code("", count=None)]
+    helper = {"python": ("helper = 0\nprint(helper)", "0\n"), "r": ("helper <- 0\nprint(helper)", "[1] 0\n")}
+    source, shown = helper[language]
+    extra = [text("A remark."), code(source, printed(shown), count=None), code("", count=None)]
     for position in range(len(content["cells"]) + 1):
         for cell in extra:
             cells = [*content["cells"][:position], cell, *content["cells"][position:]]
@@ -82,11 +85,20 @@ def test_one_inserted_cell_changes_nothing(variant: str) -> None:
             assert {each.item_id: each.points for each in verdicts if each.item_id != "clarity"} == submitted.points
 
 
-def _rerun_points(language: str, variant: str, folder: Path) -> dict[str, Decimal]:
+_LIMITS = "limits: {cell_timeout_s: 6, memory_mib: 700, processes: 40}\nrerun: true\n"
+
+
+_R_TESTS = """\
+  - {id: passes, title: P, points: 1, check: {kind: tests, code: "stopifnot(nrow(rows) > 1, is.function(revenue))"}}
+  - {id: fails, title: F, points: 1, check: {kind: tests, code: "stopifnot(nrow(rows) == 1)"}}
+"""
+
+
+def _rerun_points(language: str, variant: str, folder: Path, tests: str = "") -> dict[str, Decimal]:
     made = CLASSES[language]
-    rubric = load_rubric(made.rubric + "limits: {cell_timeout_s: 6, memory_mib: 700, processes: 40}\nrerun: true\n")
+    rubric = load_rubric(made.rubric.replace("total: 40\n", "") + tests + _LIMITS)
     submitted = next(each for each in made.submissions if each.variant == variant)
-    notebook = read_notebook(submitted.data, "x")
+    notebook = read_notebook(submitted.data if language == "python" else _endless_first(submitted.data), "x")
     submission = Submission(
         notebook=notebook,
         solution=read_notebook(made.solution, "solution"),
@@ -94,6 +106,13 @@ def _rerun_points(language: str, variant: str, folder: Path) -> dict[str, Decima
         rerun=rerun_for(rubric, notebook, folder / "inputs"),
     )
     return {each.item_id: each.points for each in check_items(rubric, submission) if each.item_id != "clarity"}
+
+
+def _endless_first(data: bytes) -> bytes:
+    """The loop or the bomb comes before the others: they must earn their points after it."""
+    content = json.loads(data)
+    content["cells"].sort(key=lambda cell: "while" not in cell["source"])
+    return json.dumps(content).encode()
 
 
 @pytest.mark.slow
@@ -116,5 +135,8 @@ def test_r_notebooks_run_in_the_sandbox(tmp_path: Path) -> None:
     made = CLASSES["r"]
     made.write(tmp_path)
     known = {each.variant: each.points for each in made.submissions}
-    for variant in ("wrong_numbers", "crash"):
-        assert _rerun_points("r", variant, tmp_path) == known[variant]
+    tested = {"passes": Decimal(1), "fails": Decimal(0)}
+    with ThreadPoolExecutor(2) as pool:
+        variants = ("infinite_loop", "fork_bomb", "wrong_numbers", "crash")
+        found = list(pool.map(lambda variant: _rerun_points("r", variant, tmp_path, _R_TESTS), variants))
+    assert dict(zip(variants, found, strict=True)) == {variant: known[variant] | tested for variant in variants}

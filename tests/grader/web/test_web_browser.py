@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import re
 import zipfile
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from grader.grading import grades
 from grader.local_cluster import local_cluster
-from grader.store import Assignment, Database, assignment, history, progress, reveals, submissions
+from grader.store import Assignment, Database, assignment, history, live_workers, progress, reveals, submissions
 from tests.support.grade_books import RUBRIC, work
 from tests.support.grade_pages import EVIL, MODELS_S, SOON_MS, fill, opened, press, settle, upload, visit, web
 from tests.support.notebooks import code, notebook_bytes, printed, text
@@ -36,13 +37,28 @@ def class_zip() -> bytes:
     return buffer.getvalue()
 
 
-def test_a_class_from_rubric_to_export(tmp_path: Path) -> None:
+# The worker waits before it connects to a model, until the file is there: in the middle of the batch.
+_HOLD = """\
+import os, sys, time
+def hold(event, arguments):
+    while event == "socket.connect" and not os.path.exists({go!r}):
+        time.sleep(0.02)
+if "grader.worker" in sys.orig_argv:
+    sys.addaudithook(hold)
+"""
+
+
+def test_a_class_from_rubric_to_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = tmp_path / "hold" / "go"
+    go.parent.mkdir()
+    (go.parent / "sitecustomize.py").write_text(_HOLD.format(go=str(go)))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(go.parent), os.environ.get("PYTHONPATH", "")]).rstrip(":"))
     with local_cluster() as cluster, web(tmp_path, cluster.config) as url, opened(url) as page:
         book = Database.open(tmp_path)
         _make_assignment(page)
         chosen = assignment(book, "sales")
         _take_in(page, book, chosen)
-        _grade(page, book, chosen)
+        _grade(page, book, chosen, go)
         _decide(page, book, chosen)
         _export(page, book)
 
@@ -84,7 +100,7 @@ def _bomb() -> bytes:
     return buffer.getvalue()
 
 
-def _grade(page: "Page", book: Database, chosen: Assignment) -> None:
+def _grade(page: "Page", book: Database, chosen: Assignment, go: Path) -> None:
     page.get_by_text("Ask the models (layers 3 and 4)").click()
     settle(page)
     page.get_by_text("Which models").click()
@@ -94,15 +110,24 @@ def _grade(page: "Page", book: Database, chosen: Assignment) -> None:
     fill(page, page.get_by_label("Longest feedback, tokens"), "40")
     press(page, "Grade")
     page.get_by_text("2 new in the queue.").first.wait_for()
-    page.get_by_text(re.compile("checked: . of 2")).wait_for()
-    page.reload()  # in the middle of it, as a rule
-    page.get_by_text(re.compile("checked: . of 2")).wait_for()
+    _in_the_middle(page)
+    before = live_workers(book)
+    page.reload()
+    _in_the_middle(page)
+    assert not progress(book, chosen.id).is_over
+    assert live_workers(book) == before != []
+    go.touch()
     page.goto("about:blank")
     assert until(lambda: progress(book, chosen.id).is_over, MODELS_S), progress(book, chosen.id)
     page.go_back()
     page.get_by_text("The batch is over. See Results.").wait_for()
     page.get_by_text("read by the models: 2 of 2").wait_for()
     assert not progress(book, chosen.id).failures
+
+
+def _in_the_middle(page: "Page") -> None:
+    page.get_by_text("checked: 2 of 2").wait_for()
+    page.get_by_text("read by the models: 0 of 2").wait_for()
 
 
 def _decide(page: "Page", book: Database, chosen: Assignment) -> None:

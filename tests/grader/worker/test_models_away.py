@@ -91,6 +91,7 @@ def test_fifty_survive_a_worker_and_a_cluster_that_die(tmp_path: Path, pair: tup
 
 
 def _every_grade_has_its_record(book: Database, assignment: Assignment) -> None:
+    moved = 0
     for grade in grades(book, assignment):
         assert grade.record.rubric_hash
         if grade.checks.readable:
@@ -102,6 +103,10 @@ def _every_grade_has_its_record(book: Database, assignment: Assignment) -> None:
             assert all(each.startswith("simulated-") for one in figures for each in one["weights"])
             assert all(one["weights"] for one in figures)
             assert all(one["prefill_s"] is not None and one["decode_s"] is not None for one in figures)
+            handed = [one for one in figures if one["method"].startswith("disaggregated")]
+            assert all(one["transfer_s"] is not None and one["kv_bytes"] is not None for one in handed)
+            moved += sum(one["kv_bytes"] > 0 for one in handed)
+    assert moved, "KV went from node to node"
     everything = "".join(row["prompt"] for row in book.rows("SELECT prompt FROM answers"))
     assert "Family" not in everything
     assert "student1" not in everything

@@ -17,14 +17,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from disaggregated_inference.api import GenerationParams
+from disaggregated_inference.api import FALLBACK_WARNING, GenerationParams
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.cluster.config import Policies
 from disaggregated_inference.errors import DisaggError, EngineFailed, EngineUnavailable, ModelNotFound, PeerFailed
 from disaggregated_inference.kv_transfer import format_address, sender
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node import DecodeNode, Generation, PrefillContext
-from disaggregated_inference.orchestrator.recorder import FALLBACK_WARNING
 from disaggregated_inference.vllm_connector.messages import MAX_PACKET_BYTES, ExportedRows
 from disaggregated_inference.vllm_node.prefill import VllmPrefill
 from tests.support.handoff import prompt_of
