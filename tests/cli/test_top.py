@@ -331,7 +331,7 @@ def test_in_a_terminal(pair: tuple[Process, Process], tmp_path: Path) -> None:
         for columns, lines in ((60, 20), (100, 30)):
             before = len(terminal.shown)
             terminal.resize(columns, lines, terminal.process.pid)
-            assert terminal.draws(columns, lines, before), terminal.screens(before)
+            assert terminal.draws(columns, lines, before), (terminal.process.poll(), terminal.shown[-3000:])
             assert "all up" in terminal.screens(before)[-1][0], "it was not the silence that made it draw"
         gateway.end()
         assert terminal.sees("reconnecting")

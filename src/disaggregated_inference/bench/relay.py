@@ -7,7 +7,6 @@ each prompt over, as the gateway does: two POSTs instead of one.
 """
 
 import asyncio
-import json
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -21,6 +20,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+
+from disaggregated_inference.api import StartLine
 
 _DONE = b"data: [DONE]\n\n"
 _JSON = {"Content-Type": "application/json"}
@@ -96,7 +97,8 @@ def _chunk(head: bytes, line: bytes) -> bytes:
 class _RelayServer(uvicorn.Server):
     async def startup(self, sockets: list[Any] | None = None) -> None:
         await super().startup(sockets)
-        sys.stdout.write(json.dumps({"port": self.servers[0].sockets[0].getsockname()[1]}) + "\n")
+        port = self.servers[0].sockets[0].getsockname()[1]
+        sys.stdout.write(msgspec.json.encode(StartLine(event="ready", port=port)).decode() + "\n")
         sys.stdout.flush()
 
 

@@ -10,7 +10,7 @@ from disaggregated_inference.cluster.deploy.service_start import (
 )
 from disaggregated_inference.cluster.deploy.session import MachineSession
 from disaggregated_inference.cluster.services import Service
-from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.errors import CommandFailed, DisaggError, MachineError
 
 
 async def switch(session: MachineSession, new: Release, old: Release | None, keep: bool = True) -> None:
@@ -52,7 +52,8 @@ async def roll_out(session: MachineSession, new: Release, old: Release | None, k
     except DisaggError as error:
         session.tell("did not come up; taking it back")
         back = await _take_back(session, new, old)
-        raise type(error)(f"{error}; {back}") from None
+        kind, reason = (type(error), error.reason) if isinstance(error, MachineError) else (CommandFailed, str(error))
+        raise kind(session.name, f"{reason}; {back}") from None
 
 
 async def _take_back(session: MachineSession, new: Release, old: Release | None) -> str:
