@@ -26,7 +26,7 @@ class Terminal:
         self._ours, theirs = pty.openpty()
         self.resize(columns, lines, None)
         command = [sys.executable, "-m", "disaggregated_inference", *arguments]
-        environment = os.environ | {"TERM": "xterm-256color"}
+        environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "70", "LINES": "20"}  # as of another window
         self.process = subprocess.Popen(
             command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
         )

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from rich.segment import Segment
 _CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
 # In tables also those that turn the direction of the text: a name must not change how the rest of its line reads.
 _UNSEEN = _CONTROLS | {code: None for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+_SIZE_ONCE = ("COLUMNS", "LINES")
 _PIPED_COLUMNS = 1000  # without a terminal, every table row stays on one line
 
 
@@ -32,8 +34,11 @@ def mute_logs() -> None:
 
 
 def stdout_console() -> Console:
-    width = None if sys.stdout.isatty() else _PIPED_COLUMNS
-    return PlainConsole(highlight=False, markup=False, emoji=False, width=width)
+    """As wide as the terminal is now: a shell or readline may have exported the size that it had once."""
+    is_terminal = sys.stdout.isatty()
+    environ = {name: value for name, value in os.environ.items() if not (is_terminal and name in _SIZE_ONCE)}
+    width = None if is_terminal else _PIPED_COLUMNS
+    return PlainConsole(highlight=False, markup=False, emoji=False, width=width, _environ=environ)
 
 
 class PlainConsole(Console):
