@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import pytest
 
 from disaggregated_inference.vllm_connector import parent_watch
 from disaggregated_inference.vllm_node import guard
+from tests.support.cluster import state_of
 from tests.support.waiting import until
 
 GUARD = str(Path(guard.__file__))
@@ -117,6 +119,28 @@ def test_the_node_ends_what_a_killed_guard_left(numbers: Path) -> None:
     assert _runs(child), "the test shows nothing"
     guard.end_session(started.pid)
     assert not _runs(child)
+
+
+def test_a_process_is_gone_when_its_last_thread_is() -> None:
+    """Its main thread has ended, so that it looks like a zombie; another thread has its port."""
+    script = (
+        "import ctypes, socket, threading, time\n"
+        "server = socket.create_server(('127.0.0.1', 0))\n"
+        "print(server.getsockname()[1], flush=True)\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        "ctypes.CDLL(None).pthread_exit(None)\n"
+    )
+    options = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    started: subprocess.Popen[str] = subprocess.Popen([sys.executable, "-c", script], **options)  # type: ignore[call-overload]
+    assert started.stdout
+    port = int(started.stdout.readline())
+    assert until(lambda: state_of(started.pid) == "Z", 60)
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(("127.0.0.1", port)).close()
+    guard.end_session(started.pid)
+    socket.create_server(("127.0.0.1", port)).close()
+    started.stdout.close()
+    started.wait()
 
 
 def test_a_process_with_the_connector_ends_with_the_guard(numbers: Path) -> None:

@@ -88,12 +88,13 @@ def end_session(session: int) -> None:
 
 
 def _members(session: int) -> list[int]:
-    """Without zombies."""
+    """Without zombies. One whose other threads still end has its ports, its files and its memory on the GPU."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError, ValueError), open(f"/proc/{name}/stat") as file:
-            state, _, _, own_session = file.read().rpartition(")")[2].split()[:4]
-            if int(own_session) == session and state != "Z":
+        with suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+            state, own_session, threads = fields[0], int(fields[3]), int(fields[17])
+            if own_session == session and (state != "Z" or threads > 1):
                 found.append(int(name))
     return found
 
