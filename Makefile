@@ -37,7 +37,7 @@ second_run = { test $$? -eq 1 && echo "once more, alone: what failed" && $(PYTES
 MYPY := $(BIN)/mypy
 beside_mypy = $(MYPY) & types=$$!; $(1); tests=$$?; wait $$types && exit $$tests
 
-# Everything: about 20 minutes on two cores.
+# Everything: 15 to 20 minutes on two cores.
 test: lint
 	@$(call beside_mypy,$(PYTEST) $(PARALLEL) || $(call second_run))
 

@@ -49,7 +49,7 @@ HEADER = struct.Struct("<4sBBHIIIIQI")
 _CHECKED = HEADER.size - 4
 CHECKSUM = struct.Struct("<Q")
 CONTROL_LIMIT_BYTES = 64 << 10
-_BLOCK_BYTES = 256 << 10
+_BLOCK_BYTES = 512 << 10
 
 Buffer = memoryview | bytes | bytearray
 
