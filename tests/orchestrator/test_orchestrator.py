@@ -348,9 +348,9 @@ def test_no_decode_node_left(four: Four, expect: Any) -> None:
 
 
 def test_nodes_of_one_role_share_the_work(four: Four, expect: Any) -> None:
-    """Work that is worth sharing, however a busy machine measured its nodes: prompts that take a while to read, and
-    memory for four answers on each decode node."""
-    prompts, count = [prompt_of(800, seed=100 + number) for number in range(16)], 24
+    """Work that is worth sharing, however a busy machine measured its nodes: prompts that take a while to read, memory
+    for four answers on each decode node, and enough of them that a fast machine has told of its load meanwhile."""
+    prompts, count = [prompt_of(800, seed=100 + number) for number in range(36)], 96
     memory = 4 * (800 + count + 16) * four.d1.status()["kv_token_bytes"]
     small = [
         Process(name, "decode", "mlx", four.d1.model, *COMMON, "--kv-memory", str(memory)) for name in ("d3", "d4")
