@@ -711,7 +711,7 @@ def test_messages_in_lines(typed: str, messages: list[str], monkeypatch: pytest.
 
 
 def test_a_failover_is_in_the_summary() -> None:
-    failover = {"node": "d1", "code": "unreachable", "message": "d1: it does not answer", "stall_s": 0.456}
+    failover = {"node": "d1", "code": "unreachable", "message": "it does not answer", "stall_s": 0.456}
     metrics = {"prefill_node": "p1", "prompt_tokens": 50, "prefill_time": 0.5, "prefill_speed": 60.0}
     metrics |= {
         "decode_node": "d2",

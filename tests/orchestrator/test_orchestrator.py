@@ -90,6 +90,7 @@ def stalls(metrics: dict[str, Any], record_property: Any, what: str) -> None:
             f"next token after {failover['stall_s'] or 0:.2f} s",
         )
         assert failover["detected_s"] < 30
+        assert not failover["message"].startswith(failover["node"]), "every reader names the node beside it"
 
 
 def test_a_disaggregated_request_and_its_metrics(four: Four, expect: Any) -> None:

@@ -46,7 +46,7 @@ def wrote(record: RequestRecorder, attempt: Attempt, at: float) -> None:
 
 
 def failed(record: RequestRecorder, attempt: Attempt, node: str) -> None:
-    record.failed(Failover(node=node, code="unreachable", message=f"{node}: it does not answer"), attempt)
+    record.failed(Failover(node=node, code="unreachable", message="it does not answer"), attempt)
 
 
 def told(record: RequestRecorder) -> dict[str, Any]:

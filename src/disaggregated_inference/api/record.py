@@ -25,7 +25,8 @@ class Phase(msgspec.Struct, frozen=True):
 
 
 class Failover(msgspec.Struct, kw_only=True):
-    """A leg that failed. `stall_s`: from the last sign of life before it to the next token after it."""
+    """A leg that failed, and the node to blame; `message` names the node only if another one says so. `stall_s`: from
+    the last sign of life before it to the next token after it."""
 
     node: str
     code: str
@@ -33,6 +34,10 @@ class Failover(msgspec.Struct, kw_only=True):
     at_s: float = 0.0
     detected_s: float = 0.0  # from the last sign of life to the verdict
     stall_s: float | None = None
+
+    @property
+    def cause(self) -> str:
+        return f"{self.node}: {self.message}"
 
 
 EnergySource = Literal["measured", "configured", "mixed"]

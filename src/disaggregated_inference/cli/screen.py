@@ -105,7 +105,7 @@ def _decode(metrics: dict[str, Any]) -> str:
 
 def _failover(failover: dict[str, Any]) -> str:
     stalled = "" if failover["stall_s"] is None else f", {failover['stall_s']:.2f} s without a token"
-    return f"failover: {failover['message']} ({failover['code']}){stalled}"
+    return f"failover: {failover['node']}: {failover['message']} ({failover['code']}){stalled}"
 
 
 def speed(tokens_per_s: float) -> str:

@@ -130,7 +130,7 @@ class RequestRunner:
             await self._open_legs(attempt, numbers, decode, prefill, prompt, ticket)
             done = True
         except NodeRefused as error:
-            cause = self._recorder.failovers[-1].message if self._recorder.failovers else ""
+            cause = self._recorder.failovers[-1].cause if self._recorder.failovers else ""
             raise self._continuation.refused(error, numbers, cause) from error
         finally:
             for node in {decode, reader}:
@@ -237,7 +237,8 @@ class RequestRunner:
     async def _fail_over(self, failure: LegFailed, attempt: Attempt) -> None:
         blamed = self._failover.blamed(failure, attempt.route)
         again = self._failover.learn(failure, attempt)
-        self._recorder.failed(Failover(node=blamed.name, code=failure.code, message=str(failure)), attempt)
+        message = failure.reason_for(blamed.name)
+        self._recorder.failed(Failover(node=blamed.name, code=failure.code, message=message), attempt)
         extra = {"request_id": self._request.request_id, "code": failure.code}
         log.warning("a leg failed: %s", failure, extra=extra)
         if not again or not self._continuation.can_continue() or (failure.tainted and self._streams):

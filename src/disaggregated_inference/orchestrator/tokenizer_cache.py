@@ -76,7 +76,8 @@ class TokenizerCache:
                 body = await node.client.get("/model/tokenizer", self._fetch_s)
                 return await in_thread(partial(self._take, identity, body, node))
             except (LegFailed, LegBusy, DisaggError) as error:
-                failures.append(f"{node.name}: {str(error).removeprefix(f'{node.name}: ')}")
+                named = isinstance(error, (LegFailed, LegBusy))
+                failures.append(str(error) if named else f"{node.name}: {error}")
                 log.warning("no tokenizer from %s", failures[-1], extra={"node": node.name})
         raise NoDecodeNode(failures)
 
@@ -84,7 +85,7 @@ class TokenizerCache:
         tokenizer = ModelTokenizer.from_dict(_fields(body))
         assert node.info
         if not _is(tokenizer, _identities_of(node.info)):
-            raise DisaggError(f"{node.name} handed out another tokenizer than it uses; restart it")
+            raise DisaggError("it hands out another tokenizer than it uses; restart it")
         try:
             self._keep(identity, body)
         except OSError as error:

@@ -13,7 +13,7 @@ def node_causes(nodes: Iterable[NodeState], failovers: Sequence[Failover] = ()) 
     """`NODE: CAUSE` for each node that has one: its first failure in this request, else why it is not usable."""
     first = {failover.node: failover.message for failover in reversed(failovers)}
     found = {node.name: first.get(node.name) or node.why for node in nodes}
-    return [f"{name}: {cause.removeprefix(f'{name}: ')}"[:_MAX_CHARS] for name, cause in found.items() if cause]
+    return [f"{name}: {cause}"[:_MAX_CHARS] for name, cause in found.items() if cause]
 
 
 def no_decode_node(model: str, nodes: Iterable[NodeState], failovers: Sequence[Failover] = ()) -> NoDecodeNode:
