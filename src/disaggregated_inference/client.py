@@ -11,7 +11,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack, overload
 
-from disaggregated_inference.api import ClusterStatus, Completion, Delta, GenerateOptions, RequestOptions, named_options
+from disaggregated_inference.api import (
+    ClusterStatus,
+    Completion,
+    Delta,
+    GenerateOptions,
+    MergedCompletions,
+    RequestOptions,
+    named_options,
+)
 from disaggregated_inference.cluster import ClusterConfig
 from disaggregated_inference.errors import ClusterError
 from disaggregated_inference.orchestrator import DisaggregatedInference
@@ -108,6 +116,10 @@ class DisaggregatedClient:
     def generate_many(self, requests: Sequence[RequestOptions | Mapping[str, Any]]) -> dict[str, Any]:
         """Several models or prompts at once: `results` in order, and `speedup`."""
         return self._call(self._core.generate_many(requests))
+
+    def complete_many(self, requests: Sequence[RequestOptions | Mapping[str, Any]]) -> MergedCompletions:
+        """The same, typed."""
+        return self._call(self._core.complete_many(requests))
 
     def health(self) -> dict[str, Any]:
         return self._call(self._core.health())

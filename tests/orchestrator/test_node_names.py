@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from disaggregated_inference.api import ErrorDetail
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.cluster import Policies
 from disaggregated_inference.errors import ClusterError, NoDecodeNode
@@ -194,6 +195,9 @@ def test_the_answer_of_a_part_has_the_real_name(open_nodes: list[Process]) -> No
         [result] = client.generate_many([ASK | {"model": "ti"}])["results"]
         message = 'no model "ti"; the cluster has simulated:tiny'
         assert result["error"] == {"code": "model_not_found", "message": message}
+        typed = client.complete_many([ASK, ASK | {"model": "ti"}])
+        assert [record.model for record in typed.records] == ["simulated:tiny"]
+        assert typed.errors == [typed.results[1]] == [ErrorDetail("model_not_found", message)]
 
 
 @pytest.mark.parametrize(

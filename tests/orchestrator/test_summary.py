@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from disaggregated_inference.api import RequestRecord
+from disaggregated_inference.api import Completion, ErrorDetail, MergedCompletions, RequestRecord
 from disaggregated_inference.orchestrator import is_cached, speedup, summary
-from disaggregated_inference.orchestrator.results import BusyTime, merge_results
+from disaggregated_inference.orchestrator.outcomes import BusyTime
 
 
 def request(time: float, total_s: float, **more: Any) -> RequestRecord:
@@ -50,9 +50,12 @@ def test_the_speedup_is_sequential_time_over_wall_time() -> None:
 
 
 def test_many_at_once_have_the_same_speedup() -> None:
-    results = [{"total_time": 10.0, "sequential_time": 4.0}] * 4
-    assert merge_results(results, 10.0)["speedup"] == pytest.approx(1.6)
-    assert merge_results([{"total_time": 10.0}, {"error": {}}], 10.0)["speedup"] == pytest.approx(1.0)
+    def speedup_of(*results: RequestRecord | ErrorDetail) -> float:
+        many = [Completion(choices=(), record=each) if isinstance(each, RequestRecord) else each for each in results]
+        return MergedCompletions(results=tuple(many), wall_time=10.0).speedup
+
+    assert speedup_of(*[request(0, 10, sequential_time=4.0)] * 4) == pytest.approx(1.6)
+    assert speedup_of(request(0, 10), ErrorDetail()) == pytest.approx(1.0)
 
 
 def test_a_cached_prompt() -> None:

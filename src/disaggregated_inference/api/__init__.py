@@ -25,6 +25,7 @@ from disaggregated_inference.api.cluster_status import (
     Target,
     TargetsPage,
 )
+from disaggregated_inference.api.completion import Completion, MergedCompletions
 from disaggregated_inference.api.context_seal import context_mac, join_context, seal_for, split_context
 from disaggregated_inference.api.events import (
     ChoiceTokenEvent,
@@ -40,7 +41,6 @@ from disaggregated_inference.api.record import (
     FALLBACK_WARNING,
     HANDED_OVER,
     WHOLE,
-    Completion,
     EnergyShare,
     EnergySource,
     Failover,
@@ -146,6 +146,7 @@ __all__ = [
     "Kind",
     "LatencyStatus",
     "LocalPrefill",
+    "MergedCompletions",
     "ModelIdentity",
     "ModelInfo",
     "ModelSummary",

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from disaggregated_inference.api.record import Completion
+from disaggregated_inference.api.completion import Completion
 from disaggregated_inference.api.responses import (
     DecodeMetrics,
     ErrorDetail,

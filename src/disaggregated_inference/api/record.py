@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from disaggregated_inference.api.responses import ErrorDetail, GeneratedChoice, PromptLogprob
+from disaggregated_inference.api.responses import ErrorDetail
 
 Outcome = Literal["ok", "failed", "refused", "cancelled"]
 # How the prompt was read: by a prefill node, by the decode node as planned, by the decode node because no prefill node
@@ -199,24 +199,3 @@ def _without(row: dict[str, Any], dropped: tuple[str, ...], if_none: tuple[str, 
         if row.get(name) is None:
             row.pop(name, None)
     return row
-
-
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """The typed result of `complete`: the choices, and the record of the request."""
-
-    choices: tuple[GeneratedChoice, ...]
-    record: RequestRecord
-    prompt_logprobs: tuple[PromptLogprob, ...] = ()  # all of them, or none
-
-    @property
-    def text(self) -> str:
-        return self.choices[0].text
-
-    def answer(self) -> dict[str, Any]:
-        """As plain values: the first choice, all of them if there are several, and the metrics."""
-        choices = plain(self.choices)
-        if not choices:
-            return {"response": None} | self.record.metrics()
-        prompt = {"prompt_logprobs": plain(self.prompt_logprobs)} if self.prompt_logprobs else {}
-        first = {"response": choices[0]["text"]} | {k: v for k, v in choices[0].items() if k not in ("text", "index")}
-        return first | ({"choices": choices} if len(choices) > 1 else {}) | prompt | self.record.metrics()

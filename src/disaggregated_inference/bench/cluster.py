@@ -191,21 +191,21 @@ async def _together(report: Report, plan: Scenario) -> None:
         for request in requests:
             await core.generate(**request)
         one_by_one_s = time.perf_counter() - started
-        merged = await core.generate_many(requests)
+        merged = await core.complete_many(requests)
         name = f"{plan.label}{len(requests)} models at once, {length} in"
-        report.add(Row(name, merged["wall_time"], "s", one_by_one_s, "one by one", goal=15, at_most=True))
-        report.add(Row(f"{name}: speed-up", one_by_one_s / merged["wall_time"], "x", goal=1.5))
-        report.add(Row(f"{name}: speed-up as generate_many tells it", merged["speedup"], "x"))
+        report.add(Row(name, merged.wall_time, "s", one_by_one_s, "one by one", goal=15, at_most=True))
+        report.add(Row(f"{name}: speed-up", one_by_one_s / merged.wall_time, "x", goal=1.5))
+        report.add(Row(f"{name}: speed-up as generate_many tells it", merged.speedup, "x"))
         await _loaded(report, plan, core, length)
 
 
 async def _loaded(report: Report, plan: Scenario, core: DisaggregatedInference, length: int) -> None:
     """Many requests at once, each with a prompt of its own, against the targets."""
     prompts = [(model, model.prompt(length + place)) for place in range(plan.at_once) for model in plan.models]
-    merged = await core.generate_many([greedy(each, plan.tokens, model=model.model) for model, each in prompts])
+    merged = await core.complete_many([greedy(each, plan.tokens, model=model.model) for model, each in prompts])
     records = core.history.records(len(prompts))
-    wall_s = merged["wall_time"]
+    wall_s = merged.wall_time
     answered = sum(record.ok for record in records)
-    measured = {"requests_per_second": answered / wall_s, "parallel_efficiency": merged["speedup"]}
+    measured = {"requests_per_second": answered / wall_s, "parallel_efficiency": merged.speedup}
     for row in target_rows(f"{plan.label}{len(prompts)} requests at once, {length} in", records, measured):
         report.add(row)

@@ -154,11 +154,10 @@ def _together(config: ClusterConfig) -> str:
             alone_s += _generate(client, name).total_time
         requests = [_request(config, name) for name in config.names]
         began_at = time.monotonic()
-        answers = client.generate_many(requests)
+        answers = client.complete_many(requests)
         wall_s = time.monotonic() - began_at
-    failed = [str(each["error"]) for each in answers["results"] if each.get("error")]
-    if failed:
-        raise DisaggError("; ".join(failed))
+    if answers.errors:
+        raise DisaggError("; ".join(f"{error.message} ({error.code})" for error in answers.errors))
     return (
         f"{len(requests)} models in {wall_s:.2f} s, one after the other {alone_s:.2f} s: speedup {alone_s / wall_s:.2f}"
     )

@@ -20,6 +20,7 @@ from disaggregated_inference.api import (
     GenerateOptions,
     GenerateRequest,
     LatencyStatus,
+    MergedCompletions,
     PromptLogprob,
     Rates,
     RequestOptions,
@@ -40,11 +41,11 @@ from disaggregated_inference.orchestrator.history import History
 from disaggregated_inference.orchestrator.input_processor import InputProcessor
 from disaggregated_inference.orchestrator.leg_errors import NodeRefused
 from disaggregated_inference.orchestrator.node_state import NodeState
+from disaggregated_inference.orchestrator.outcomes import Outcomes, outcome_of
 from disaggregated_inference.orchestrator.output_queue import OutputQueue
 from disaggregated_inference.orchestrator.recorder import OnPlan, RequestRecorder
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 from disaggregated_inference.orchestrator.request_queue import RequestQueue
-from disaggregated_inference.orchestrator.results import Outcomes, merge_results, outcome_of
 from disaggregated_inference.orchestrator.runner import Put, RequestRunner
 from disaggregated_inference.orchestrator.threads import in_thread
 from disaggregated_inference.orchestrator.unavailable_nodes import no_decode_node
@@ -202,16 +203,20 @@ class DisaggregatedInference:
 
     async def generate_many(self, requests: Sequence[RequestOptions | Mapping[str, Any]]) -> dict[str, Any]:
         """All requests at once, in one merged result. A request that fails has `error` in its place."""
+        completions = await self.complete_many(requests)
+        return completions.answer()
+
+    async def complete_many(self, requests: Sequence[RequestOptions | Mapping[str, Any]]) -> MergedCompletions:
+        """The same, typed."""
         started = time.perf_counter()
         results = await asyncio.gather(*(self._one_of_many(request) for request in requests))
-        return merge_results(results, time.perf_counter() - started)
+        return MergedCompletions(results=tuple(results), wall_time=time.perf_counter() - started)
 
-    async def _one_of_many(self, request: RequestOptions | Mapping[str, Any]) -> dict[str, Any]:
+    async def _one_of_many(self, request: RequestOptions | Mapping[str, Any]) -> Completion | ErrorDetail:
         try:
-            return await self.generate(**options_of(request))
+            return await self.complete(**options_of(request))
         except Exception as error:  # the other requests go on
-            code = error.code if isinstance(error, DisaggError) else "internal_error"
-            return {"response": None, "error": {"code": code, "message": str(error)}}
+            return ErrorDetail(error.code if isinstance(error, DisaggError) else "internal_error", str(error))
 
     async def health(self) -> dict[str, Any]:
         """Polls every node now."""

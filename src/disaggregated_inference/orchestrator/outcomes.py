@@ -1,8 +1,7 @@
-"""Outcomes and results of finished requests, for clients, counters and the history."""
+"""Outcomes of finished requests, for counters and the history."""
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from disaggregated_inference.api import Outcome, RequestRecord
 from disaggregated_inference.orchestrator.history import History
@@ -47,24 +46,3 @@ def outcome_of(error: BaseException | None) -> Outcome:
     if not isinstance(error, Exception):
         return "cancelled"
     return "refused" if 400 <= getattr(error, "status", 500) < 500 else "failed"
-
-
-def merge_results(results: Sequence[dict[str, Any]], wall_s: float) -> dict[str, Any]:
-    """Of requests that ran at once. `speedup`: what they would have taken one after the other, each with the cluster to
-    itself, over the time that all of them took."""
-    known = [result.get("sequential_time") for result in results]
-    sequential_s = sum(
-        result.get("total_time") or 0.0 if alone_s is None else alone_s
-        for result, alone_s in zip(results, known, strict=True)
-    )
-    tokens = sum(result.get("completion_tokens") or 0 for result in results)
-    return {
-        "results": list(results),
-        "wall_time": wall_s,
-        "sequential_time": sequential_s,
-        "speedup": sequential_s / wall_s if wall_s else 0.0,
-        "completion_tokens": tokens,
-        "total_tokens": sum(result.get("total_tokens") or 0 for result in results),
-        "tokens_per_sec": tokens / wall_s if wall_s else 0.0,
-        "errors": sum("error" in result for result in results),
-    }
