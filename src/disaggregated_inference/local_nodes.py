@@ -20,11 +20,14 @@ from typing import IO, Any
 import msgspec
 
 from disaggregated_inference.api import (
+    Completion,
+    DecodeMetrics,
     DecodeRequest,
     ErrorBody,
     NodeStatus,
     PrefillRequest,
     PrefillResponse,
+    RequestRecord,
     StartLine,
     StreamEvent,
 )
@@ -217,7 +220,13 @@ class ClientView:
     total_s: float = 0.0
     tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
-    metrics: dict[str, Any] = field(default_factory=dict)
+    node_metrics: DecodeMetrics = field(default_factory=DecodeMetrics)  # of a decode node that was asked itself
+    completion: Completion | None = None  # of a request through an orchestrator
+
+    @property
+    def record(self) -> RequestRecord:
+        assert self.completion
+        return self.completion.record
 
     def add_token(self) -> None:
         self.first_token_s = self.first_token_s or time.perf_counter() - self.started
@@ -259,7 +268,7 @@ class LocalNode(Process):
                 if event.error:
                     raise DisaggError(event.error.message)
                 if event.token is None:
-                    view.metrics = msgspec.to_builtins(event.node_metrics)
+                    view.node_metrics = event.node_metrics or view.node_metrics
                     break
                 view.add_token()
                 view.token_ids.append(event.token)

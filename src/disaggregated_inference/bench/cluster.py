@@ -168,15 +168,20 @@ def _rows(report: Report, name: str, model: _ModelRun, length: int, best: dict[s
             report.add(row)
 
     ours = best[BOTH]
-    assert ours.metrics["tokens"] == best[DECODE_ALONE].metrics["tokens"], "the hand-off changed the answer"
+    assert _tokens(ours) == _tokens(best[DECODE_ALONE]), "the hand-off changed the answer"
     add("first token", "s", lambda view: view.first_token_s)
     add("whole answer", "s", lambda view: view.total_s, goal=15)
     add("tokens per second of it", "tok/s", lambda view: view.tokens / view.total_s)
-    exposed_ms = ours.metrics["exposed_transfer_time"] * 1e3
+    exposed_ms = (ours.record.exposed_transfer_time or 0.0) * 1e3
     report.add(Row(f"{name}: exposed transfer", exposed_ms, "ms", goal=1000, at_most=True))
     if model.prefill_s:
         added_s = ours.first_token_s - model.prefill_s(length)
         report.add(Row(f"{name}: first token, beyond the reading itself", added_s * 1e3, "ms"))
+
+
+def _tokens(view: ClientView) -> tuple[int, ...] | None:
+    assert view.completion
+    return view.completion.choices[0].tokens
 
 
 async def _together(report: Report, plan: Scenario) -> None:

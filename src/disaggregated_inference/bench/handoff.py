@@ -67,7 +67,7 @@ def _rows(report: Report, prefill: LocalNode, decode: LocalNode, tokens: list[in
     total, bare_total = (min(one.total_s for one in each) for each in (handed, alone))
     report.add(Row(f"{name}, whole answer", total, "s", bare_total, against))
     report.add(Row(f"{name}, exposed transfer", exposed_transfer_ms(handed), "ms"))
-    overhead = min(one.first_token_s - one.metrics["prefill_time"] for one in handed)
+    overhead = min(one.first_token_s - one.node_metrics.prefill_time for one in handed)
     report.add(Row(f"{name}, first token less the prefill itself", overhead * 1e3, "ms"))
 
 
@@ -75,6 +75,6 @@ def _int8_rows(report: Report, prefill: LocalNode, raw: LocalNode, int8: LocalNo
     exact, rounded = (generate_disaggregated(prefill, node, tokens, _TOKENS) for node in (raw, int8))
     pairs = zip(exact.token_ids, rounded.token_ids, strict=False)
     same = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(exact.token_ids), len(rounded.token_ids)))
-    sizes = (rounded.metrics["kv_bytes"], exact.metrics["kv_bytes"])
+    sizes = (rounded.node_metrics.kv_bytes, exact.node_metrics.kv_bytes)
     report.add(Row("int8, prompt 512: bytes on the wire", sizes[0] / 1e6, "MB", sizes[1] / 1e6, "raw"))
     report.add(Row("int8, prompt 512: tokens until the first that differs", same, "", len(exact.token_ids), "raw"))

@@ -69,7 +69,7 @@ async def follow(core: DisaggregatedInference, view: ClientView, request: dict[s
     async for delta in core.stream(**request):
         if delta.token is not None:
             view.add_token()
-        view.metrics = delta.metrics or {}
+        view.completion = delta.completion
     view.end()
 
 

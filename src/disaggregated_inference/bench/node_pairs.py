@@ -69,7 +69,7 @@ def best_first_token(completions: Iterable[ClientView]) -> float:
 
 
 def exposed_transfer_ms(completions: Iterable[ClientView]) -> float:
-    return min(completion.metrics["exposed_transfer_time"] for completion in completions) * 1e3
+    return min(completion.node_metrics.exposed_transfer_time for completion in completions) * 1e3
 
 
 def _pair_rows(report: Report, pair: str, handed: Completions, alone: Completions, against: str) -> None:

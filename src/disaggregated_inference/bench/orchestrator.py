@@ -79,7 +79,7 @@ async def _overhead(report: Report, pair: Pair, levels: Sequence[int], tokens: i
             _rows(report, f"{streams} at once", measured, tokens)
             views += [view for count in (1, tokens) for done in measured["ours", count] for view in done.streams]
     report.add(Row(f"memory of one of {_OPEN} open streams", size_bytes / 1024, "KB"))
-    retried = sum(view.metrics["attempts"] > 1 for view in views)
+    retried = sum(view.record.attempts > 1 for view in views)
     report.add(Row(f"of {len(views)} requests, needed a second attempt", retried, "", goal=0, at_most=True))
 
 

@@ -4,7 +4,7 @@ orchestrator, as in a cluster. Requests to the pairs alternate."""
 import asyncio
 import logging
 
-from disaggregated_inference.bench.machines import Machine, random_prompt, simulated
+from disaggregated_inference.bench.machines import Machine, greedy, random_prompt, simulated
 from disaggregated_inference.bench.report import Report, Row
 from disaggregated_inference.local_nodes import running
 from disaggregated_inference.orchestrator import DisaggregatedInference
@@ -58,9 +58,6 @@ def _config(mode: str, pair: tuple[Machine, Machine], identity: str) -> dict[str
 
 
 async def _first_token(cluster: DisaggregatedInference, number: int) -> float:
-    metrics = await cluster.generate(
-        tokens=random_prompt(number, _PROMPT), max_tokens=2, temperature=0.0, ignore_eos=True
-    )
-    assert metrics["method"] == "disaggregated_simulated", metrics
-    found: float = metrics["first_token_time"]
-    return found
+    completion = await cluster.complete(**greedy(random_prompt(number, _PROMPT), 2))
+    assert completion.record.handed_over, completion.record
+    return completion.record.first_token_time

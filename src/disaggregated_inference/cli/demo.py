@@ -97,7 +97,7 @@ def _check_peer(prefill_node: LocalNode, decode_node: LocalNode, tokens: list[in
     """The first request makes the decode node check the prefill node. Returns the check's seconds."""
     with _status(console, "decode node: checking the prefill node with a canary prompt"):
         first = generate_disaggregated(prefill_node, decode_node, tokens[:1], 1)
-    seconds: float = first.metrics["canary_time"]
+    seconds = first.node_metrics.canary_time
     console.print(f"decode node: peer check of {prefill_node.engine} passed ({seconds:.1f} s, only the first time)")
     return seconds
 
@@ -123,25 +123,25 @@ def _status(console: Console, text: str) -> Iterator[None]:
 def _result(
     model: ModelFiles, prefill: str, decode: str, streamed: ClientView, tokenize_s: float, canary: float
 ) -> Result:
-    metrics = streamed.metrics
+    metrics = streamed.node_metrics
     return Result(
         model=model.name,
         prefill_engine=prefill,
         decode_engine=decode,
         answer=model.tokenizer.decode(streamed.token_ids),
         tokenize=tokenize_s,
-        queue=metrics["queue_time"],
-        prefill=metrics["prefill_time"],
+        queue=metrics.queue_time,
+        prefill=metrics.prefill_time,
         canary=canary,
-        transfer_hidden=max(0.0, metrics["fetch_time"] - metrics["exposed_transfer_time"]),
-        transfer_exposed=metrics["exposed_transfer_time"],
-        inject=metrics["inject_time"],
+        transfer_hidden=max(0.0, metrics.fetch_time - metrics.exposed_transfer_time),
+        transfer_exposed=metrics.exposed_transfer_time,
+        inject=metrics.inject_time,
         first_token=streamed.first_token_s,
-        decode=metrics["decode_time"],
-        prompt_tokens=metrics["prompt_tokens"],
+        decode=metrics.decode_time,
+        prompt_tokens=metrics.prompt_tokens or 0,
         completion_tokens=streamed.tokens,
-        kv_bytes=metrics["kv_bytes"],
-        prompt_tokens_recomputed=metrics["prompt_tokens_recomputed"],
+        kv_bytes=metrics.kv_bytes,
+        prompt_tokens_recomputed=metrics.prompt_tokens_recomputed,
         same_files=file_kind(prefill) == file_kind(decode),
     )
 
