@@ -53,5 +53,5 @@ def _as_data(row: BenchRow) -> dict[str, Any]:
         "prompt_tokens": figures.prompt_tokens,
         "cached_tokens": figures.cached_tokens,
         "completion_tokens": figures.completion_tokens,
-        "failed_answers": figures.failed_answers,
+        "unusable_answers": figures.unusable_answers,
     }

@@ -8,12 +8,12 @@ from grader.models import Figures, ModelsResult
 
 
 class ModelFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums over notebooks. `speedup`: both models one after the other, over both at once, as they ran; without
-    notebooks that have an answer of an earlier grading."""
+    """Sums over notebooks. An answer is unusable if it cannot be read, or did not come. `speedup`: both models one
+    after the other, over both at once, as they ran; without notebooks that have an answer of an earlier grading."""
 
     notebooks: int = 0
     answers: int = 0
-    failed_answers: int = 0
+    unusable_answers: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -46,7 +46,7 @@ def model_figures(results: Iterable[ModelsResult]) -> ModelFigures:
     return ModelFigures(
         notebooks=len(found),
         answers=len(runs),
-        failed_answers=sum(bool(run.problem) for run in runs),
+        unusable_answers=sum(bool(run.problem) for run in runs),
         prompt_tokens=sum(one.prompt_tokens for one in figures),
         cached_tokens=sum(one.cached_tokens for one in figures),
         completion_tokens=sum(one.completion_tokens for one in figures),
@@ -66,8 +66,8 @@ def _sum(figures: list[Figures], name: str) -> float:
 def figures_line(figures: ModelFigures) -> str:
     """For people."""
     parts = [f"models: {figures.answers} answers about {figures.notebooks} notebooks"]
-    if figures.failed_answers:
-        parts.append(f"{figures.failed_answers} of them unusable")
+    if figures.unusable_answers:
+        parts.append(f"{figures.unusable_answers} answers unusable")
     if figures.hit_rate is not None:
         parts.append(f"prefix cache {figures.hit_rate:.0%} of the prompts")
     if figures.speedup is not None:

@@ -38,7 +38,7 @@ def combined_card_html(card: CombinedCard) -> str:
         ("Throughput", rate(card.throughput), "tok/s average"),
     ]
     under = '<div class="under">both models, about this assignment</div>'
-    return _card("Combined", under, figures, f"{card.answered} answers, {card.failed} failed")
+    return _card("Combined", under, figures, f"{card.answered} answers, {card.failed} requests without one")
 
 
 def _card(name: str, under: str, figures: Iterable[Figure], foot: str) -> str:

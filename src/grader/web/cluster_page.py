@@ -25,6 +25,10 @@ from grader.web.session import book, chosen_assignment, refusals
 from grader.web.settings import settings
 
 _LAST = 10
+_UNUSABLE = (
+    "Unusable: the model's answer could not be read, or none came. It decides nothing: what it was asked stays open for"
+    " you, or has no feedback. The column *problem* under *Every answer* says why."
+)
 
 
 def cluster_page() -> None:
@@ -91,7 +95,7 @@ def _request_row(number: int, one: AnswerRecord) -> dict[str, Any]:
         "Model": one.model.removeprefix("disaggregated:"),
         "For": one.layer,
         "Time": seconds(one.figures.total_s),
-        "Outcome": "ok" if one.ok else "failed",
+        "Outcome": "ok" if one.ok else "no answer",
         "Prefill → decode": f"{read} → {rate(one.figures.decode_speed)} tok/s",
         "Ended": datetime.fromtimestamp(one.at).strftime("%H:%M:%S"),
     }
@@ -100,16 +104,19 @@ def _request_row(number: int, one: AnswerRecord) -> dict[str, Any]:
 def _show_costs(figures: ModelFigures) -> None:
     if not figures.notebooks:
         return
-    st.subheader("Per notebook")
+    st.subheader("Answers about these notebooks")
     shown = [
         ("Notebooks", str(figures.notebooks)),
-        ("Answers, unusable", f"{figures.answers}, {figures.failed_answers}"),
+        ("Answers", str(figures.answers)),
+        ("Unusable", str(figures.unusable_answers)),
         ("Prefix cache", "-" if figures.hit_rate is None else f"{figures.hit_rate:.0%}"),
-        ("KV moved", f"{(figures.kv_bytes_per_notebook or 0) / 1e6:.1f} MB"),
+        ("KV per notebook", f"{(figures.kv_bytes_per_notebook or 0) / 1e6:.1f} MB"),
         ("Both models at once", "-" if figures.speedup is None else f"{figures.speedup:.2f}x"),
     ]
     for column, (label, value) in zip(st.columns(len(shown)), shown, strict=True):
         column.metric(label, value)
+    if figures.unusable_answers:
+        st.caption(_UNUSABLE)
 
 
 def _show_runs(read: list[Grade]) -> None:

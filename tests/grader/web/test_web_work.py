@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import sys
 import zipfile
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from grader.export import find_browser
-from grader.grading import Grade, approve_grade, grades, override
+from grader.grading import Grade, GradeSettings, approve_grade, grades, override
 from grader.intake import Incoming, owner_of, read_roster, take_in
+from grader.models import ModelSettings
 from grader.points import plain
 from grader.sandbox import bubblewrap
 from grader.store import (
@@ -29,6 +31,7 @@ from grader.store import (
 )
 from grader.web import WebSettings, configure
 from grader.worker import Worker, WorkerOptions, WorkerTimeouts
+from tests.support.gateway import simulated_config, simulated_pair
 from tests.support.grade_books import RUBRIC, add_class, grade_here, graded_book, make_book, work
 
 testing = pytest.importorskip("streamlit.testing.v1", reason="Streamlit is not installed")
@@ -183,3 +186,25 @@ def test_without_a_sandbox_nothing_runs_and_the_pages_say_so(tmp_path: Path, mon
     caption = "Outputs as the student saved them: the re-run was not possible, see the flags."
     assert caption in [one.value for one in page.caption]
     assert any("not_rerun: The grader runs no student code" in one.value for one in page.code)
+
+
+def test_an_answer_that_cannot_be_read_is_no_request_without_one(tmp_path: Path) -> None:
+    """48 tokens are too few for the whole JSON of an answer."""
+    book, assignment = make_book(tmp_path)
+    add_class(book, assignment, 2)
+    config = tmp_path / "cluster.json"
+    with simulated_pair() as pair:
+        config.write_text(json.dumps(simulated_config(*pair)))
+        models = ModelSettings(
+            code_model=(name := "simulated:tiny"),
+            feedback_model=name,
+            config=str(config),
+            timeout_s=120,
+            code_tokens=48,
+            feedback_tokens=48,
+        )
+        grade_here(book, assignment, GradeSettings(models=models))
+        page = _opened(tmp_path, "cluster")
+    assert {one.label: one.value for one in page.metric}.items() >= {"Answers": "4", "Unusable": "4"}.items()
+    assert any("stays open for you" in one.value for one in page.caption)
+    assert "4 answers, 0 requests without one" in str(page.get("html")[0].proto.body)
