@@ -12,14 +12,12 @@ import aiohttp
 import msgspec
 
 from disaggregated_inference.api import (
-    ClusterNode,
     ClusterStatus,
     Completion,
     Delta,
     ErrorDetail,
     GenerateOptions,
     GenerateRequest,
-    LatencyStatus,
     MergedCompletions,
     PromptLogprob,
     Rates,
@@ -30,7 +28,7 @@ from disaggregated_inference.api import (
     new_seed,
     options_of,
 )
-from disaggregated_inference.cluster import ClusterConfig, Policies, load_config
+from disaggregated_inference.cluster import ClusterConfig, load_config
 from disaggregated_inference.errors import ClusterError, DeadlineExceeded, DisaggError
 from disaggregated_inference.identity import Identity, open_identity
 from disaggregated_inference.models import ModelTokenizer
@@ -47,9 +45,10 @@ from disaggregated_inference.orchestrator.recorder import OnPlan, RequestRecorde
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 from disaggregated_inference.orchestrator.request_queue import RequestQueue
 from disaggregated_inference.orchestrator.runner import Put, RequestRunner
+from disaggregated_inference.orchestrator.status_report import health_report, status_report
 from disaggregated_inference.orchestrator.threads import in_thread
 from disaggregated_inference.orchestrator.unavailable_nodes import no_decode_node
-from disaggregated_inference.orchestrator.verdict import cluster_verdict, model_verdict, warnings_of
+from disaggregated_inference.orchestrator.verdict import model_verdict
 from disaggregated_inference.timeouts import OrchestratorTimeouts
 
 _TIMEOUT_REMEDY = "ask for less, or give more time: timeout, or the config's prefill_timeout_s and decode_timeout_s"
@@ -71,7 +70,7 @@ class DisaggregatedInference:
             require_defaults(self.config, name)
         self._timeouts = timeouts
         policies = self.config.policies
-        self._outcomes = Outcomes(_history_of(policies, timeouts))
+        self._outcomes = Outcomes(policies, timeouts.history)
         self._was_replaced = False
         self.queue = RequestQueue(policies.queue, _PLACES, timeouts=timeouts)
         self._inputs = InputProcessor(self.config, timeouts)
@@ -142,12 +141,8 @@ class DisaggregatedInference:
     def replace(self, old: "DisaggregatedInference") -> History:
         """Adopt `old`'s outcomes, before the first request here; requests that still run there count here too. The
         caller closes the returned history."""
-        policies, before = self.config.policies, old.config.policies
-        own, self._outcomes, old._was_replaced = self.history, old._outcomes, True
-        if _kept_as(policies) != _kept_as(before):
-            own.adopt(self._outcomes.history)
-            own, self._outcomes.history = self._outcomes.history, own
-        return own
+        own, self._outcomes, old._was_replaced = self._outcomes, old._outcomes, True
+        return self._outcomes.move_history(own)
 
     async def idle(self) -> None:
         """Wait until no request runs."""
@@ -223,12 +218,7 @@ class DisaggregatedInference:
         registry = await self.start()
         await registry.refresh()
         self._require_open()  # a closed session reaches no node
-        nodes = [node.summary() for node in registry.nodes.values()]
-        return {
-            "verdict": cluster_verdict(list(registry.nodes.values())),
-            "nodes": {node.name: _brief(node) for node in nodes},
-            "warnings": warnings_of(registry.nodes.values()),
-        }
+        return health_report(registry)
 
     async def status(self) -> dict[str, Any]:
         """What is known, without polling; see `health`."""
@@ -237,21 +227,7 @@ class DisaggregatedInference:
 
     async def cluster_status(self) -> ClusterStatus:
         """The same, typed."""
-        registry, names = await self.start(), self.config.names
-        nodes = list(registry.nodes.values())
-        links = tuple(link for model in names for link in registry.links(model))
-        return ClusterStatus(
-            verdict=cluster_verdict(nodes),
-            models={model: model_verdict(registry.of(model)) for model in names},
-            nodes=tuple(node.summary() for node in nodes),
-            links=links,
-            refusals=tuple(refusal for model in names for refusal in registry.refusals(model)),
-            warnings=(*warnings_of(nodes), *(link.warning for link in links if link.warning)),
-            queue=self.queue.status(),
-            served={outcome: count for outcome, count in self._outcomes.counts.items()},
-            uptime=registry.uptime.share,
-            latency=LatencyStatus(total_time=self.history.total_time_percentiles()),
-        )
+        return status_report(await self.start(), self.queue, self._outcomes)
 
     async def require_decode_node(self, model: str) -> None:
         """Raises NoDecodeNode if the model's nodes cannot serve now."""
@@ -330,26 +306,12 @@ class DisaggregatedInference:
         nodes = self._registry.nodes if self._registry else {}
         power = {name: node.power for name, node in nodes.items()}
         record = recorder.finish(self._servers, self.config.policies, outcome, detail, power, self._rates_of)
-        record = msgspec.structs.replace(record, number=self.history.next_number())
-        self._outcomes.counts[outcome] += 1
-        self.history.add(record, record.caller)
-        for callback in self.on_end:
-            callback(record)
-        return record
+        return self._outcomes.keep(record)
 
     def _rates_of(self, name: str) -> Rates:
         """That a node measured."""
         node = self._registry.nodes.get(name) if self._registry else None
         return node.status.rates if node and node.status else Rates()
-
-
-def _kept_as(policies: Policies) -> tuple[int, str, int, int]:
-    return policies.history, policies.history_file, policies.history_rows, policies.history_days
-
-
-def _history_of(policies: Policies, timeouts: OrchestratorTimeouts) -> History:
-    size, file, rows, days = _kept_as(policies)
-    return History(size, file, timeouts.history, rows, days)
 
 
 def _is_late(error: BaseException, after: float) -> bool:
@@ -384,17 +346,3 @@ def _places(nodes: list[NodeState]) -> int:
         if node.usable and node.status and node.role != "prefill"
     ]
     return _PLACES_PER_SLOT * sum(slots) or _PLACES
-
-
-def _brief(node: ClusterNode) -> dict[str, Any]:
-    return {
-        "state": node.state,
-        "why": node.why,
-        "warning": node.warning,
-        "role": node.role,
-        "model": node.model,
-        "node_model": node.node_model,
-        "engine": node.engine,
-        "url": node.url,
-        "usable": node.usable,
-    }
