@@ -134,10 +134,7 @@ def verify(pieces: list[KVSlice], tokens: Sequence[int], store: PrefixCache, exp
 
 
 TOKENS = list(range(100, 160))
-# Disk
-
-
-Reopen = Callable[..., PrefixCache]
+Reopen = Callable[..., PrefixCache]  # the fixture `reopen`
 
 
 def files(folder: Path) -> list[Path]:
