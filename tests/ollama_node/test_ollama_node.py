@@ -1,63 +1,21 @@
-"""Nodes in front of an Ollama: recorded for the edges of its protocol, a real one where `OLLAMA_HOST` has one."""
+"""A node in front of an Ollama: what it tells, reads and writes, and what it refuses."""
 
 import asyncio
-import http.client
 import json
 import os
-import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import disaggregated_inference
-from disaggregated_inference.errors import BadRequest, EngineUnavailable
+from disaggregated_inference.errors import EngineUnavailable
 from disaggregated_inference.node.context import PrefillContext
-from disaggregated_inference.ollama_node.client import (
-    ModelDetails,
-    OllamaClient,
-    base_url,
-    full_name,
-    keep_alive_of,
-    version_of,
-)
-from tests.support.cluster import ready_line
-from tests.support.recorded_ollama import LONG_S, Front, RecordedOllama
+from disaggregated_inference.ollama_node.client import OllamaClient, base_url
+from tests.support.recorded_ollama import LONG_S, Front, RecordedOllama, text_of
 from tests.support.waiting import until
-
-
-@pytest.fixture
-def ollama() -> Iterator[RecordedOllama]:
-    server = RecordedOllama()
-    yield server
-    server.end()
-
-
-@pytest.fixture
-def front(ollama: RecordedOllama) -> Iterator[Front]:
-    node = Front(ollama.url)
-    assert until(lambda: node.node.running is not None or node.ask("/health")[1]["loaded"], LONG_S)
-    yield node
-    node.end()
-
-
-@pytest.fixture(scope="module")
-def down() -> Iterator[Front]:
-    """In front of nothing: what is refused at the border needs nothing behind it."""
-    node = Front("http://127.0.0.1:9")
-    yield node
-    node.end()
-
-
-def _text(events: list[dict[str, Any]]) -> str:
-    return "".join(event.get("text", "") for event in events)
 
 
 def test_it_says_what_it_is(front: Front, ollama: RecordedOllama) -> None:
@@ -356,173 +314,6 @@ def test_thoughts_and_calls_come_as_its_own(front: Front, ollama: RecordedOllama
     assert (answer["thinking"], answer["generated_text"], answer["tool_calls"]) == ("hm", "so", [call])
 
 
-def test_a_client_that_leaves_has_ollama_stop(front: Front, ollama: RecordedOllama) -> None:
-    for streamed in (True, False):
-        ollama.hold.clear()
-        ollama.held_after, ollama.holding = 1 if streamed else 0, threading.Event()
-        connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=LONG_S)
-        connection.request("POST", "/generate", json.dumps({"prompt": "x", "stream": streamed}))
-        if streamed:
-            connection.getresponse().readline()
-        assert ollama.holding.wait(LONG_S)
-        connection.sock.close() if connection.sock else None
-        connection.close()
-        assert ollama.left.wait(LONG_S)
-        assert until(lambda: front.node.open_requests == 0, LONG_S)
-        ollama.hold.set()
-    assert front.ask("/generate", {"prompt": "x", "max_tokens": 1})[0] == 200
-
-
-def test_what_takes_too_long_is_given_up(front: Front, ollama: RecordedOllama) -> None:
-    ollama.hold.clear()
-    status, answer = front.ask("/generate", {"prompt": "x", "timeout_s": 0.2})
-    assert status == 504
-    assert answer["error"]["code"] == "deadline_exceeded"
-    assert ollama.left.wait(LONG_S)
-    status, answer = front.ask("/prefill", {"prompt": "x", "timeout_s": 0.2})
-    assert status == 504
-
-
-@pytest.mark.parametrize(
-    ("fault", "status", "code"),
-    [
-        ("runner", 502, "engine_failed"),
-        ("busy", 503, "node_busy"),
-        ("schema", 400, "bad_request"),
-        ("proxy", 502, "engine_failed"),
-        ("die", 502, "engine_failed"),
-        ("cut", 502, "engine_failed"),
-        ("load", 502, "engine_failed"),
-        ("unload", 502, "engine_failed"),
-    ],
-)
-def test_its_failures_are_typed(front: Front, ollama: RecordedOllama, fault: str, status: int, code: str) -> None:
-    ollama.fault, ollama.fault_after = fault, 2
-    answer = front.ask("/generate", {"prompt": "x", "max_tokens": 5})
-    assert answer[0] == status
-    assert answer[1]["error"]["code"] == code
-    if fault in ("die", "cut"):  # in a stream, what was written comes first
-        events = front.events({"prompt": "x", "max_tokens": 5})
-        assert _text(events) == " 1 2"
-        assert events[-1]["error"]["code"] == code
-        if fault == "cut":
-            assert (
-                events[-1]["error"]["message"]
-                == f"Ollama at {ollama.url} closed the connection in the middle of its response"
-            )
-    ollama.fault = ""
-    assert front.ask("/generate", {"prompt": "x", "max_tokens": 1})[0] == 200
-
-
-def test_odd_ends_are_called_what_they_are(front: Front, ollama: RecordedOllama) -> None:
-    ollama.reason = None
-    assert front.ask("/generate", {"prompt": "x", "max_tokens": 1})[1]["finish_reason"] == "stop"
-    ollama.reason = "content_filter"
-    answer = front.ask("/generate", {"prompt": "x", "max_tokens": 1})[1]["error"]
-    assert (answer["code"], "wrote nothing" in answer["message"]) == ("engine_failed", False)
-    assert "'content_filter'" in answer["message"]
-
-
-def test_refusals_are_by_what_refuses() -> None:
-    client = OllamaClient("http://box:1", "m")
-    assert "ollama pull m" in str(client.refusal(404, b'{"error": "model \\"m\\" not found, try pulling it first"}'))
-    assert "is not an Ollama" in str(
-        client.refusal(404, b"<p>The requested URL was not found on this server, model m</p>")
-    )
-    assert "pull" not in str(client.refusal(404, b'{"error": "blob not found"}'))
-    assert str(client.refusal(500, b'{"error": null}')) == "Ollama failed: no reason given (HTTP 500)"
-
-
-def test_a_model_that_was_removed_is_missed_before_anyone_asks(front: Front, ollama: RecordedOllama) -> None:
-    assert front.ask("/health")[0] == 200
-    ollama.models, ollama.loaded = [], None
-    assert until(lambda: front.ask("/health")[0] == 503)
-    assert "ollama pull smollm2" in front.ask("/health")[1]["reason"]
-    assert not ollama.asked
-    ollama.models = ["smollm2"]
-    assert until(lambda: front.ask("/health")[0] == 200, LONG_S)
-
-
-def test_an_ollama_that_is_silent_was_asked() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        node = Front(f"http://127.0.0.1:{silent.getsockname()[1]}")
-        try:
-            health = node.ask("/health")[1]
-            assert health["status"] == "unhealthy"
-            assert "has not answered a health check yet" in health["reason"]
-            assert health["stalled_s"] > 0
-        finally:
-            node.end()
-
-
-def test_a_missing_model_names_the_command(front: Front, ollama: RecordedOllama) -> None:
-    ollama.models = []
-    for path in ("/generate", "/prefill"):
-        status, answer = front.ask(path, {"prompt": "x"})
-        assert status == 503
-        assert "run `ollama pull smollm2`" in answer["error"]["message"]
-    assert until(lambda: front.ask("/health")[0] == 503, LONG_S)
-    assert "ollama pull smollm2" in front.ask("/health")[1]["reason"]
-    ollama.models = ["smollm2"]
-    assert until(lambda: front.ask("/health")[1]["status"] == "healthy", LONG_S)
-
-
-def test_an_ollama_that_is_down_is_unhealthy(down: Front) -> None:
-    status, health = down.ask("/health")
-    assert status == 503
-    assert health["status"] == "unhealthy"
-    assert "ollama serve" in health["reason"]
-    assert down.ask("/model")[0] == 503
-    status, answer = down.ask("/generate", {"prompt": "x"})
-    assert (status, answer["error"]["code"]) == (503, "engine_unavailable")
-    server = RecordedOllama()
-    node = Front(server.url)
-    try:
-        assert until(lambda: node.ask("/health")[1]["loaded"], LONG_S)
-        server.end()
-        assert until(lambda: node.ask("/health")[0] == 503, LONG_S)
-    finally:
-        node.end()
-
-
-@pytest.mark.parametrize(
-    "foreign", [(404, '{"error": {"code": "not_found"}}'), (200, "<html>"), (200, "{}")], ids=["404", "html", "empty"]
-)
-def test_what_is_no_ollama_is_called_so(ollama: RecordedOllama, foreign: tuple[int, str]) -> None:
-    ollama.foreign = foreign
-    node = Front(ollama.url)
-    try:
-        status, health = node.ask("/health")
-        assert (status, health["status"]) == (503, "unhealthy")
-        assert health["reason"].startswith(f"the server at {ollama.url} is not an Ollama (it")
-        assert "{" not in health["reason"]
-        assert node.ask("/generate", {"prompt": "x"})[1]["error"]["code"] == "engine_unavailable"
-    finally:
-        node.end()
-
-
-def test_loading_shows_and_so_does_unloading(ollama: RecordedOllama) -> None:
-    ollama.loading.clear()
-    node = Front(ollama.url, keep_alive="30m")
-    try:
-        assert until(lambda: node.ask("/health")[1]["status"] == "loading", LONG_S)
-        done: list[tuple[int, Any]] = []
-        waiting = threading.Thread(target=lambda: done.append(node.ask("/generate", {"prompt": "x", "max_tokens": 1})))
-        waiting.start()
-        assert until(lambda: bool(ollama.asked), LONG_S)
-        assert not done
-        ollama.loading.set()
-        waiting.join(LONG_S)
-        assert done[0][0] == 200
-        assert ollama.asked[-1]["keep_alive"] == "30m"
-        assert until(lambda: node.ask("/health")[1]["status"] == "healthy", LONG_S)
-        assert node.ask("/unload", {})[1]["loaded"] is False
-        assert node.ask("/health")[1]["status"] == "healthy", "the next request loads it"
-        assert node.ask("/load", {})[1]["loaded"] is True
-    finally:
-        node.end()
-
-
 def test_a_prompt_is_never_cut(ollama: RecordedOllama) -> None:
     node = Front(ollama.url, max_window=64)
     try:
@@ -610,108 +401,6 @@ def test_draining_and_crowds_are_refused(front: Front, ollama: RecordedOllama) -
     assert front.ask("/health")[1]["status"] == "draining"
 
 
-def test_addresses_names_and_versions() -> None:
-    assert base_url("") == base_url("localhost") == "http://localhost:11434"
-    assert base_url("0.0.0.0:99") == "http://127.0.0.1:99"
-    assert base_url("https://box") == "https://box:11434"
-    assert base_url("[::1]:5") == "http://[::1]:5"
-    for wrong in ("ftp://x", "http://", "x:y", "http://x/path", "x y", "http://x y:5", "a,b"):
-        with pytest.raises(BadRequest, match="is not an address"):
-            base_url(wrong)
-    assert full_name("a") == "a:latest"
-    assert full_name("host:1/a:30b") == "host:1/a:30b"
-    assert version_of("0.12.6-rc1") == (0, 12, 6)
-    assert version_of("?") == (0, 0, 0)
-    for path in ("model.gguf", "./models/smollm2", "~/x/y.GGUF", __file__):
-        with pytest.raises(BadRequest, match=r"ollama create NAME -f Modelfile.*--engine llamacpp"):
-            OllamaClient("", path)
-    assert OllamaClient("", "disaggregated:smollm2").model == "smollm2"
-    assert OllamaClient("", "hf.co/someone/some-GGUF:some-Q4_K_M.gguf").model
-    assert ModelDetails(parameters='stop "a b"\nnum_ctx 4\nstop x').stops == ["a b", "x"]
-
-
-@pytest.mark.parametrize(
-    ("text", "sent"),
-    [("30m", "30m"), ("1h30m", "1h30m"), ("500ms", "500ms"), ("-1m", "-1m"), ("90", 90), ("-1", -1), ("1.5", 1.5)],
-)
-def test_how_long_it_keeps_a_model(text: str, sent: float | str) -> None:
-    assert keep_alive_of(text) == sent
-
-
-@pytest.mark.parametrize("text", ["--5", "²", "5 minutes", "1d", "m", "-", "1h30", "nan", "inf", "9999999h", "1e3"])
-def test_what_is_no_time_to_keep_it_ends_the_start(text: str) -> None:
-    with pytest.raises(BadRequest, match="is not a duration: give"):
-        keep_alive_of(text)
-
-
-def test_it_ends_in_one_line(ollama: RecordedOllama) -> None:
-    command = [sys.executable, "-m", "disaggregated_inference", "serve", "--engine", "ollama", "--model", "smollm2"]
-    for wrong, says in (("--keep-alive=5 minutes", "is not a duration"), ("--ollama-host=x y", "is not an address")):
-        ended = subprocess.run([*command, "--port", "0", wrong], capture_output=True, text=True, timeout=LONG_S)
-        assert ended.returncode == 1
-        assert says in ended.stderr
-        assert len(ended.stderr.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "name", ["prefill_server_ollama", "decode_server_ollama", "prefill_server_dgx", "decode_server_mac"]
-)
-def test_entry_points_help(name: str) -> None:
-    command = [sys.executable, "-m", f"disaggregated_inference.{name}", "--help"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    port = "8000" if name.startswith("prefill") else "8001"
-    assert all(flag in said for flag in ("--model", "--host", "--port", port))
-    assert ("--ollama-host" in said) == ("ollama" in name)
-    wrong = subprocess.run([*command[:-1], "--port", "99999"], capture_output=True, text=True)
-    assert wrong.returncode == 2
-    assert "'99999' is not a port" in wrong.stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "extra"),
-    [
-        ("prefill_server_dgx", "[torch]"),
-        ("decode_server_mac", "[mlx]"),
-        ("prefill_server_ollama", ""),
-        ("decode_server_ollama", ""),
-    ],
-)
-def test_an_entry_point_copied_alone_says_what_to_install(name: str, extra: str, tmp_path: Path) -> None:
-    copy = tmp_path / f"{name}.py"
-    copy.write_text(Path(disaggregated_inference.__file__).with_name(f"{name}.py").read_text())
-    run = subprocess.run([sys.executable, "-I", "-S", str(copy)], capture_output=True, text=True)
-    assert run.returncode == 1
-    assert f"pip install 'disaggregated-inference{extra}'" in run.stderr
-    assert len(run.stderr.splitlines()) == 1
-
-
-def test_an_entry_point_serves(ollama: RecordedOllama) -> None:
-    command = [sys.executable, "-m", "disaggregated_inference.decode_server_ollama", "--port", "0"]
-    missing = subprocess.run([*command, "--model", "nope", "--ollama-host", ollama.url], capture_output=True, text=True)
-    assert missing.returncode == 1
-    assert "run `ollama pull nope`" in missing.stderr
-    command += ["--model", "smollm2", "--ollama-host", ollama.url, "--host", "0.0.0.0"]
-    bare = {name: value for name, value in os.environ.items() if name != "DISAGG_TOKEN"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=bare)
-    try:
-        assert process.stdout
-        assert process.stderr
-        assert "listening on 0.0.0.0 without a token: anyone who can reach" in process.stderr.readline()
-        ready = ready_line(process.stdout)
-        assert ready["backend"] == "ollama"
-        assert ready["role"] == "decode"
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{ready['port']}/generate", b'{"prompt": "7", "max_tokens": 1}'
-        )
-        with urllib.request.urlopen(request, timeout=LONG_S) as response:
-            assert json.loads(response.read())["generated_text"] == " 8"
-    finally:
-        process.terminate()
-        assert process.wait(LONG_S) == 0
-        for pipe in (process.stdout, process.stderr):
-            pipe and pipe.close()
-
-
 def _real() -> tuple[str, str] | None:
     """The address and the smallest model of an Ollama that is really there."""
     if not os.environ.get("OLLAMA_HOST"):
@@ -748,7 +437,7 @@ def test_a_real_one_does_the_same() -> None:
         assert answer["metrics"]["prefill_speed"] is None
         assert answer["metrics"]["prefill_time"] < read["prefill_time"], "its beginning was held"
         events = node.events({"messages": [{"role": "user", "content": "Say hi."}], "max_tokens": 3})
-        assert _text(events)
+        assert text_of(events)
         assert events[-1]["done"]
         assert events[-1]["usage"]["completion_tokens"] == 3
         refused = node.ask("/generate", {"prompt": "word " * 600, "max_tokens": 2})

@@ -330,3 +330,7 @@ class Front(OnThread):
         settings: dict[str, Any] = {"max_window": 32768, "keep_alive": "", "slots": 4, "queue": 8} | changes
         self.node = OllamaNode(OllamaClient(url, model), role, **settings)
         super().__init__(ollama_app(self.node, None), http)
+
+
+def text_of(events: list[dict[str, Any]]) -> str:
+    return "".join(event.get("text", "") for event in events)
