@@ -1,14 +1,12 @@
 """OpenAI's own package against the gateway: a pair of nodes with the embedded model, and a simulated pair."""
 
 import asyncio
-import http.client
 import json
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Any
 
 import httpx
-import msgspec
 import openai
 import pydantic
 import pytest
@@ -17,58 +15,22 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 
 from disaggregated_inference.client import DisaggregatedClient
-from disaggregated_inference.errors import BadRequest, ContextTooLong, DisaggError, ModelNotFound
-from disaggregated_inference.gateway.chat import ChatDelta
-from disaggregated_inference.gateway.openai.chat import ChatChoice, content_fields
-from disaggregated_inference.gateway.openai.errors import error_body
-from disaggregated_inference.gateway.openai.requests import ChatCompletionRequest, CompletionRequest, read
-from disaggregated_inference.gateway.tool_parsers.base import (
-    ContentDelta,
-    ReasoningDelta,
-    TextDelta,
-    ToolCallArguments,
-    ToolCallStart,
-)
 from disaggregated_inference.http import EventStreamResponse
-from tests.support.cluster import Process, config_of
+from tests.support.cluster import config_of
 from tests.support.gateway import served, simulated_config, simulated_pair, smollm2_pair
+from tests.support.openai_requests import HELLO, QUICK, SIMULATED, TIME, WEATHER, openai_client
 from tests.support.prompt_logprobs import check_prompt_logprobs, transformers_logprobs
-from tests.support.waiting import until
 
-SLOW = "custom:prefill=20000,decode=60"
-SIMULATED = "simulated:tiny"
-HELLO: Any = [{"role": "user", "content": "Name three colours of the rainbow."}]
 TOKENS = 12
 GREEDY: Any = {"model": "smollm2", "messages": HELLO, "temperature": 0, "max_tokens": TOKENS}
-QUICK: Any = {"model": SIMULATED, "messages": HELLO, "temperature": 0, "max_tokens": 8}
 SEA = "The sea is wide — naïve 🐙 sailors think it is flat."
 SCORED: Any = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True, "seed": 1234}  # as lm-eval asks
-FOR_EVER: Any = QUICK | {"max_tokens": 2000, "extra_body": {"ignore_eos": True}}
 
 
 class City(pydantic.BaseModel):
     name: str
     inhabitants: int
     coastal: bool
-
-
-WEATHER: Any = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather in a city",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"enum": ["Paris", "Oslo"]},
-                "days": {"type": "integer", "minimum": 1, "maximum": 9},
-            },
-            "required": ["city", "days"],
-            "additionalProperties": False,
-        },
-    },
-}
-TIME: Any = {"type": "function", "function": {"name": "get_time"}}
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +44,8 @@ def real() -> Iterator[tuple[str, dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def client(real: tuple[str, dict[str, Any]]) -> Iterator[OpenAI]:
-    with _client(real[0]) as made:
+    with openai_client(real[0]) as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def slow_pair() -> Iterator[tuple[Process, Process]]:
-    with simulated_pair(SLOW) as pair:
-        yield pair
 
 
 @pytest.fixture(scope="module")
@@ -100,12 +56,8 @@ def quick_url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def quick(quick_url: str) -> Iterator[OpenAI]:
-    with _client(quick_url) as made:
+    with openai_client(quick_url) as made:
         yield made
-
-
-def _client(url: str) -> OpenAI:
-    return OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60)
 
 
 def _text(chunks: Any, choice: int = 0) -> str:
@@ -632,161 +584,3 @@ def test_usage_counts_cached_tokens(quick: OpenAI) -> None:
     assert again
     assert again.prompt_tokens_details
     assert 0 < (again.prompt_tokens_details.cached_tokens or 0) <= again.prompt_tokens
-
-
-# Who leaves, and who is gone.
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_disconnect_cancels_the_request(slow_pair: tuple[Process, Process], stream: bool) -> None:
-    _, writer = slow_pair
-    with served(simulated_config(*slow_pair)) as url, _client(url) as asking:
-        if stream:
-            answer = asking.chat.completions.create(**FOR_EVER, stream=True)
-            next(iter(answer))
-            assert until(lambda: bool(writer.status()["running"]))
-            answer.close()
-        else:
-            with pytest.raises(openai.APITimeoutError):
-                asking.chat.completions.create(**FOR_EVER, timeout=1.0)
-        assert until(lambda: all(node.nothing_left() for node in slow_pair))
-
-
-def test_a_disconnect_before_the_first_event_cancels(slow_pair: tuple[Process, Process]) -> None:
-    body = QUICK | {"max_tokens": 2000, "ignore_eos": True, "stream": True}
-    body["messages"] = [{"role": "user", "content": "x" * 100_000}]  # five seconds
-    ended = _tickets_ended(slow_pair[0])
-    with served(simulated_config(*slow_pair)) as url:
-        httpx.post(f"{url}/v1/chat/completions", json=QUICK).raise_for_status()
-        with closing(http.client.HTTPConnection(url.removeprefix("http://"))) as leaving:
-            leaving.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-            assert until(lambda: slow_pair[0].status()["tickets"] == 1)
-        assert until(lambda: all(node.nothing_left() for node in slow_pair))
-        assert _tickets_ended(slow_pair[0]) == ended + 2
-
-
-def _tickets_ended(node: Process) -> int:
-    return sum(node.status()["endings"].values())
-
-
-def test_a_stream_whose_node_dies_ends_in_an_error(slow_pair: tuple[Process, Process]) -> None:
-    """The last test with this pair."""
-    reader, writer = slow_pair
-    with served(simulated_config(*slow_pair, retries=0)) as url, _client(url) as asking:
-        answer = iter(asking.chat.completions.create(**FOR_EVER, stream=True))
-        next(answer)
-        writer.kill()
-        with pytest.raises(openai.APIError, match="Decode server unavailable"):
-            list(answer)
-        assert until(reader.nothing_left)
-        with pytest.raises(openai.InternalServerError) as caught:
-            asking.chat.completions.create(**QUICK)
-        assert (caught.value.status_code, caught.value.type) == (503, "server_error")
-        assert [model.id for model in asking.models.list()] == [SIMULATED, "tiny-alias"]
-
-
-# Without a cluster.
-
-
-def _choice(**more: Any) -> ChatChoice:
-    return ChatChoice(0, read({"messages": HELLO} | more, ChatCompletionRequest), None)
-
-
-def _said() -> list[ContentDelta]:
-    return [
-        ReasoningDelta("Let me "),
-        ReasoningDelta("think."),
-        TextDelta("Hi"),
-        ToolCallStart(0, "call_a", "get_time"),
-        ToolCallArguments(0, "{"),
-        ToolCallStart(1, "call_b", "get_weather"),
-        ToolCallArguments(0, "}"),
-        ToolCallArguments(1, '{"a":1}'),
-    ]
-
-
-def test_reasoning_and_tool_calls_of_a_message() -> None:
-    choice = _choice(tools=[TIME, WEATHER])
-    for output in _said():
-        choice.take(ChatDelta(content=(output,), token=5))
-    choice.take(ChatDelta(token=5, finish_reason="tool_calls"))
-    message = choice.body()["message"]
-    assert (message["content"], message["reasoning_content"]) == ("Hi", "Let me think.")
-    assert message["reasoning"] == message["reasoning_content"]
-    assert message["tool_calls"] == [
-        {"id": "call_a", "type": "function", "function": {"name": "get_time", "arguments": "{}"}},
-        {"id": "call_b", "type": "function", "function": {"name": "get_weather", "arguments": '{"a":1}'}},
-    ]
-    assert choice.reasoning_tokens == 2
-    assert choice.body()["finish_reason"] == "tool_calls"
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_deltas_add_up_to_the_message(size: int) -> None:
-    from openai.lib.streaming._deltas import accumulate_delta
-
-    output, whole = _said(), content_fields(_said())
-    choice, added = _choice(tools=[TIME]), dict[object, object]()
-    for at in range(0, len(output), size):
-        choice.take(ChatDelta(content=tuple(output[at : at + size])))
-        summary = choice.chunk()
-        assert summary
-        added = accumulate_delta(added, summary["delta"])
-    assert added == {"role": "assistant"} | whole
-
-
-def test_parallel_tool_calls_false_keeps_one_call() -> None:
-    choice = _choice(tools=[TIME], parallel_tool_calls=False)
-    choice.take(ChatDelta(content=tuple(_said()), finish_reason="tool_calls"))
-    assert [call["id"] for call in choice.body()["message"]["tool_calls"]] == ["call_a"]
-
-
-def test_empty_deltas_make_no_event() -> None:
-    choice = _choice()
-    choice.take(ChatDelta(token=5))
-    assert choice.chunk() == {
-        "index": 0,
-        "delta": {"role": "assistant", "content": ""},
-        "logprobs": None,
-        "finish_reason": None,
-    }
-    choice.take(ChatDelta(token=6))
-    assert choice.chunk() is None
-
-
-def test_errors_have_openais_shape() -> None:
-    def summary(error: Exception) -> Any:
-        return error_body(error)["error"]
-
-    assert summary(BadRequest("top_p: no", param="top_p")) == {
-        "message": "top_p: no",
-        "type": "invalid_request_error",
-        "param": "top_p",
-        "code": None,
-    }
-    assert summary(ModelNotFound("none"))["code"] == "model_not_found"
-    assert summary(ContextTooLong(10, 5))["code"] == "context_length_exceeded"
-    assert summary(DisaggError("x"))["type"] == "server_error"
-    assert "secret" not in msgspec.json.encode(error_body(ValueError("a secret"))).decode()
-
-
-def test_messages_for_chat_templates() -> None:
-    from disaggregated_inference.gateway.openai.messages import plain_messages
-
-    call = {"id": "call_a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    output = {
-        "role": "assistant",
-        "content": None,
-        "refusal": None,
-        "reasoning": "hm",
-        "tool_calls": [call],
-        "audio": None,
-    }
-    params = read({"messages": [{"role": "developer", "content": "x"}, output]}, ChatCompletionRequest)
-    assert plain_messages(params.messages) == [
-        {"role": "system", "content": "x"},
-        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
-    ]
-    template = {"messages": HELLO, "reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}
-    assert read(template, ChatCompletionRequest).template() == {"reasoning_effort": "low", "enable_thinking": False}
-    assert read({"prompt": [1, 2], "top_k": -1}, CompletionRequest).options()["top_k"] == 0
