@@ -16,6 +16,11 @@ from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats, PendingRequest, StreamSilent
 from disaggregated_inference.orchestrator.leg_errors import LegFailed, NodeRefused
 from disaggregated_inference.orchestrator.node_client import NodeClient
+from disaggregated_inference.orchestrator.node_failures import (
+    failure_in_stream,
+    failure_of_answer,
+    failure_of_line,
+)
 from disaggregated_inference.orchestrator.node_state import NodeState
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 from disaggregated_inference.orchestrator.stream_check import TextStreamCheck
@@ -186,7 +191,8 @@ def test_a_refusal_by_a_node_is_the_same_error_as_a_local_refusal(status: int, c
                 await legs.get("/model", 5.0)
             assert (refused.value.status, refused.value.code, str(refused.value)) == (status, code, "no")
             assert isinstance(refused.value, BadRequest) == bad
-            in_a_stream = [legs._stream_error(ErrorDetail(said, "no")) for said in ("bad_request", "deadline_exceeded")]
+            details = (ErrorDetail(said, "no") for said in ("bad_request", "deadline_exceeded"))
+            in_a_stream = [failure_in_stream(server, detail) for detail in details]
             assert [isinstance(failure, BadRequest) for failure in in_a_stream] == [True, False]
 
     asyncio.run(run())
@@ -194,8 +200,8 @@ def test_a_refusal_by_a_node_is_the_same_error_as_a_local_refusal(status: int, c
 
 @pytest.mark.parametrize(("status", "code"), [(413, "request_too_large"), (404, "not_found")])
 def test_errors_that_another_node_may_not_have_lead_to_failover(status: int, code: str) -> None:
-    legs = NodeClient(Server(name="n", role="decode", host="h", port=1, model="m"), None, Heartbeats(), 30.0)  # type: ignore[arg-type]
-    said = legs._error(status, json.dumps({"error": {"code": code, "message": "no"}}).encode())
+    body = json.dumps({"error": {"code": code, "message": "no"}}).encode()
+    said = failure_of_answer(Server(name="n", role="decode", host="h", port=1, model="m"), status, body)
     assert isinstance(said, LegFailed)
     assert said.code == code
 
@@ -237,15 +243,8 @@ def test_a_node_that_freezes_after_its_last_event_has_answered() -> None:
 
 def test_a_silent_node_is_named_once_in_the_error() -> None:
     server = Server(name="d1", role="decode", host="127.0.0.1", port=1, model="m")
-
-    async def run() -> None:
-        async with aiohttp.ClientSession() as session:
-            failure = NodeClient(server, session, Heartbeats(), stuck_s=30.0)._unreachable(
-                StreamSilent("it does not answer")
-            )
-            assert (str(failure), failure.code, failure.node_gone) == ("d1: it does not answer", "unreachable", True)
-
-    asyncio.run(run())
+    failure = failure_of_line(server, StreamSilent("it does not answer"))
+    assert (str(failure), failure.code, failure.node_gone) == ("d1: it does not answer", "unreachable", True)
 
 
 def test_a_request_without_a_response_ends_when_its_node_fails_a_probe() -> None:

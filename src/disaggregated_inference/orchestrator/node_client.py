@@ -1,4 +1,4 @@
-"""HTTP to one node: requests, event streams, and whose fault a failure is.
+"""HTTP to one node: requests and event streams, each within a time limit.
 
 No call waits without a limit. A stream that is silent for longer than its heartbeat has its node probed, and so does a
 request whose response does not begin.
@@ -6,7 +6,6 @@ request whose response does not begin.
 
 import asyncio
 import math
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -17,8 +16,6 @@ from disaggregated_inference.api import (
     CHECKSUM_HEADER,
     ChecksumReader,
     DecodeRequest,
-    ErrorBody,
-    ErrorDetail,
     NodeHealth,
     PrefillRequest,
     PrefillResponse,
@@ -28,29 +25,23 @@ from disaggregated_inference.api import (
     checksum_text,
 )
 from disaggregated_inference.cluster import Server
-from disaggregated_inference.orchestrator.connection_errors import why_unreachable
 from disaggregated_inference.orchestrator.connections import post, send, without_frames
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats, MonitoredStream, PendingRequest, StreamSilent
-from disaggregated_inference.orchestrator.leg_errors import LegBusy, LegFailed, NodeRefused, refusal
+from disaggregated_inference.orchestrator.leg_errors import LegFailed, NodeRefused
+from disaggregated_inference.orchestrator.node_failures import (
+    UNREADABLE,
+    failure_in_stream,
+    failure_of_answer,
+    failure_of_line,
+)
 from disaggregated_inference.orchestrator.stream_check import BadEvents, StreamCheck
 
 _PATIENCE = 8  # times its recent latency: a busy machine is slow for all clients, a frozen one is silent
-WRONG_TOKEN = "unauthorized"  # the code of the error
-_REFUSED_TOKEN = "it refused the token (401): `token` in the cluster file, else DISAGG_TOKEN, is not the node's"
-_NEEDS_TOKEN = "it needs a token (401): set DISAGG_TOKEN"
 _OLD = "it is an older version, or a proxy drops the header X-Checksum"
 _DECAY = 0.9  # what is left of a slow answer after the next one
 _MAX_BODY_BYTES = 256 << 20  # of a small request's answer; a tokenizer has some tens of MB
 _MAX_ERROR_BYTES = 1 << 20
 _MAX_EVENT_BYTES = 16 << 20
-_SECONDS = re.compile("[0-9]{1,9}")
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
-# Refusals that another node may not repeat: this is no node, or it was restarted as another one, or it is too small.
-_NODE_CODES = frozenset({"bad_answer", "not_found", "request_damaged", "request_too_large"})
-_BUSY_CODES = frozenset({"node_busy", "kv_memory_full", "queue_full"})
-_REFUSAL_STATUS = {"deadline_exceeded": 504, "bad_request": 400, "context_too_long": 400}
-
 
 _event = msgspec.json.Decoder(StreamEvent)
 _events = msgspec.json.Decoder(list[StreamEvent])
@@ -83,10 +74,10 @@ class NodeClient:
             async with await send(self._session, "GET", url, closed_s, **options) as response:
                 body = await self._bounded(response, _MAX_BODY_BYTES)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._unreachable(error) from without_frames(error)
+            raise failure_of_line(self.server, error) from without_frames(error)
         self.latency_s = max(loop.time() - sent_at, self.latency_s * _DECAY)
         if response.status != 200 and path != "/health":
-            raise self._error(response.status, body)
+            raise failure_of_answer(self.server, response.status, body)
         self._require_proven(response, body)
         return body
 
@@ -112,7 +103,7 @@ class NodeClient:
             body = await self.get("/health", self._probe_timeout_s())  # this process itself was paused meanwhile
         try:
             return msgspec.json.decode(body, type=NodeHealth)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise self._bad_answer(f"its health cannot be read: {error}") from error
 
     def _probe_timeout_s(self) -> float:
@@ -131,7 +122,7 @@ class NodeClient:
             raise LegFailed(self.server.name, error.code, str(error)) from error  # another node may have memory
         try:
             return msgspec.json.decode(body, type=PrefillResponse).context
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise self._bad_answer(f"its answer cannot be read: {error}") from error
 
     def cancel_prefill(self, ticket: str) -> None:
@@ -167,7 +158,7 @@ class NodeClient:
                     try:
                         data = await receive()  # the heartbeat ends the wait on a silent stream
                     except (aiohttp.ClientError, StreamSilent, OSError) as error:
-                        raise self._unreachable(error) from without_frames(error)
+                        raise failure_of_line(self.server, error) from without_frames(error)
                     stream.last_data_at = self.last_data_at = loop.time()
                     *lines, rest = (rest + self._feed(proven, data)).split(b"\n\n")
                     if len(rest) > _MAX_EVENT_BYTES:
@@ -178,7 +169,7 @@ class NodeClient:
                             self._require_nothing(rest + self._feed(proven, await self._drain(response)))
                             return
                         if events[-1].error:
-                            raise self._stream_error(events[-1].error, check.began)
+                            raise failure_in_stream(self.server, events[-1].error, check.began)
                     elif not data:
                         raise LegFailed(self.server.name, "stream_ended", "its stream ended too early", node_gone=True)
             finally:
@@ -204,7 +195,7 @@ class NodeClient:
         try:
             events = [_event.decode(data[0])] if len(data) == 1 else _events.decode(b"[%b]" % b",".join(data))
             check.check(events)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise self._bad_answer(f"its stream cannot be read: {error}") from error
         except BadEvents as error:
             raise self._bad_answer(f"its stream breaks the protocol: {error}", tainted=error.tainted) from error
@@ -253,7 +244,7 @@ class NodeClient:
                 options = {"data": body, "headers": headers, "timeout": self._dial_timeout, "allow_redirects": False}
                 response = await post(self._session, url, self._timeouts.closed_connection_s, **options)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._unreachable(error) from without_frames(error)
+            raise failure_of_line(self.server, error) from without_frames(error)
         try:
             if response.status != 200:
                 raise await self._refused(response)
@@ -266,7 +257,7 @@ class NodeClient:
             async with asyncio.timeout(self._timeouts.small_body_s):
                 return await self._bounded(response, _MAX_BODY_BYTES if response.status == 200 else _MAX_ERROR_BYTES)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._unreachable(error) from without_frames(error)
+            raise failure_of_line(self.server, error) from without_frames(error)
 
     async def _bounded(self, response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
         body = bytearray()
@@ -279,49 +270,9 @@ class NodeClient:
     def _bad_answer(self, message: str, *, tainted: bool = False) -> LegFailed:
         return LegFailed(self.server.name, "bad_answer", message, tainted=tainted)
 
-    def _unreachable(self, error: Exception) -> LegFailed:
-        if isinstance(error, StreamSilent):
-            if error.node_alive:
-                return LegFailed(self.server.name, "stream_ended", str(error))
-            return self._gone(str(error), timed_out=error.timed_out)
-        if isinstance(error, TimeoutError):
-            return self._gone("it does not answer", timed_out=True)
-        if isinstance(error, aiohttp.ClientPayloadError):
-            return self._gone("it broke off in the middle of its answer", connection_broke=True)
-        broke = not isinstance(error, aiohttp.ClientConnectorError)
-        return self._gone(f"it cannot be reached: {why_unreachable(error, self.server)}", connection_broke=broke)
-
-    def _gone(self, message: str, *, timed_out: bool = False, connection_broke: bool = False) -> LegFailed:
-        name = self.server.name
-        return LegFailed(
-            name, "unreachable", message, node_gone=True, timed_out=timed_out, connection_broke=connection_broke
-        )
-
     async def _refused(self, response: aiohttp.ClientResponse) -> Exception:
         """A refusal ends the request: its checksum must prove it. What is not proven is tried elsewhere."""
         body = await self._read(response)
-        error = self._error(response.status, body, response.headers.get("Retry-After"))
+        error = failure_of_answer(self.server, response.status, body, response.headers.get("Retry-After"))
         is_believed = not isinstance(error, NodeRefused) or body_is_proven(response.headers, body)
         return error if is_believed else self._bad_answer(f"its refusal has no checksum that fits: {error}")
-
-    def _error(self, status: int, body: bytes, retry_after: str | None = None) -> Exception:
-        try:
-            detail = msgspec.json.decode(body, type=ErrorBody).error
-        except _UNREADABLE:
-            detail = ErrorDetail("bad_answer", f"it does not answer as a node: HTTP {status}")
-        if status == 401:
-            return LegFailed(self.server.name, WRONG_TOKEN, _REFUSED_TOKEN if self.server.token else _NEEDS_TOKEN)
-        if detail.code in _BUSY_CODES:
-            wait_s = float(retry_after) if retry_after and _SECONDS.fullmatch(retry_after) else 1.0
-            return LegBusy(self.server.name, detail.message, wait_s)
-        if status in (400, 404, 413, 422, 504) and detail.code not in _NODE_CODES:
-            return refusal(status, detail.code, detail.message, detail.param or None)
-        return LegFailed(self.server.name, detail.code, detail.message)
-
-    def _stream_error(self, detail: ErrorDetail, began: bool = False) -> Exception:
-        """An error in the middle of a stream. What it has begun to write, a node cannot refuse."""
-        if detail.code in _BUSY_CODES:
-            return LegBusy(self.server.name, detail.message, 1.0)
-        if (status := _REFUSAL_STATUS.get(detail.code)) and not (began and status == 400):
-            return refusal(status, detail.code, detail.message, detail.param or None)
-        return LegFailed(self.server.name, detail.code, detail.message)

@@ -17,7 +17,8 @@ from disaggregated_inference.orchestrator.connection_errors import what_answers
 from disaggregated_inference.orchestrator.energy import PowerLog, price_per_hour
 from disaggregated_inference.orchestrator.heartbeat import Heartbeats
 from disaggregated_inference.orchestrator.leg_errors import LegFailed
-from disaggregated_inference.orchestrator.node_client import WRONG_TOKEN, NodeClient
+from disaggregated_inference.orchestrator.node_client import NodeClient
+from disaggregated_inference.orchestrator.node_failures import WRONG_TOKEN
 from disaggregated_inference.orchestrator.single_machine import MachineFacts
 
 _UNREACHABLE = "unreachable"
