@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from disaggregated_inference.api import RequestRecord
-from disaggregated_inference.cli.history import _FIELDS, HistoryOptions, run
+from disaggregated_inference.cli.history import CSV_FIELDS, HistoryOptions, run
 from disaggregated_inference.cli.screen import stdout_console
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.orchestrator import History, HistoryFilter, HistoryReader
@@ -117,4 +117,4 @@ def test_wrong_times(config: str, since: str, until: str, message: str) -> None:
 
 
 def test_the_columns_of_the_csv_are_fields_of_a_record() -> None:
-    assert set(_FIELDS) <= {field.name for field in msgspec.structs.fields(RequestRecord)}
+    assert set(CSV_FIELDS) <= {field.name for field in msgspec.structs.fields(RequestRecord)}

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from disaggregated_inference.cli.machines import _how_to
+from disaggregated_inference.cli.machines import how_to
 from disaggregated_inference.identity import Authority, Identity
 from tests.support.command import disagg
 from tests.support.deploy_plans import cluster
@@ -227,7 +227,7 @@ def test_the_endpoint_is_where_users_reach_it(gateway: dict[str, Any], ssh: str,
     """Not where ssh does: that may be a name of the ssh config, or have a port of its own."""
     machines = {"spark": {"ssh": ssh}, "desk": {"ssh": ssh}}
     config = cluster(machines=machines, gateway={"machine": "spark"} | gateway)
-    assert f": {url}/v1 (OpenAI)" in _how_to(config)
+    assert f": {url}/v1 (OpenAI)" in how_to(config)
 
 
 def test_dry_run_changes_nothing(file: Path, tmp_path: Path) -> None:

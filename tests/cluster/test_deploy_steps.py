@@ -90,9 +90,9 @@ def test_a_full_disk(tmp_path: Path) -> None:
     ],
 )
 def test_installs_that_fail_say_what_to_do(stderr: str, remedy: str) -> None:
-    from disaggregated_inference.cluster.deploy.install import _install_remedy
+    from disaggregated_inference.cluster.deploy.install import install_remedy
 
-    step = CommandStep("environment", f"echo {stderr!r} >&2; exit 1", "false", remedy=_install_remedy)
+    step = CommandStep("environment", f"echo {stderr!r} >&2; exit 1", "false", remedy=install_remedy)
     with pytest.raises(CommandFailed, match=rf"spark: environment failed \(exit code 1\): .*{re.escape(remedy)}"):
         local(step.do)
 

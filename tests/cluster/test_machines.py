@@ -104,7 +104,7 @@ def test_a_machine_keeps_its_files_when_it_is_switched_off(machines: Machines) -
 CRASHING = """
 from tests.support.machines import four_machines
 with four_machines() as machines:
-    print(machines.base, machines._cgroup, machines["mac2"].pid, flush=True)
+    print(machines.base, machines.cgroup, machines["mac2"].pid, flush=True)
     input()
 """
 

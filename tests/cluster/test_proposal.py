@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from disaggregated_inference.cli.cluster_init import _names
+from disaggregated_inference.cli.cluster_init import machine_names
 from disaggregated_inference.cluster import load_config
 from disaggregated_inference.cluster.deploy import plan_machines
 from disaggregated_inference.cluster.inventory import Gpu, Inventory
@@ -164,7 +164,7 @@ def test_machines_with_the_same_name_are_all_there() -> None:
         "ada@10.0.0.2": Inventory(os="Darwin", host="Mac-Studio.local"),
         "ada@10.0.0.3": Inventory(os="Linux", host="mac-studio-2"),
     }
-    assert _names(found) == {
+    assert machine_names(found) == {
         "mac-studio": "ada@10.0.0.1",
         "mac-studio-2": "ada@10.0.0.2",
         "mac-studio-2-2": "ada@10.0.0.3",

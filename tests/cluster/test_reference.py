@@ -10,7 +10,7 @@ from disaggregated_inference.cli.config import config_app
 from disaggregated_inference.cluster import ModelOptions, Policies, Server
 from disaggregated_inference.cluster.config import ClusterFile, Link
 from disaggregated_inference.cluster.machines import ClusterMachine, GatewayService, ModelSource
-from disaggregated_inference.cluster.reference import _section
+from disaggregated_inference.cluster.reference import section
 from disaggregated_inference.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "CLUSTER_FILE.md"
@@ -41,7 +41,7 @@ def test_every_field_has_a_type_a_default_and_a_sentence(kind: type[msgspec.Stru
 
 def test_a_field_without_a_comment_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"_Silent\.size has no comment: write one sentence"):
-        _section(_Silent, "Silent")
+        section(_Silent, "Silent")
 
 
 class _Silent(msgspec.Struct):

@@ -17,7 +17,7 @@ from disaggregated_inference.engines import load_engine
 from disaggregated_inference.errors import ModelDamaged, ModelNotFound, ModelUnsupported
 from disaggregated_inference.models import ModelFiles, ModelStore, ModelTokenizer, ollama_store
 from disaggregated_inference.models.gguf import GGUFFile, dequantize
-from disaggregated_inference.models.gguf_tokenizer import _PRE_TOKENIZERS, end_tokens, tokenizer_from_gguf
+from disaggregated_inference.models.gguf_tokenizer import PRE_TOKENIZERS, end_tokens, tokenizer_from_gguf
 from tests.support.engines import LLAMACPP, LLAMACPP_OPTIONS, twin_of
 from tests.support.gguf_twins import write_twin
 from tests.support.handoff import alone, prompt_of
@@ -109,7 +109,7 @@ def _as_llamacpp_does(path: Path, texts: tuple[str, ...]) -> list[list[int]]:
 
 
 @pytest.mark.skipif(not LLAMACPP, reason="needs llama.cpp")
-@pytest.mark.parametrize("pre", sorted(_PRE_TOKENIZERS))
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
 def test_text_is_cut_as_llamacpp_cuts_it(pre: str, vocabulary: Any, tmp_path: Path) -> None:
     path = _write(tmp_path / "vocabulary.gguf", pre, vocabulary)
     tokenizer = tokenizer_from_gguf(GGUFFile(path))

@@ -115,7 +115,7 @@ class Machines:
     def __init__(self, base: Path, rates: Mapping[str, str], expose: Sequence[Path] = ()) -> None:
         self.base, self.home = base, base / "controller"
         self.rates = dict(rates)
-        self._cgroup = cgroup_root() / base.name
+        self.cgroup = cgroup_root() / base.name
         self._exposed = exposed_paths(*expose)
         self._boots: dict[str, subprocess.Popen[str]] = {}
         self.all = {name: Machine(name, 101 + place, base) for place, name in enumerate(NAMES)}
@@ -178,7 +178,7 @@ class Machines:
         self._wait([name])
 
     def open(self) -> None:
-        for folder in (self.home / ".ssh", self._cgroup):
+        for folder in (self.home / ".ssh", self.cgroup):
             folder.mkdir(parents=True, mode=0o700)
         self._start_lab()
         self._write_ssh({name: prepare_root(machine.base, self._key) for name, machine in self.all.items()})
@@ -205,7 +205,7 @@ class Machines:
             LAB,
             "lab",
             str(self.base),
-            str(self._cgroup),
+            str(self.cgroup),
             LAB_INIT,
             str(HOME),
             *map(str, self._exposed),
@@ -225,7 +225,7 @@ class Machines:
         (self.home / ".ssh/known_hosts").write_text("".join(known))
 
     def _boot(self, machine: Machine) -> None:
-        cgroup = self._cgroup / machine.name
+        cgroup = self.cgroup / machine.name
         cgroup.mkdir(exist_ok=True)
         unshare = ["unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--cgroup", "--fork"]
         enter_cgroup = ["sh", "-c", 'echo $$ >"$0/cgroup.procs" && exec "$@"', str(cgroup)]

@@ -32,6 +32,7 @@ class MemoryNode:
 
     def restart(self) -> None:
         self.rows, self.posted = RowAllocator(self._size), deque[Callable[[], None]]()
+        self.claims = list[Claim]()
         self.admission = Admission(self._size * ROW_BYTES, SLOTS, max_waiting=64, clock=self._clock)
 
     def step(self) -> bool:
@@ -43,11 +44,13 @@ class MemoryNode:
 
     @property
     def oldest(self) -> Claim | None:
-        return min(self.admission._waiting, key=lambda claim: claim.number, default=None)
+        waiting = (claim for claim in self.claims if claim.state == "waiting")
+        return min(waiting, key=lambda claim: claim.number, default=None)
 
     def could_start(self, claim: Claim) -> bool:
         """Its memory is free, in one piece."""
-        if not self.admission._fits(claim.cost_bytes, claim.slots):
+        held = self.admission
+        if held.held_bytes + claim.cost_bytes > held.limit_bytes or held.held_slots + claim.slots > held.max_slots:
             return False
         try:
             copy.deepcopy(self.rows).take(claim.cost_bytes // ROW_BYTES)
@@ -70,6 +73,7 @@ class Part:
 
     def request(self, wait_s: float) -> None:
         claim = self.node.admission.request(self.size * ROW_BYTES, 1, self._start, self.on_refused, wait_s)
+        self.node.claims.append(claim)
         self.claim = claim
         if self.ended:
             self.end()

@@ -267,7 +267,7 @@ def test_the_connector_dials_again(model: Make, receiver: Receiver) -> None:
     one, two = vllm.request("one", 20), vllm.request("two", 20)
     receiver.grant(one)
     vllm.step((one, 10))
-    for peer in receiver.border._peers():
+    for peer in receiver.border.peers():
         peer.hang_up()
     assert until(lambda: len(receiver.lost_reasons) == 1)
     with pytest.raises(EngineUnavailable):

@@ -29,7 +29,7 @@ def run(hosts: str, models: Sequence[str], output: Path, force: bool, trusted_li
     require_known(models)
     targets = _targets(hosts or _asked("ssh addresses of the machines (USER@HOST, separated by spaces)"))
     found = asyncio.run(_look(targets))
-    names = _names(found)
+    names = machine_names(found)
     machines = {name: found[target] for name, target in names.items()}
     for name, inventory in machines.items():
         typer.echo(one_line(_line(name, inventory)))
@@ -79,7 +79,7 @@ async def _look(targets: Sequence[str]) -> dict[str, Inventory]:
     return {outcome.machine: outcome.result for outcome in outcomes if outcome.result}
 
 
-def _names(found: dict[str, Inventory]) -> dict[str, str]:
+def machine_names(found: dict[str, Inventory]) -> dict[str, str]:
     """A name for each address. Two machines that have the same one, such as two new Macs, get a number."""
     names: dict[str, str] = {}
     for target, inventory in found.items():

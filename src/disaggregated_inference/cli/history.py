@@ -38,7 +38,7 @@ _NUMBERS = ("#", "seconds")
 _ALL = 10_000_000
 _FEW, _MANY = 10, 1000  # rows of a table, if --count does not say
 # Of a record, as columns of a CSV file. `error` is its code.
-_FIELDS = (
+CSV_FIELDS = (
     *("number", "time", "request_id", "model", "node_model", "outcome", "error", "method"),
     *("prefill_node", "decode_node", "caller", "plan", "warning"),
     *("prompt_tokens", "completion_tokens", "cached_tokens", "total_time", "first_token_time", "prefill_time"),
@@ -123,9 +123,9 @@ def _write_json(records: Iterable[PlainRecord]) -> None:
 def _write_csv(records: Iterable[PlainRecord]) -> None:
     """Oldest first, times in UTC."""
     writer = csv.writer(sys.stdout)
-    writer.writerow(_FIELDS)
+    writer.writerow(CSV_FIELDS)
     for record in records:
-        writer.writerow([_csv_cell(name, record.get(name)) for name in _FIELDS])
+        writer.writerow([_csv_cell(name, record.get(name)) for name in CSV_FIELDS])
 
 
 def _csv_cell(name: str, value: Any) -> Any:

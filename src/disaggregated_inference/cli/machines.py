@@ -150,11 +150,11 @@ def _prove(config: ClusterConfig, plans: Sequence[MachinePlan], failed: Containe
     if left_out:
         typer.echo(f"not proven, because their machines failed: {', '.join(sorted(left_out))}")
     if has_gateway or not config.gateway.machine:
-        typer.echo(_how_to(config))
+        typer.echo(how_to(config))
     return passed
 
 
-def _how_to(config: ClusterConfig) -> str:
+def how_to(config: ClusterConfig) -> str:
     gateway = config.gateway
     if not gateway.machine:
         options = shlex.join(["--config", config.source, "--model", config.names[0]])

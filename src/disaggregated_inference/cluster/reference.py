@@ -35,11 +35,11 @@ _COMMENT = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
 def reference() -> str:
     """The page: the prose of reference.md, with the sections in place of the word FIELDS."""
     prose = (files("disaggregated_inference.cluster") / "reference.md").read_text(encoding="utf-8")
-    sections = [_section(kind, title) for kind, title in _SECTIONS.items()]
+    sections = [section(kind, title) for kind, title in _SECTIONS.items()]
     return prose.replace("FIELDS", "\n\n".join(sections), 1)
 
 
-def _section(kind: type[msgspec.Struct], title: str) -> str:
+def section(kind: type[msgspec.Struct], title: str) -> str:
     about = textwrap.fill(" ".join((inspect.getdoc(kind) or "").split()), _COLUMNS)
     comments = dict(_COMMENT.findall(inspect.getsource(kind)))
     rows = [_row(kind, field, comments.get(field.name, "")) for field in msgspec.structs.fields(kind)]

@@ -31,7 +31,7 @@ class _PreTokenizer(NamedTuple):
 
 
 # By llama.cpp's names.
-_PRE_TOKENIZERS = {
+PRE_TOKENIZERS = {
     "gpt-2": _PreTokenizer(),
     "smollm": _PreTokenizer(single_digits=True),
     "qwen2": _PreTokenizer(_QWEN, composed=True),
@@ -92,12 +92,12 @@ def _build_tokenizer(file: GGUFFile) -> Tokenizer:
 def _pre_tokenizer(file: GGUFFile) -> _PreTokenizer:
     meta = file.metadata
     kind, name = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre", "")
-    if kind != "gpt2" or name not in _PRE_TOKENIZERS:
+    if kind != "gpt2" or name not in PRE_TOKENIZERS:
         raise ModelUnsupported(
             f"{file.path}: tokenizer {kind!r} with pre-tokenizer {name!r} cannot be built from a GGUF (supported:"
-            f" {', '.join(_PRE_TOKENIZERS)}); put the model's tokenizer.json and tokenizer_config.json beside the file"
+            f" {', '.join(PRE_TOKENIZERS)}); put the model's tokenizer.json and tokenizer_config.json beside the file"
         )
-    return _PRE_TOKENIZERS[name]
+    return PRE_TOKENIZERS[name]
 
 
 def _steps(cut: _PreTokenizer) -> list[Any]:

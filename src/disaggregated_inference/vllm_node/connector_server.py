@@ -235,7 +235,7 @@ class ConnectorServer:
         """Empty: it fits."""
         if attach.protocol != PROTOCOL:
             return f"its connector speaks protocol {attach.protocol}, this node {PROTOCOL}: use one version for both"
-        engines = {peer.attach.engine for peer in self._peers()}
+        engines = {peer.attach.engine for peer in self.peers()}
         if engines - {attach.engine}:
             return "another vLLM is attached to this node"
         if isinstance(attach, AttachScheduler):
@@ -286,10 +286,10 @@ class ConnectorServer:
 
     def refuse_all(self, reason: str) -> None:
         self.explain(f"it is refused: {reason}")
-        for peer in self._peers():
+        for peer in self.peers():
             peer.hang_up()
 
-    def _peers(self) -> list[Peer]:
+    def peers(self) -> list[Peer]:
         return [*self._workers.values(), *([self._scheduler] if self._scheduler else [])]
 
     def _take(self, peer: Peer, message: ToNode) -> None:
@@ -330,9 +330,9 @@ class ConnectorServer:
     def _lose(self, reason: str, peer: Peer | None = None, level: int = logging.WARNING) -> None:
         """One process of a vLLM without the others is of no use: all connections end."""
         with self._changed:
-            if peer and peer not in self._peers():
+            if peer and peer not in self.peers():
                 return
-            peers, was_attached = self._peers(), self.engine is not None
+            peers, was_attached = self.peers(), self.engine is not None
             self._scheduler, self._workers, self.engine, self.reason = None, {}, None, reason
             released = [callback for _, callback in self._releasing.values()]
             self._releasing.clear()

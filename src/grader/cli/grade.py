@@ -109,7 +109,7 @@ class _Lines:
     def look(self, seen: Watched) -> None:
         if seen.elapsed_s >= self._next_s and not seen.progress.is_over:
             self._next_s = seen.elapsed_s + self._every_s
-            self._out.print(f"{batch_line(seen.progress)}{_eta(seen)}")
+            self._out.print(f"{batch_line(seen.progress)}{time_left(seen)}")
 
 
 class _Bars:
@@ -134,14 +134,16 @@ class _Bars:
     def look(self, seen: Watched) -> None:
         state = seen.progress
         checked, read = state.checks, state.models
-        self._bars.update(self._checks, total=checked.total, completed=checked.done + checked.failed, note=_eta(seen))
+        self._bars.update(
+            self._checks, total=checked.total, completed=checked.done + checked.failed, note=time_left(seen)
+        )
         note = f"waiting: {state.waiting_reason}" if state.waiting_reason and not read.running else ""
         total = read.total + checked.left if read.total else 0
         done = read.done + read.failed
         self._bars.update(self._models, total=total, completed=done, visible=bool(read.total), note=note)
 
 
-def _eta(seen: Watched) -> str:
+def time_left(seen: Watched) -> str:
     if seen.eta_s is None:
         return ""
     minutes, seconds = divmod(round(seen.eta_s), 60)

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+from tokenizers import Tokenizer
 
 from disaggregated_inference.api import OutputFormat
 from disaggregated_inference.errors import BadRequest
@@ -40,7 +41,8 @@ FORCED = [
 
 @lru_cache
 def guides_of(tokenizer: ModelTokenizer) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer, tokenizer._tokenizer.get_vocab_size(), (_end_of(tokenizer),))
+    vocabulary = Tokenizer.from_str(tokenizer.json).get_vocab_size()
+    return GrammarCompiler(tokenizer, vocabulary, (_end_of(tokenizer),))
 
 
 def _end_of(tokenizer: ModelTokenizer) -> int:

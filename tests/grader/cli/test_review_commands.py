@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from grader import web
-from grader.cli.grade import _eta
+from grader.cli.grade import time_left
 from grader.cli.main import app
 from grader.grading import Grade, GradeSettings, grades, override
 from grader.store import Assignment, Database, StoredAnswer, progress, put_answer, reveals
@@ -98,5 +98,5 @@ def test_a_running_batch_tells_how_long(book: tuple[Database, Assignment]) -> No
     add_class(database, assignment, 10)
     queue_all(database, assignment, GradeSettings())
     state = progress(database, assignment.id)
-    assert _eta(watched(database, state, 0.0, 8.0)) == ", about 12 s left"
-    assert _eta(watched(database, state, 0.0, 80.0)) == ", about 2 min 00 s left"
+    assert time_left(watched(database, state, 0.0, 8.0)) == ", about 12 s left"
+    assert time_left(watched(database, state, 0.0, 80.0)) == ", about 2 min 00 s left"

@@ -10,7 +10,6 @@ import pytest
 from disaggregated_inference.kv import KVDType, KVLayout
 from disaggregated_inference.kv.dtype import KV_DTYPES
 from disaggregated_inference.kv.prefix_cache import DiskTier
-from disaggregated_inference.kv.prefix_cache.blocks import chain
 from tests.support.prefix_rows import (
     BLOCK,
     FULL,
@@ -164,10 +163,13 @@ def test_a_damaged_file_is_never_served(
 
 
 def test_damage_in_the_middle_leaves_the_beginning(reopen: Reopen, tmp_path: Path) -> None:
-    keep(reopen(), TOKENS[:24])
-    store = reopen()
-    second = chain(store._root, TOKENS, BLOCK)[1].hash.hex()
-    damage(next(path for path in files(tmp_path) if path.stem == second), -20)
+    written: list[list[Path]] = []
+    for blocks in (1, 2, 3):
+        keep(reopen(), TOKENS[: blocks * BLOCK])
+        store = reopen()  # the one before has written all
+        written.append(files(tmp_path))
+    [second] = set(written[1]) - set(written[0])
+    damage(second, -20)
     check(store, TOKENS, 8)
     assert store.stats().disk_damaged == 1
 

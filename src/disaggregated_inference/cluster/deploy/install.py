@@ -128,10 +128,10 @@ def _environment_step(
 touch {shlex.quote(f"{folder}/complete")}"""
     check = f"test -e {shlex.quote(f'{folder}/complete')} && test -x {shlex.quote(own)}"
     title = f"environment ({'uv' if uv else 'venv'}, {', '.join(extras_of(plan)) or 'no engine'})"
-    return CommandStep(title, script, check, timeouts.install_s, _install_remedy)
+    return CommandStep(title, script, check, timeouts.install_s, install_remedy)
 
 
-def _install_remedy(stderr: str) -> str:
+def install_remedy(stderr: str) -> str:
     if "ensurepip" in stderr:
         return "install the package python3-venv there (`apt install python3-venv`), or uv"
     if any(words in stderr for words in _NO_INDEX):
