@@ -181,7 +181,7 @@ class OrchestratorTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     busy_wait_s: float = 2.0  # longest wait for a busy node before planning again
     poll_s: float = 0.05  # how often a waiting request looks for a usable node
     explore_s: float = 60.0  # a node unused for this long gets a request again
-    explore_doubtful_s: float = 5.0  # the same for a node that became slow, or was measured only at its start
+    explore_doubtful_s: float = 5.0  # the same for a node that became slow, or was measured at its start alone
     no_node_s: float = 10.0  # for nodes that are there and take no request at the moment
     retry_hint_s: int = 5  # the `Retry-After` of a full queue before the first request was served
     max_retry_hint_s: int = 60

@@ -137,6 +137,35 @@ def test_a_bad_measurement_at_the_start_is_checked_soon() -> None:
     in_cluster(check)
 
 
+def test_a_bad_measurement_of_decode_at_the_start_is_checked_soon() -> None:
+    """One of two equal decode nodes was busy when it started: it gets an answer to write, which shows its speed."""
+    config = {name: [servers[0] | {"name": name[0]}] for name, servers in _CONFIG.items()}
+    config["decode_servers"].append({"name": "e", "host": "e", "model": "m"})
+
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            registry = NodeRegistry(load_config(config), session, _TIMEOUTS)
+            for node in registry.nodes.values():
+                node.info = ModelInfo(context_window=0, fingerprint=REFERENCE)
+            p, d, e = (registry.nodes[name] for name in "pde")
+            writer = status_of("decode", decode=(Rate(size=1, tokens_per_s=50.0, samples=50),))
+            met = msgspec.structs.replace(writer, peers=(PeerStatus(epoch="prefill"),))
+            p.update(status_of("prefill", prefill=(Rate(size=512, tokens_per_s=1000.0, samples=3),)))
+            d.update(met)
+            slow = Rates(decode=(Rate(size=1, tokens_per_s=15.0, samples=2),))
+            e.update(msgspec.structs.replace(met, rates=slow))
+            failover = FailoverState(registry, "m", registry.config.policies)
+            picker = RoutePicker(registry, "m", failover, can_transfer_kv=True, local="never")
+            assert (d.doubtful, e.doubtful) == (False, True)
+            assert picker.pick(_REQUEST, explore=True)[0].decode == "d"
+            Cluster.wait(e, 6.0)
+            assert picker.pick(_REQUEST, explore=True)[0].decode == "e"
+            e.update(met)
+            assert not e.doubtful
+
+    asyncio.run(run())
+
+
 def test_a_node_that_is_slower_by_nature_is_not_slowed() -> None:
     def check(cluster: Cluster) -> None:
         cluster.p._best_rates.clear()

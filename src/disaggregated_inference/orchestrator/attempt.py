@@ -19,6 +19,7 @@ class Attempt:
     text_only: bool = False  # on a node that takes text, which reports nothing about KV
     epochs: dict[str, str] = field(default_factory=dict)  # of the nodes, when the attempt began
     written: dict[int, int] = field(default_factory=dict)  # tokens of each choice, when the attempt began
+    kv_tokens: int = 0  # that the decode node reserves memory for
     sent_at: float = 0.0  # on the monotonic clock
     first_token_at: float = 0.0
     last_at: float = 0.0

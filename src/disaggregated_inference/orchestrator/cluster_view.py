@@ -64,6 +64,11 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     structured: bool = False  # its output has a format, which only this project's own sampler knows
     seeded: bool = False  # the client gave a seed: another sampler draws other tokens with it
 
+    @property
+    def kv_tokens(self) -> int:
+        """That a decode node reserves memory for."""
+        return self.choices * (self.prompt_tokens + self.max_tokens)
+
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
     """One way to serve a request. `prefill` None: the decode node prefills the prompt itself."""

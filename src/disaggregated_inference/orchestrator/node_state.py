@@ -64,10 +64,11 @@ class NodeState:
         self.open = 0  # our requests there
         self.unread_tokens = 0  # of our prompts, sent since the last status and not known to be prefilled
         self._read_tokens = 0  # of our prompts, prefilled since the last status, which still counts them
+        self.promised_tokens = 0  # of its KV memory, for answers of ours that began after the last status
         self._open_at_status = 0
         self.polled_at, self.used_at = 0.0, time.monotonic()
         self._best_rates: dict[tuple[str, int], float] = {}  # of this epoch, by kind and size
-        self.doubtful = False  # a rate is far below its best, or that of its prefills rests on its start alone
+        self.doubtful = False  # a rate is far below its best, or rests on the node's start alone
         self.explorations = 0  # requests sent there while that is so, to find out
         self._session, self._other_program, self._identified_at = session, "", -math.inf
 
@@ -176,6 +177,11 @@ class NodeState:
         else:
             self.unread_tokens = max(0, self.unread_tokens - tokens)
 
+    def answer_ended(self, kv_tokens: int, sent_at: float) -> None:
+        """An answer of ours, for which `kv_tokens` were promised at `sent_at`."""
+        if sent_at >= self.polled_at:
+            self.promised_tokens = max(0, self.promised_tokens - kv_tokens)
+
     def lost(self, reason: str, code: str = _UNREACHABLE) -> None:
         self.reachable, self.trouble = False, reason
         self._condition = _CONDITIONS.get(code, _UNREACHABLE)
@@ -197,7 +203,7 @@ class NodeState:
             self._best_rates.clear()
         self._missed_polls, self.client.epoch = 0, status.epoch
         self.status, self.reachable, self.polled_at = status, True, time.monotonic()
-        self.unread_tokens = self._read_tokens = 0  # the status counts them now
+        self.unread_tokens = self._read_tokens = self.promised_tokens = 0  # the status counts them now
         self._open_at_status = self.open
         self._compare_rates(status)
         self.power.add(status)
@@ -211,8 +217,9 @@ class NodeState:
         best = self._best_rates
         best.update({key: max(speed, best.get(key, 0.0)) for key, speed in now.items()})
         slowed = any(speed * _SLOWED < best[key] for key, speed in now.items())
-        samples = max((rate.samples for rate in status.rates.prefill), default=_FEW_SAMPLES)
-        self.doubtful = slowed or samples < _FEW_SAMPLES
+        measured = (status.rates.prefill, status.rates.decode)
+        few = any(max(rate.samples for rate in rates) < _FEW_SAMPLES for rates in measured if rates)
+        self.doubtful = slowed or few
         if not self.doubtful:
             self.explorations = 0
 
@@ -252,6 +259,7 @@ class NodeState:
         running = min(others + self.open, status.slots.most) if self.role != "prefill" else 0
         if self.whole_answers:  # `open` are its prefills too
             running = min(status.running, status.slots.most)
+        promised_bytes = math.ceil(self.promised_tokens * status.kv_token_bytes)
         return NodeView(
             name=self.name,
             role=self.role,
@@ -265,7 +273,7 @@ class NodeState:
             prompt_logprobs=status.prompt_logprobs,
             context_window=status.context_window,
             kv_token_bytes=status.kv_token_bytes,
-            kv_free_bytes=max(0, status.kv.limit_bytes - status.kv.reserved_bytes),
+            kv_free_bytes=max(0, status.kv.limit_bytes - status.kv.reserved_bytes - promised_bytes),
             waiting=max(0, max(0, status.waiting - self._open_at_status) + self.open - running),
             waiting_tokens=max(0, status.waiting_tokens - self._read_tokens) + self.unread_tokens,
             running=running,  # those sent a moment ago included

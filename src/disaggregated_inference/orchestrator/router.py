@@ -273,7 +273,7 @@ def _is_full(request: RouteRequest, node: NodeView) -> bool:
     queued = node.waiting > 0 and node.running + node.waiting >= node.slots
     if node.serves_alone:  # its status shows the memory for KV that waits to be fetched, not its engine's own
         return queued
-    return queued or _lacks_memory(node, request.choices * (request.prompt_tokens + request.max_tokens))
+    return queued or _lacks_memory(node, request.kv_tokens)
 
 
 def _lacks_memory(node: NodeView, tokens: int) -> bool:

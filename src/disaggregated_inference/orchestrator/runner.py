@@ -108,6 +108,7 @@ class RequestRunner:
         attempt = self._recorder.begin(
             route, reason, engine, node_model=decode.own_model, text_only=text_only, whole=whole
         )
+        attempt.kv_tokens = route_request.kv_tokens
         attempt.epochs = self._registry.epochs(self._model)
         attempt.written = {number: self._choice_states[number].tokens for number in numbers}
         return attempt
@@ -124,6 +125,7 @@ class RequestRunner:
             node.open += 1
             node.used_at = time.monotonic()
         reader.unread_tokens += len(prompt)
+        decode.promised_tokens += attempt.kv_tokens
         attempt.sent_at = time.monotonic()
         self._recorder.warn(self._continuation.warning(numbers))
         try:
@@ -136,6 +138,7 @@ class RequestRunner:
             for node in {decode, reader}:
                 node.open -= 1
                 node.breaker.released()
+            decode.answer_ended(attempt.kv_tokens, attempt.sent_at)
             if prefill and not done:
                 prefill.client.cancel_prefill(ticket)
         self._continuation.finished(attempt, numbers, prompt)
