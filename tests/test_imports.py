@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -37,8 +38,6 @@ MAP = {
         "http",
         "identity",
         "observe",
-        "ollama_node",
-        "vllm_node",
     },
     "vllm_connector": set(),
     "vllm_node": {
@@ -59,6 +58,44 @@ MAP = {
     "doctor": {*SHARED, "__init__", "api", "kv", "models", "engines", "cluster", "identity", "vllm_node"},
     "chaos": {"errors", "timeouts", "api", "cluster", "identity", "local_nodes", "observe", "orchestrator"},
     "gateway": {*SHARED, "__init__", "api", "logs", "cluster", "models", "observe", "orchestrator", "http"},
+    "bench": {
+        *SHARED,
+        "__init__",
+        "api",
+        "progress",
+        "local_nodes",
+        "kv",
+        "models",
+        "engines",
+        "kv_transfer",
+        "identity",
+        "node",
+        "vllm_connector",
+        "vllm_node",
+        "orchestrator",
+        "gateway",
+    },
+    "cli": {
+        *SHARED,
+        "__init__",
+        "api",
+        "client",
+        "progress",
+        "local_nodes",
+        "node_process",
+        "models",
+        "engines",
+        "http",
+        "identity",
+        "node",
+        "vllm_node",
+        "cluster",
+        "orchestrator",
+        "gateway",
+        "doctor",
+        "chaos",
+        "bench",
+    },
 }
 LIBRARIES = {"torch": "torch", "transformers": "torch", "triton": "torch", "mlx": "mlx", "mlx_lm": "mlx"}
 LIBRARIES |= {"xllamacpp": "llamacpp", "llama_cpp": "llamacpp"}
@@ -120,12 +157,26 @@ def test_imports_point_one_way() -> None:
                 assert room == parts[0] or room in MAP[parts[0]], f"{path} imports {name}"
 
 
+def test_no_rooms_import_each_other() -> None:
+    """Nor in a longer circle, and nor do the modules beside the rooms."""
+    rooms: dict[str, set[str]] = defaultdict(set)
+    for path in FILES:
+        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        names = {name.split(".")[1] for name in _imported_names(path) if name.startswith("disaggregated_inference.")}
+        rooms[own] |= {name for name in names if _is_module(PACKAGE, name)} - {own}
+    list(TopologicalSorter(rooms).static_order())  # raises CycleError, which names the circle
+
+
 # Rooms that others import by their front door only, and the doors inside them.
 INNER_DOORS = {"api.sampling", "kv.prefix_cache", "engines.simulated"}
 # Each loads only what it needs: the cluster file is read by every command, ssh by few.
 INNER_DOORS |= {"doctor.cluster", "cluster.deploy", "cluster.inventory", "cluster.machines", "cluster.proposal"}
 INNER_DOORS |= {"vllm_connector.messages", "vllm_connector.region"}  # the part that needs neither torch nor vLLM
 INNER_DOORS |= {"cluster.services", "cluster.shell", "cluster.ssh"}
+# Each command loads its own benchmark; the package's other modules load the command, or a server script.
+INNER_DOORS |= {f"bench.{name}" for name in ("cluster", "dashboards", "decode", "drift", "engines", "gateway")}
+INNER_DOORS |= {f"bench.{name}" for name in ("handoff", "load", "orchestrator", "serve", "wire")}
+INNER_DOORS |= {"cli.main", "cli.server_scripts"}
 INNER_DOORS |= {"kv_transfer.codecs", "models.simulated"}  # used as `codecs.encode` and `simulated.SHAPES`
 
 

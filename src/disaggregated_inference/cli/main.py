@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from disaggregated_inference import __version__
-from disaggregated_inference.bench.commands import bench_app
 from disaggregated_inference.cli.arguments import (
     AsJson,
     ClusterTokenFile,
@@ -20,6 +19,7 @@ from disaggregated_inference.cli.arguments import (
     Token,
     TokenFile,
 )
+from disaggregated_inference.cli.bench import bench_app
 from disaggregated_inference.cli.commands import cluster_app
 from disaggregated_inference.cli.config import config_app
 from disaggregated_inference.cli.gateway import gateway_app
@@ -316,7 +316,8 @@ def serve(
     the node is ready."""
     from disaggregated_inference.cli.serve import announcing
     from disaggregated_inference.cluster import read_token
-    from disaggregated_inference.node import NodeSettings, run_node
+    from disaggregated_inference.node import NodeSettings
+    from disaggregated_inference.node_process import run_node
 
     settings = {name: value for name, value in context.params.items() if name != "token_file"}
     settings |= {"kv_address": tuple(kv_address or ()), "token": read_token(token, token_file)}

@@ -54,8 +54,8 @@ def inspect_model(
     as_json: AsJson = False,
 ) -> None:
     """Show a model's KV cache, memory, fingerprint and engines."""
-    from disaggregated_inference.cli.progress import steps
     from disaggregated_inference.models import ModelStore, describe_model
+    from disaggregated_inference.progress import steps
 
     store = ModelStore()
     with steps() as progress:
@@ -116,10 +116,10 @@ def verify_models(
     Formats that cannot be dequantized (MLX quantization, FP8) have only their norms compared. The output says which.
     The exit code is 0 if they match. For a machine without a node: `disagg models inspect NAME --json > other.json`.
     """
-    from disaggregated_inference.cli.progress import steps
     from disaggregated_inference.cluster import read_token
     from disaggregated_inference.identity import open_identity
     from disaggregated_inference.models import ModelStore, compare_models, describe_models
+    from disaggregated_inference.progress import steps
 
     token, identity = read_token(token, token_file), open_identity()
     with steps() as progress:
