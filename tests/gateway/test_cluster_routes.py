@@ -19,7 +19,7 @@ from disaggregated_inference.gateway.event_stream import EventStream, Subscriber
 from disaggregated_inference.gateway.metrics import STATUS_OF, GatewayMetrics
 from disaggregated_inference.gateway.slo import TargetFigures, error_share, figures_of, parallel_efficiency, targets
 from disaggregated_inference.models import ModelStore
-from disaggregated_inference.orchestrator import FALLBACK_WARNING, DisaggregatedInference
+from disaggregated_inference.orchestrator import DisaggregatedInference
 from disaggregated_inference.timeouts import GatewayTimeouts
 from tests.support.cluster import Process, free_port
 from tests.support.gateway import served, simulated_config, simulated_pair
@@ -260,7 +260,7 @@ def test_labels_are_bounded() -> None:
                 **counts,  # type: ignore[arg-type]
                 model=f"m{number}",
                 failovers=(Failover(node=f"n{number}", code=f"code_{number}", message="x", stall_s=1),),
-                warning=FALLBACK_WARNING,
+                kind="fallback",
                 finish_reason=f"r{number}",
                 error=ErrorDetail(f"e{number}", "x"),
             )

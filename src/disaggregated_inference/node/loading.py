@@ -65,7 +65,7 @@ def _load(settings: NodeSettings, begin: Begin) -> tuple[ModelFiles, KVMemory, E
     disk_bytes = parse_size(settings.prefix_disk_size)
     name = settings.model_name
     begin(f"looking for {name}")
-    files = ModelStore().resolve(name, lambda step, part: begin(f"{name}: {step} {part:.0%}"), file_kind(engine))
+    files = ModelStore().resolve(name, lambda step, part: begin(f"{name}: {step}", part), file_kind(engine))
     options: dict[str, Any] = {"dtype": require_dtype(settings.dtype)} if settings.dtype else {}
     if settings.profile:
         options["profile"] = settings.profile
