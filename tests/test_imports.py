@@ -1,4 +1,4 @@
-"""What may import what, one name for one class, and that `--help` loads no engine."""
+"""What may import what, one meaning for one name of a type, and that `--help` loads no engine."""
 
 import ast
 import os
@@ -251,6 +251,31 @@ def test_no_class_name_is_defined_twice() -> None:
             if isinstance(node, ast.ClassDef):
                 defined[node.name].append(str(path))
     assert not {name: paths for name, paths in defined.items() if len(paths) > 1}
+
+
+@pytest.mark.parametrize("files", [FILES, GRADER_FILES], ids=["disaggregated_inference", "grader"])
+def test_no_type_name_has_two_meanings(files: list[Path]) -> None:
+    """Nor do aliases such as `Address = tuple[str, int]`. Where a room must not import another, both may write the same
+    alias down."""
+    meanings = defaultdict(set)
+    for path in files:
+        for name, value in _type_aliases(path):
+            meanings[name].add(value)
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.ClassDef):
+                meanings[node.name].add(f"the class of {path}")
+    assert not {name: values for name, values in meanings.items() if len(values) > 1}
+
+
+def _type_aliases(path: Path) -> list[tuple[str, str]]:
+    """Public ones, with what they stand for. Type variables are of one file each."""
+    found = []
+    for node in _tree(path).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp):
+            name = ast.unparse(node.targets[0])
+            if re.fullmatch(r"[A-Z]\w*[a-z]\w*", name):
+                found.append((name, ast.unparse(node.value)))
+    return found
 
 
 def _classes() -> dict[str, tuple[Path, ast.ClassDef]]:

@@ -43,7 +43,7 @@ _REPEATS = 3
 _GOAL = 1.4  # times the bare relay's CPU per token
 _REQUEST_GOAL = 2.0  # per request, times that of the relay that hands over: it makes the same two POSTs
 
-Round = rounds.Round[Stream]
+StreamRound = rounds.Round[Stream]
 _numbers = itertools.count()
 
 
@@ -78,7 +78,7 @@ async def _full_speed(report: Report, servers: Servers, levels: Sequence[int], t
         counts = [streams] + [max(requests, 2 * streams)] * _REPEATS
         numbers = [[next(_numbers) for _ in range(count)] for count in counts]
 
-        async def measure(name: str, count: int, repeat: int) -> Round:
+        async def measure(name: str, count: int, repeat: int) -> StreamRound:
             measured = await _round(servers[name], numbers[repeat], streams, count)  # noqa: B023
             sizes[repeat] = resident_bytes(servers[OURS].pid)
             return measured
@@ -93,13 +93,13 @@ async def _full_speed(report: Report, servers: Servers, levels: Sequence[int], t
     report.add(Row(f"of {len(texts)} prompts, answered differently by them", different, "", goal=0, at_most=True))
 
 
-async def _round(server: Process, numbers: list[int], at_once: int, tokens: int) -> Round:
+async def _round(server: Process, numbers: list[int], at_once: int, tokens: int) -> StreamRound:
     streams = [Stream(number, tokens) for number in numbers]
     cpu, wall = cpu_s(server.pid), time.perf_counter()
     async with new_session() as session:
         done = await closed_loop(streams, at_once, lambda stream: stream.follow(session, server.url, MODEL))
     wall_s = time.perf_counter() - wall
-    return Round([stream.parse() for stream in done], cpu_s(server.pid) - cpu, wall_s)
+    return StreamRound([stream.parse() for stream in done], cpu_s(server.pid) - cpu, wall_s)
 
 
 def _speed_rows(report: Report, name: str, servers: Servers, measured: rounds.Rounds[Stream], tokens: int) -> None:
@@ -122,11 +122,11 @@ def _compare(report: Report, name: str, contenders: list[str], what: str, unit: 
         report.add(Row(f"{name}: {what}", values[0], unit, value, other))
 
 
-def _rate(measured: list[Round], count: int) -> float:
+def _rate(measured: list[StreamRound], count: int) -> float:
     return percentile([count / one.wall_s for one in measured], 50)
 
 
-def _request_cpu_s(measured: list[Round]) -> float:
+def _request_cpu_s(measured: list[StreamRound]) -> float:
     """The minimum: noise only adds."""
     return min(one.request_cpu_s for one in measured)
 

@@ -35,9 +35,9 @@ _STEADY_S = 2.0
 _LEARNING = (50, 100, 200, 400, 800, 1600, 3200)
 _TIMES = (("first token", "first_token_s"), ("whole answer", "total_s"))
 
-Pair = tuple[Machine, Machine]
-Client = Callable[[ClientView, dict[str, Any]], Coroutine[Any, Any, None]]
-Round = rounds.Round[ClientView]
+MachinePair = tuple[Machine, Machine]
+StreamClient = Callable[[ClientView, dict[str, Any]], Coroutine[Any, Any, None]]
+ViewRound = rounds.Round[ClientView]
 _numbers = itertools.count()
 
 
@@ -55,18 +55,18 @@ def run(streams: Sequence[int], tokens: int, requests: int, predictions: int, ou
     return report.publish(output / "orchestrator.json")
 
 
-def _pair(shape: str, prefill: str, decode: str, *arguments: str) -> Pair:
+def _pair(shape: str, prefill: str, decode: str, *arguments: str) -> MachinePair:
     return (
         machines.simulated("p", "prefill", shape, prefill, *arguments),
         machines.simulated("d", "decode", shape, decode, *arguments),
     )
 
 
-async def _overhead(report: Report, pair: Pair, levels: Sequence[int], tokens: int, requests: int) -> None:
+async def _overhead(report: Report, pair: MachinePair, levels: Sequence[int], tokens: int, requests: int) -> None:
     views: list[ClientView] = []
     async with _clients(pair) as clients:
 
-        async def measure(name: str, count: int, repeat: int) -> Round:
+        async def measure(name: str, count: int, repeat: int) -> ViewRound:
             return await _round(clients[name], streams, count)
 
         for client in clients.values():
@@ -84,7 +84,7 @@ async def _overhead(report: Report, pair: Pair, levels: Sequence[int], tokens: i
 
 
 @asynccontextmanager
-async def _clients(pair: Pair) -> AsyncIterator[dict[str, Client]]:
+async def _clients(pair: MachinePair) -> AsyncIterator[dict[str, StreamClient]]:
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)  # as in the orchestrator
     async with (
         orchestrated(*pair, local="never") as core,
@@ -97,12 +97,12 @@ def _request(tokens: int) -> dict[str, Any]:
     return greedy(random_prompt(next(_numbers), _PROMPT), tokens)
 
 
-async def _round(client: Client, streams: int, tokens: int) -> Round:
+async def _round(client: StreamClient, streams: int, tokens: int) -> ViewRound:
     requests = [_request(tokens) for _ in range(streams)]
     cpu, wall = time.process_time(), time.perf_counter()
     views = [ClientView() for _ in requests]
     await asyncio.gather(*map(client, views, requests))
-    return Round(views, time.process_time() - cpu, time.perf_counter() - wall)
+    return ViewRound(views, time.process_time() - cpu, time.perf_counter() - wall)
 
 
 def _rows(report: Report, name: str, measured: rounds.Rounds[ClientView], tokens: int) -> None:
@@ -135,25 +135,25 @@ def _p50(values: Sequence[float]) -> float:
     return percentile(values, 50)
 
 
-def _request_cpu_s(measured: list[Round]) -> float:
+def _request_cpu_s(measured: list[ViewRound]) -> float:
     return _p50([one.request_cpu_s for one in measured])
 
 
 @asynccontextmanager
-async def _open(client: Client, streams: int) -> AsyncIterator[list[ClientView]]:
+async def _open(client: StreamClient, streams: int) -> AsyncIterator[list[ClientView]]:
     views = [ClientView() for _ in range(streams)]
     async with open_streams((client(view, _request(8000)) for view in views), lambda: all(v.tokens for v in views)):
         yield views
 
 
-async def _bytes_per_stream(client: Client) -> float:
+async def _bytes_per_stream(client: StreamClient) -> float:
     """Resident memory. Measured first, because a process rarely gives memory back."""
     before = resident_bytes(os.getpid())
     async with _open(client, _OPEN):
         return (resident_bytes(os.getpid()) - before) / _OPEN
 
 
-async def _paced_tokens(report: Report, pair: Pair) -> None:
+async def _paced_tokens(report: Report, pair: MachinePair) -> None:
     """Slow nodes send every token by itself: the highest cost to relay one."""
     costs: dict[str, list[float]] = defaultdict(list)
     async with _clients(pair) as clients:
@@ -165,7 +165,7 @@ async def _paced_tokens(report: Report, pair: Pair) -> None:
     report.add(Row(f"{name}: relayed in a second of CPU", 1 / ours, "tok", 1 / bare, "bare", goal=10_000))
 
 
-async def _steady_cpu_s(client: Client) -> float:
+async def _steady_cpu_s(client: StreamClient) -> float:
     """CPU seconds per token while no stream starts or ends."""
     async with _open(client, _PACED) as views:
         await asyncio.sleep(0.2)
@@ -177,7 +177,7 @@ async def _steady_cpu_s(client: Client) -> float:
     return cpu_s / tokens
 
 
-async def _predictions(report: Report, pair: Pair, requests: int) -> None:
+async def _predictions(report: Report, pair: MachinePair, requests: int) -> None:
     async with orchestrated(*pair) as core:
         progress("predictions: the orchestrator measures the nodes")
         fresh = [await _predicted(core, random_prompt(next(_numbers), length)) for length in _LEARNING]

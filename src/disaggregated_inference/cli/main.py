@@ -59,7 +59,7 @@ app.add_typer(gateway_app, name="gateway")
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
 
-Engine = Annotated[
+EngineOption = Annotated[
     str,
     typer.Option(
         help="torch, mlx, llamacpp (GGUF files), vllm (its own process; prefill and whole answers), ollama (a running"
@@ -67,7 +67,7 @@ Engine = Annotated[
         " Default: torch for --role prefill, else mlx."
     ),
 ]
-Profile = Annotated[
+ProfileOption = Annotated[
     str,
     typer.Option(
         help="Machine that --engine simulated imitates: dgx-spark, m3-ultra, m2-ultra, h200, instant,"
@@ -275,8 +275,8 @@ def serve(
     context: typer.Context,
     role: Annotated[str, typer.Option(help="prefill, decode or both.")] = "both",
     model: LocalModel = "smollm2",
-    engine: Engine = "",
-    profile: Profile = "",
+    engine: EngineOption = "",
+    profile: ProfileOption = "",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: NodePort = None,
     token: Token = "",

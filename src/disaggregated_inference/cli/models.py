@@ -11,7 +11,7 @@ from disaggregated_inference.cli.arguments import AsJson, Token, TokenFile
 models_app = typer.Typer(help="Manage the models on this machine. Without a command: list them.")
 
 Name = Annotated[str, typer.Argument(help="Model name, alias, folder or .gguf file.")]
-Place = Annotated[
+PlaceArgument = Annotated[
     str,
     typer.Argument(
         help="Model name, folder, .gguf file, URL or host:port of a node, or output file of inspect --json."
@@ -100,8 +100,8 @@ def remove_model(name: Annotated[str, typer.Argument(help="Name given to import.
 
 @models_app.command("verify")
 def verify_models(
-    first: Place,
-    second: Place,
+    first: PlaceArgument,
+    second: PlaceArgument,
     token: Token = "",
     token_file: TokenFile = "",
     full: Annotated[

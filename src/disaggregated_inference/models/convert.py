@@ -32,7 +32,7 @@ _LAYER_NAMES = {
 }
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
-Progress = Callable[[str, float], None]
+OnStep = Callable[[str, float], None]
 
 
 def hugging_face_name(name: str) -> str:
@@ -112,7 +112,7 @@ def stored(file: GGUFFile, name: str) -> StoredTensor:
     return StoredTensor(hugging_face_name(name), tensor.type_name, tensor.shape, tensor.data)
 
 
-def convert_gguf(file: GGUFFile, folder: Path, progress: Progress) -> None:
+def convert_gguf(file: GGUFFile, folder: Path, progress: OnStep) -> None:
     """Write a safetensors folder with the GGUF's dequantized weights in float32."""
     config = config_from_gguf(file)
     if config["model_type"] != "llama":

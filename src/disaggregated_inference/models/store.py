@@ -19,7 +19,7 @@ from disaggregated_inference.errors import ModelExists, ModelNotFound, ModelUnsu
 from disaggregated_inference.kv import Fingerprint, Weights
 from disaggregated_inference.models import embedded, ollama_store, simulated
 from disaggregated_inference.models.completeness import find_shards, require_complete_folder
-from disaggregated_inference.models.convert import Progress, config_from_gguf, gguf_identity, stored
+from disaggregated_inference.models.convert import OnStep, config_from_gguf, gguf_identity, stored
 from disaggregated_inference.models.gguf import GGUFFile, is_gguf, is_later_part
 from disaggregated_inference.models.gguf_tokenizer import tokenizer_from_gguf
 from disaggregated_inference.models.identity import weights_identity
@@ -157,7 +157,7 @@ class ModelStore:
         self.home = (home or default_home()).absolute()
         self.root = self.home / "models"
 
-    def resolve(self, name: str, progress: Progress = embedded.quiet, kind: FileKind = "safetensors") -> ModelFiles:
+    def resolve(self, name: str, progress: OnStep = embedded.quiet, kind: FileKind = "safetensors") -> ModelFiles:
         """Files for `name`, preferably of this kind. The error explains how to get the model."""
         wanted = bare_name(name)
         named = self.names.get(wanted, {})

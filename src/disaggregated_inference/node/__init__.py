@@ -2,7 +2,7 @@
 
 from disaggregated_inference.node.app import base_app
 from disaggregated_inference.node.choice import Choice
-from disaggregated_inference.node.chunked_prefill import ChunkedPrefill, OnEnd
+from disaggregated_inference.node.chunked_prefill import ChunkedPrefill, OnPrefillEnd
 from disaggregated_inference.node.context import PrefillContext
 from disaggregated_inference.node.decode import DecodeNode
 from disaggregated_inference.node.generation import Admitted, Generation, Item, RequestInfo
@@ -36,7 +36,7 @@ __all__ = [
     "NodeMetrics",
     "NodeSettings",
     "NodeStart",
-    "OnEnd",
+    "OnPrefillEnd",
     "PrefillContext",
     "PrefillJob",
     "PrefillNode",

@@ -13,7 +13,7 @@ from disaggregated_inference.engines import Engine
 from disaggregated_inference.errors import BadRequest, ContextTooLong, DeadlineExceeded, DisaggError, TicketRefused
 from disaggregated_inference.kv import NO_SALT, Salt, TicketBook
 from disaggregated_inference.kv_transfer import Address, Outbox, encode_inline
-from disaggregated_inference.node.chunked_prefill import ChunkedPrefill, OnEnd
+from disaggregated_inference.node.chunked_prefill import ChunkedPrefill, OnPrefillEnd
 from disaggregated_inference.node.context import PrefillContext, prompt_hash
 from disaggregated_inference.node.kv_memory import KVMemory
 from disaggregated_inference.node.kv_server import KVServer
@@ -34,7 +34,7 @@ class PrefillNode:
         lease_s: float = 30.0,
         timeouts: NodeTimeouts = NodeTimeouts(),
         trust: Trust = Trust(),
-        chunked_prefill: Callable[[KVMemory, TicketBook, int, OnEnd], ChunkedPrefill] = ChunkedPrefill,
+        chunked_prefill: Callable[[KVMemory, TicketBook, int, OnPrefillEnd], ChunkedPrefill] = ChunkedPrefill,
     ) -> None:
         self.kv_memory, self.scheduler, self.trust = kv_memory, kv_memory.scheduler, trust
         self._timeouts = timeouts

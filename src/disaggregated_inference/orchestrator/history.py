@@ -20,7 +20,7 @@ from disaggregated_inference.api import RequestRecord
 from disaggregated_inference.orchestrator import history_table
 from disaggregated_inference.orchestrator.history_reader import HistoryReader
 from disaggregated_inference.orchestrator.history_record import HistoryRecord, PlainRecord
-from disaggregated_inference.orchestrator.history_table import Row, is_number
+from disaggregated_inference.orchestrator.history_table import SqlRow, is_number
 from disaggregated_inference.private_files import make_folders, make_private, make_private_file
 from disaggregated_inference.timeouts import HistoryTimeouts
 
@@ -161,7 +161,7 @@ class History:
         self._writer.start()
 
     def _write(self, path: Path, database: sqlite3.Connection) -> None:
-        unwritten: Sequence[Row] = ()
+        unwritten: Sequence[SqlRow] = ()
         with closing(database):
             self._complete(path, database)
             while batch := self._next_batch():
@@ -186,7 +186,7 @@ class History:
             self._pending.clear()
         return batch
 
-    def _store(self, path: Path, database: sqlite3.Connection, rows: Sequence[Row], keep: int) -> Sequence[Row]:
+    def _store(self, path: Path, database: sqlite3.Connection, rows: Sequence[SqlRow], keep: int) -> Sequence[SqlRow]:
         """Returns the rows to try again, `keep` at most: a full disk or a locked file may pass, other errors do not.
         One warning per failure is enough."""
         try:
@@ -235,7 +235,7 @@ def _read(database: sqlite3.Connection, size: int) -> list[HistoryRecord]:
     return [HistoryRecord(row) for row in reversed(found) if row is not None]
 
 
-def _row(stored: HistoryRecord) -> Row | None:
+def _row(stored: HistoryRecord) -> SqlRow | None:
     """None, with a warning, for a record that cannot be written."""
     try:
         return history_table.row_of(stored)

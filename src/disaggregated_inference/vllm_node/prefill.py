@@ -15,7 +15,7 @@ from disaggregated_inference.api import PrefillMetrics
 from disaggregated_inference.errors import Cancelled, DisaggError, EngineFailed, EngineUnavailable, NodeBusy
 from disaggregated_inference.kv import TicketBook
 from disaggregated_inference.kv_transfer import End
-from disaggregated_inference.node import ChunkedPrefill, KVMemory, OnEnd, PrefillJob
+from disaggregated_inference.node import ChunkedPrefill, KVMemory, OnPrefillEnd, PrefillJob
 from disaggregated_inference.timeouts import VllmBorderTimeouts
 from disaggregated_inference.vllm_connector.messages import ExportedRows
 from disaggregated_inference.vllm_node.assembly import Assembly
@@ -60,7 +60,7 @@ class VllmPrefill(ChunkedPrefill):
         kv_memory: KVMemory,
         tickets: TicketBook,
         chunk_tokens: int,
-        on_end: OnEnd,
+        on_end: OnPrefillEnd,
     ) -> None:
         super().__init__(kv_memory, tickets, chunk_tokens, on_end)
         self._border, self._completions, self._timeouts = border, completions, timeouts
