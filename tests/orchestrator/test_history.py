@@ -15,15 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disaggregated_inference.orchestrator import history as module
 from disaggregated_inference.orchestrator.history import History
 from disaggregated_inference.timeouts import HistoryTimeouts
 from tests.support.waiting import until
 
 
 @contextmanager
-def opened(most: int, file: Path | str = "", **timeouts: float) -> Iterator[History]:
-    history = History(most, str(file), HistoryTimeouts(**timeouts))
+def opened(
+    most: int, file: Path | str = "", max_pending: int = 4096, max_unwritten: int = 1000, **timeouts: float
+) -> Iterator[History]:
+    limits = {"max_pending": max_pending, "max_unwritten": max_unwritten}
+    history = History(most, str(file), HistoryTimeouts(**timeouts), **limits)
     try:
         yield history
     finally:
@@ -245,13 +247,9 @@ def locked(file: Path) -> Iterator[None]:
         other.execute("ROLLBACK")
 
 
-def test_a_locked_file_blocks_no_request(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_MAX_PENDING", 10)
-    monkeypatch.setattr(module, "_MAX_UNWRITTEN", 0)
+def test_a_locked_file_blocks_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "h.sqlite"
-    with opened(500, file, lock_s=0.05) as history:
+    with opened(500, file, max_pending=10, max_unwritten=0, lock_s=0.05) as history:
         with locked(file):
             for n in range(200):
                 history.add({"n": n})
@@ -269,12 +267,9 @@ def written_numbers(file: Path) -> list[int]:
     return [json.loads(row)["n"] for row in rows(file)]
 
 
-def test_records_are_written_when_the_lock_is_gone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_MAX_UNWRITTEN", 3)
+def test_records_are_written_when_the_lock_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "h.sqlite"
-    with opened(500, file, lock_s=0.05) as history:
+    with opened(500, file, max_unwritten=3, lock_s=0.05) as history:
         with locked(file):
             history.add({"n": 0})
             assert until(lambda: "database is locked" in caplog.text)

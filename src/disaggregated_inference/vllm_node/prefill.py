@@ -63,7 +63,7 @@ class VllmPrefill(ChunkedPrefill):
         on_end: OnPrefillEnd,
     ) -> None:
         super().__init__(kv_memory, tickets, chunk_tokens, on_end)
-        self._border, self._completions, self._timeouts = border, completions, timeouts
+        self._border, self._completions, self.timeouts = border, completions, timeouts
         self._lock = threading.RLock()
         self._running: dict[str, Running] = {}  # by id in vLLM
         self.uncounted: dict[str, bool] = {}  # ids whose computed tokens vLLM has not told yet; whether of a peer check
@@ -210,7 +210,7 @@ class VllmPrefill(ChunkedPrefill):
 
     def _fail_incomplete(self) -> None:
         """A prompt of which vLLM believes that it is done, and of which rows are missing, must never stay silent."""
-        late = time.monotonic() - self._timeouts.export_s
+        late = time.monotonic() - self.timeouts.export_s
         for running in list(self._running.values()):
             if 0 < running.answered_at < late and not running.future.done():
                 rest = "the logits are missing" if not running.has_logits else _NO_START
