@@ -739,7 +739,8 @@ FORCED = [
 
 @lru_cache
 def guides_of(tokenizer: ModelTokenizer) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer, tokenizer._tokenizer.get_vocab_size(), (_end_of(tokenizer),))
+    vocabulary = Tokenizer.from_str(tokenizer.json).get_vocab_size()
+    return GrammarCompiler(tokenizer, vocabulary, (_end_of(tokenizer),))
 
 
 def _end_of(tokenizer: ModelTokenizer) -> int:

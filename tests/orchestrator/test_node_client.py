@@ -2,11 +2,11 @@
 when it says something else."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -176,28 +176,58 @@ def test_node_state_for_each_kind_of_response(status: int, body: str, state: str
     ],
 )
 def test_a_refusal_by_a_node_is_the_same_error_as_a_local_refusal(status: int, code: str, bad: bool) -> None:
-    async def answer(request: web.Request) -> web.Response:
-        return web.json_response({"error": {"code": code, "message": "no"}}, status=status)
-
     async def run() -> None:
-        async with served("/{any}", answer) as server, aiohttp.ClientSession() as session:
+        async with served("/{any}", an_error(status, code)) as server, aiohttp.ClientSession() as session:
             legs = NodeClient(server, session, Heartbeats(), stuck_s=30.0)
             with pytest.raises(NodeRefused) as refused:
                 await legs.get("/model", 5.0)
             assert (refused.value.status, refused.value.code, str(refused.value)) == (status, code, "no")
             assert isinstance(refused.value, BadRequest) == bad
-            in_a_stream = [legs._stream_error(ErrorDetail(said, "no")) for said in ("bad_request", "deadline_exceeded")]
-            assert [isinstance(failure, BadRequest) for failure in in_a_stream] == [True, False]
 
     asyncio.run(run())
 
 
+def an_error(status: int, code: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"error": {"code": code, "message": "no"}}, status=status)
+
+    return answer
+
+
+@pytest.mark.parametrize(("code", "bad"), [("bad_request", True), ("deadline_exceeded", False)])
+def test_a_refusal_in_a_stream_is_the_same_error_too(code: str, bad: bool) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        error = msgspec.json.encode({"error": ErrorDetail(code, "no")})
+        return await events_of(request, b"data: %b\n\n" % error)
+
+    async def run() -> None:
+        async with served("/{any}", answer, method="*") as server, aiohttp.ClientSession() as session:
+            legs = NodeClient(server, session, Heartbeats(), stuck_s=30.0)
+            stream = legs.generate("/generate", DecodeRequest(stream=True), "r", TextStreamCheck())
+            with pytest.raises(NodeRefused) as refused:
+                _ = [batch async for batch in stream]
+            assert (refused.value.code, isinstance(refused.value, BadRequest)) == (code, bad)
+
+    asyncio.run(run())
+
+
+async def events_of(request: web.Request, events: bytes) -> web.StreamResponse:
+    """As a node writes them, with their checksum."""
+    response = web.StreamResponse(headers={CHECKSUM_HEADER: "crc32"})
+    await response.prepare(request)
+    await response.write(b"%b: sum %08x\n\n" % (events, checksum(events, 0)))
+    return response
+
+
 @pytest.mark.parametrize(("status", "code"), [(413, "request_too_large"), (404, "not_found")])
 def test_errors_that_another_node_may_not_have_lead_to_failover(status: int, code: str) -> None:
-    legs = NodeClient(Server(name="n", role="decode", host="h", port=1, model="m"), None, Heartbeats(), 30.0)  # type: ignore[arg-type]
-    said = legs._error(status, json.dumps({"error": {"code": code, "message": "no"}}).encode())
-    assert isinstance(said, LegFailed)
-    assert said.code == code
+    async def run() -> None:
+        async with served("/{any}", an_error(status, code)) as server, aiohttp.ClientSession() as session:
+            with pytest.raises(LegFailed) as failed:
+                await NodeClient(server, session, Heartbeats(), stuck_s=30.0).get("/model", 5.0)
+            assert failed.value.code == code
+
+    asyncio.run(run())
 
 
 def test_a_node_that_freezes_after_its_last_event_has_answered() -> None:
@@ -207,11 +237,9 @@ def test_a_node_that_freezes_after_its_last_event_has_answered() -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         if request.path == "/health":
             return web.Response(status=503)
-        response = web.StreamResponse(headers={CHECKSUM_HEADER: "crc32"})
-        await response.prepare(request)
         events = b'data: {"token": null, "text": "a", "finish_reason": "stop"}\n\n'
         events += b'data: {"done": true, "metrics": {}}\n\n'
-        await response.write(b"%b: sum %08x\n\n" % (events, checksum(events, 0)))
+        response = await events_of(request, events)
         answered.set()
         await asyncio.sleep(60)
         return response
