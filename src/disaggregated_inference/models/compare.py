@@ -8,9 +8,9 @@ import math
 from typing import NamedTuple
 
 from disaggregated_inference.kv import ComparedValues, describe_difference, without_layer_number
-from disaggregated_inference.models.identity import FIRST_ROW, ROUNDING, comparable, layer_of, rows
 from disaggregated_inference.models.safetensors import StoredTensor
 from disaggregated_inference.models.store import ModelFiles
+from disaggregated_inference.models.weights_hash import FIRST_ROW, ROUNDING, comparable, layer_of, rows
 
 _ROWS = 16  # per tensor
 
