@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from disaggregated_inference import cores
 from disaggregated_inference.cores import CoreShare, available_cores, configured_threads, wait_without_spinning
 from tests.support.waiting import until
 
@@ -78,17 +77,15 @@ def test_the_cores_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     group = tmp_path / "slice" / "service"
     group.mkdir(parents=True)
     (tmp_path / "own").write_text("0::/slice/service\n")
-    monkeypatch.setattr(cores, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(cores, "_OWN_CGROUP", tmp_path / "own")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
-    assert available_cores() == 16
+    assert available_cores(tmp_path, tmp_path / "own") == 16
     (group / "cpu.max").write_text("max 100000\n")
     (group.parent / "cpu.max").write_text("350000 100000\n")
-    assert available_cores() == 3, "the groups around it count too"
+    assert available_cores(tmp_path, tmp_path / "own") == 3, "the groups around it count too"
     (group / "cpu.max").write_text("50000 100000\n")
-    assert available_cores() == 1
+    assert available_cores(tmp_path, tmp_path / "own") == 1
     (group / "cpu.max").write_text("0 0 0")
-    assert available_cores() == 3
+    assert available_cores(tmp_path, tmp_path / "own") == 3
 
 
 @pytest.mark.parametrize(("text", "threads"), [("3", 3), ("4,2", 4), ("", 0), ("many", 0), ("0", 0), ("99999", 1024)])

@@ -1,4 +1,4 @@
-"""What may import what, one name for one class, and that `--help` loads no engine."""
+"""What may import what, one meaning for one name of a type, and that `--help` loads no engine."""
 
 import ast
 import os
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -37,8 +38,6 @@ MAP = {
         "http",
         "identity",
         "observe",
-        "ollama_node",
-        "vllm_node",
     },
     "vllm_connector": set(),
     "vllm_node": {
@@ -59,6 +58,44 @@ MAP = {
     "doctor": {*SHARED, "__init__", "api", "kv", "models", "engines", "cluster", "identity", "vllm_node"},
     "chaos": {"errors", "timeouts", "api", "cluster", "identity", "local_nodes", "observe", "orchestrator"},
     "gateway": {*SHARED, "__init__", "api", "logs", "cluster", "models", "observe", "orchestrator", "http"},
+    "bench": {
+        *SHARED,
+        "__init__",
+        "api",
+        "progress",
+        "local_nodes",
+        "kv",
+        "models",
+        "engines",
+        "kv_transfer",
+        "identity",
+        "node",
+        "vllm_connector",
+        "vllm_node",
+        "orchestrator",
+        "gateway",
+    },
+    "cli": {
+        *SHARED,
+        "__init__",
+        "api",
+        "client",
+        "progress",
+        "local_nodes",
+        "node_process",
+        "models",
+        "engines",
+        "http",
+        "identity",
+        "node",
+        "vllm_node",
+        "cluster",
+        "orchestrator",
+        "gateway",
+        "doctor",
+        "chaos",
+        "bench",
+    },
 }
 LIBRARIES = {"torch": "torch", "transformers": "torch", "triton": "torch", "mlx": "mlx", "mlx_lm": "mlx"}
 LIBRARIES |= {"xllamacpp": "llamacpp", "llama_cpp": "llamacpp"}
@@ -120,12 +157,26 @@ def test_imports_point_one_way() -> None:
                 assert room == parts[0] or room in MAP[parts[0]], f"{path} imports {name}"
 
 
+def test_no_rooms_import_each_other() -> None:
+    """Nor in a longer circle, and nor do the modules beside the rooms."""
+    rooms: dict[str, set[str]] = defaultdict(set)
+    for path in FILES:
+        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        names = {name.split(".")[1] for name in _imported_names(path) if name.startswith("disaggregated_inference.")}
+        rooms[own] |= {name for name in names if _is_module(PACKAGE, name)} - {own}
+    list(TopologicalSorter(rooms).static_order())  # raises CycleError, which names the circle
+
+
 # Rooms that others import by their front door only, and the doors inside them.
 INNER_DOORS = {"api.sampling", "kv.prefix_cache", "engines.simulated"}
 # Each loads only what it needs: the cluster file is read by every command, ssh by few.
 INNER_DOORS |= {"doctor.cluster", "cluster.deploy", "cluster.inventory", "cluster.machines", "cluster.proposal"}
 INNER_DOORS |= {"vllm_connector.messages", "vllm_connector.region"}  # the part that needs neither torch nor vLLM
 INNER_DOORS |= {"cluster.services", "cluster.shell", "cluster.ssh"}
+# Each command loads its own benchmark; the package's other modules load the command, or a server script.
+INNER_DOORS |= {f"bench.{name}" for name in ("cluster", "dashboards", "decode", "drift", "engines", "gateway")}
+INNER_DOORS |= {f"bench.{name}" for name in ("handoff", "load", "orchestrator", "serve", "wire")}
+INNER_DOORS |= {"cli.main", "cli.server_scripts"}
 INNER_DOORS |= {"kv_transfer.codecs", "models.simulated"}  # used as `codecs.encode` and `simulated.SHAPES`
 
 
@@ -200,6 +251,31 @@ def test_no_class_name_is_defined_twice() -> None:
             if isinstance(node, ast.ClassDef):
                 defined[node.name].append(str(path))
     assert not {name: paths for name, paths in defined.items() if len(paths) > 1}
+
+
+@pytest.mark.parametrize("files", [FILES, GRADER_FILES], ids=["disaggregated_inference", "grader"])
+def test_no_type_name_has_two_meanings(files: list[Path]) -> None:
+    """Nor do aliases such as `Address = tuple[str, int]`. Where a room must not import another, both may write the same
+    alias down."""
+    meanings = defaultdict(set)
+    for path in files:
+        for name, value in _type_aliases(path):
+            meanings[name].add(value)
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.ClassDef):
+                meanings[node.name].add(f"the class of {path}")
+    assert not {name: values for name, values in meanings.items() if len(values) > 1}
+
+
+def _type_aliases(path: Path) -> list[tuple[str, str]]:
+    """Public ones, with what they stand for. Type variables are of one file each."""
+    found = []
+    for node in _tree(path).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp):
+            name = ast.unparse(node.targets[0])
+            if re.fullmatch(r"[A-Z]\w*[a-z]\w*", name):
+                found.append((name, ast.unparse(node.value)))
+    return found
 
 
 def _classes() -> dict[str, tuple[Path, ast.ClassDef]]:

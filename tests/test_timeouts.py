@@ -20,9 +20,6 @@ EXCEPTIONS = {
     ),
     **dict.fromkeys(
         (
-            "disaggregated_inference/bench/dashboards.py",
-            "disaggregated_inference/bench/gateway.py",
-            "disaggregated_inference/bench/orchestrator.py",
             "disaggregated_inference/cli/top_feed.py",
             "disaggregated_inference/gateway/slo.py",
             "disaggregated_inference/node/rate_measurement.py",

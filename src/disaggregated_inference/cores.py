@@ -15,19 +15,18 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-_CGROUPS = Path("/sys/fs/cgroup")
-_OWN_CGROUP = Path("/proc/self/cgroup")
 _MAX_THREADS = 1024
 
 
-def available_cores() -> int:
-    """Cores that this process may use: its CPU affinity, and the CPU quota of its container or service."""
+def available_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Cores that this process may use: its CPU affinity, and the CPU quota of its container or service. The file `own`
+    says where in the folder `cgroups` that is."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        path = _OWN_CGROUP.read_text().partition("::")[2].strip()
+        path = own.read_text().partition("::")[2].strip()
     except OSError:
         path = ""
-    return max(1, min([affinity, *_quotas(_CGROUPS / path.lstrip("/"))]))
+    return max(1, min([affinity, *_quotas(cgroups / path.lstrip("/"))]))
 
 
 def _quotas(folder: Path) -> Iterator[int]:

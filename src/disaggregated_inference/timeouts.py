@@ -186,6 +186,7 @@ class OrchestratorTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     retry_hint_s: int = 5  # the `Retry-After` of a full queue before the first request was served
     max_retry_hint_s: int = 60
     node_clock_s: float = 0.1  # a node may notice a deadline this much earlier
+    power_sample_s: float = 5.0  # a sample of a node's power says nothing of a moment that is further away
     come_back_s: float = 0.5  # a node that was there a moment ago gets this long, once
     history: HistoryTimeouts = HistoryTimeouts()
     cancel_s: float = 2.0  # for a node to take a cancellation; then the ticket's lease ends it

@@ -6,9 +6,6 @@ import msgspec
 import pytest
 
 from disaggregated_inference.api import (
-    FALLBACK_WARNING,
-    HANDED_OVER,
-    WHOLE,
     ChoiceTokenEvent,
     DecodeMetrics,
     DecodeRequest,
@@ -127,18 +124,3 @@ def test_a_row_of_another_version_is_read_as_far_as_it_fits() -> None:
     failover = Failover(node="d1", code="unreachable", message="it does not answer", stall_s=0.5)
     whole = RequestRecord(model="m", failovers=(failover,), error=ErrorDetail("x", "y"), cost=0.1, decode_speed=3.0)
     assert RequestRecord.of_row(whole.row()) == whole
-
-
-@pytest.mark.parametrize(
-    ("method", "warning", "kind"),
-    [
-        (f"{HANDED_OVER}mlx", None, "disaggregated"),
-        ("local", "another warning", "local"),
-        ("local", FALLBACK_WARNING, "fallback"),
-        ("fallback", FALLBACK_WARNING, "fallback"),
-        (f"{WHOLE}vllm", None, "whole"),
-        (None, None, None),
-    ],
-)
-def test_the_kind_of_a_request(method: str | None, warning: str | None, kind: str | None) -> None:
-    assert RequestRecord(method=method, warning=warning).kind == kind

@@ -25,10 +25,9 @@ def require_saved(report: Report, path: Path) -> None:
     assert [row["what"] for row in json.loads(path.read_text())["rows"]] == [row.what for row in report.rows]
 
 
-def test_what_the_orchestrator_adds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in {"_OPEN": 4, "_PACED": 2, "_STEADY_S": 1.0, "_LEARNING": (50, 100)}.items():
-        monkeypatch.setattr(orchestrator, name, value)
-    report = orchestrator.run((1, 3), 4, 4, 4, tmp_path)
+def test_what_the_orchestrator_adds(tmp_path: Path) -> None:
+    small = orchestrator.OrchestratorExtent(open_streams=4, paced_streams=2, steady_s=1.0, learned_lengths=(50, 100))
+    report = orchestrator.run((1, 3), 4, 4, 4, tmp_path, small)
     require_saved(report, tmp_path / "orchestrator.json")
     names = [row.what for row in report.rows]
     assert {"1 at once: added to the first token, p50", "3 at once: CPU per further token"} <= set(names)

@@ -11,10 +11,8 @@ from disaggregated_inference.errors import BadRequest
 
 
 @pytest.mark.slow
-def test_what_the_gateway_adds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in {"_REPEATS": 1, "_STEADY_S": 1.5, "_MARGIN_S": 3.0}.items():
-        monkeypatch.setattr(gateway, name, value)
-    report = gateway.run((3,), 4, 6, "", tmp_path)
+def test_what_the_gateway_adds(tmp_path: Path) -> None:
+    report = gateway.run((3,), 4, 6, "", tmp_path, gateway.GatewayExtent(repeats=1, steady_s=1.5))
     assert all(math.isfinite(row.value) for row in report.rows)
     saved = json.loads((tmp_path / "gateway.json").read_text())["rows"]
     assert [row["what"] for row in saved] == [row.what for row in report.rows]
@@ -40,10 +38,8 @@ def test_cpu_time_of_ps(text: str, seconds: float) -> None:
 
 
 @pytest.mark.slow
-def test_what_open_dashboards_cost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in {"_ROUNDS": 1, "_WINDOW_S": 1.0, "_SETTLE_S": 0.2}.items():
-        monkeypatch.setattr(dashboards, name, value)
-    report = dashboards.run(3, 4, tmp_path)
+def test_what_open_dashboards_cost(tmp_path: Path) -> None:
+    report = dashboards.run(3, 4, tmp_path, dashboards.Windows(rounds=1, window_s=1.0, settle_s=0.2))
     found = {row.what: row for row in report.rows}
     for what in ("CPU per token", "added time per token"):
         assert found[what].value > 0

@@ -11,7 +11,7 @@ import pytest
 from disaggregated_inference.cli import gateway, main
 from disaggregated_inference.gateway.server import GatewaySettings
 from disaggregated_inference.models import ModelFiles
-from disaggregated_inference.node.server import NodeSettings
+from disaggregated_inference.node import NodeSettings
 from tests.support.command import disagg, run_forked
 
 

@@ -103,7 +103,7 @@ def request_of(number: int, **more: Any) -> RequestRecord:
         "prefill_time": 0.8,
     }
     usual |= {"prefill_speed": 1500.0, "decode_time": 8.5, "decode_speed": 60.0, "completion_tokens": 500}
-    usual |= {"method": "disaggregated_mlx", "energy_j": 812.0, "energy_source": "measured"}
+    usual |= {"kind": "disaggregated", "method": "disaggregated_mlx", "energy_j": 812.0, "energy_source": "measured"}
     return RequestRecord(**(usual | more))
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import pytest
 
-from disaggregated_inference.cluster.shell import CommandOutput, Shell, printable
+from disaggregated_inference.cluster.shell import MOST_BYTES, CommandOutput, Shell, printable
 from disaggregated_inference.cluster.ssh import SshTarget, open_shell
 from disaggregated_inference.errors import (
     CommandFailed,
@@ -45,9 +45,9 @@ def home(server: SshServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         path.write_bytes(content)
 
 
-def in_shell(work: Callable[[Shell], Awaitable[Result]], target: str = "box") -> Result:
+def in_shell(work: Callable[[Shell], Awaitable[Result]], target: str = "box", most_bytes: int = MOST_BYTES) -> Result:
     async def run() -> Result:
-        shell = await open_shell("spark-1", target, DeployTimeouts(connect_s=20))
+        shell = await open_shell("spark-1", target, DeployTimeouts(connect_s=20), most_bytes)
         try:
             return await work(shell)
         finally:
@@ -103,9 +103,7 @@ def test_a_held_script_ends_with_its_block(target: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", [pytest.param("box", marks=needs_sshd), "local"])
 @pytest.mark.usefixtures("home")
-def test_output_without_an_end(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("disaggregated_inference.cluster.shell._MOST_BYTES", 1 << 20)
-
+def test_output_without_an_end(target: str) -> None:
     async def work(shell: Shell) -> str:
         with pytest.raises(
             CommandFailed, match=r"^spark-1: it printed more than 1 MiB, check its login shell; .*: yes$"
@@ -113,7 +111,7 @@ def test_output_without_an_end(target: str, monkeypatch: pytest.MonkeyPatch) -> 
             await shell.run("yes")
         return (await shell.run("head -c 1000000 /dev/zero | tr '\\0' x; echo end")).stdout
 
-    assert in_shell(work, target).endswith("xend\n")
+    assert in_shell(work, target, most_bytes=1 << 20).endswith("xend\n")
 
 
 @pytest.mark.parametrize("target", [pytest.param("box", marks=needs_sshd), "local"])

@@ -64,7 +64,7 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
 # What it is.
 
 
-def test_models_without_weights_have_an_identity(store: ModelStore, tmp_path: Path) -> None:
+def test_models_without_weights_have_a_hash(store: ModelStore, tmp_path: Path) -> None:
     here = [store.resolve(name) for name in SIMULATED_MODELS]
     there = [ModelStore(tmp_path).resolve(name.upper().replace("SIM", "sim", 1)) for name in SIMULATED_MODELS]
     for mine, theirs in zip(here, there, strict=True):

@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.applications import Starlette
 
 from disaggregated_inference.api import ClusterNode, ClusterStatus, ErrorDetail, Failover, RequestRecord, SlotStatus
 from disaggregated_inference.cluster import load_config
@@ -19,7 +19,7 @@ from disaggregated_inference.gateway.event_stream import EventStream, Subscriber
 from disaggregated_inference.gateway.metrics import STATUS_OF, GatewayMetrics
 from disaggregated_inference.gateway.slo import TargetFigures, error_share, figures_of, parallel_efficiency, targets
 from disaggregated_inference.models import ModelStore
-from disaggregated_inference.orchestrator import FALLBACK_WARNING, DisaggregatedInference
+from disaggregated_inference.orchestrator import DisaggregatedInference
 from disaggregated_inference.timeouts import GatewayTimeouts
 from tests.support.cluster import Process, free_port
 from tests.support.gateway import served, simulated_config, simulated_pair
@@ -28,18 +28,22 @@ MODEL = "simulated:tiny"
 AWAY: Any = {"decode_servers": [{"host": "127.0.0.1", "port": 9, "model": "away", "name": "d1"}]}
 
 
-@asynccontextmanager
-async def gateway(config: Any) -> AsyncIterator[tuple[DisaggregatedInference, httpx.AsyncClient]]:
-    async with DisaggregatedInference(load_config(config)) as core:
-        transport = httpx.ASGITransport(gateway_app(core, Keys()))
-        async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=30) as client:
-            yield core, client
+Ask = Callable[[DisaggregatedInference, httpx.AsyncClient], Awaitable[None]]
+AskApp = Callable[[DisaggregatedInference, httpx.AsyncClient, Starlette], Awaitable[None]]
 
 
-def run(config: Any, ask: Callable[[DisaggregatedInference, httpx.AsyncClient], Awaitable[None]]) -> None:
+def run(config: Any, ask: Ask) -> None:
+    run_with_app(config, lambda core, client, app: ask(core, client))
+
+
+def run_with_app(config: Any, ask: AskApp) -> None:
+    """For what no request can bring about."""
+
     async def all_of_it() -> None:
-        async with gateway(config) as (core, client):
-            await ask(core, client)
+        async with DisaggregatedInference(load_config(config)) as core:
+            transport = httpx.ASGITransport(app := gateway_app(core, Keys()))
+            async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=30) as client:
+                await ask(core, client, app)
 
     asyncio.run(all_of_it())
 
@@ -128,15 +132,15 @@ def test_a_gateway_without_nodes_is_healthy_and_not_ready() -> None:
 def test_a_gateway_is_ready_when_one_model_can_be_served(config: dict[str, Any]) -> None:
     config["decode_servers"].append({"host": "127.0.0.1", "port": free_port(), "model": "away", "name": "d9"})
 
-    async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
+    async def ask(core: DisaggregatedInference, client: httpx.AsyncClient, app: Starlette) -> None:
         await core.health()
         answer = await client.get("/ready")
         assert answer.status_code == 200
         assert answer.json()["models"] == {MODEL: "all up", "away": "nothing is up"}
-        client._transport.app.state.draining = True  # type: ignore[attr-defined]
+        app.state.draining = True
         assert (await client.get("/ready")).json()["status"] == "draining"
 
-    run(config, ask)
+    run_with_app(config, ask)
 
 
 def test_the_cluster_as_json(config: dict[str, Any]) -> None:
@@ -260,7 +264,7 @@ def test_labels_are_bounded() -> None:
                 **counts,  # type: ignore[arg-type]
                 model=f"m{number}",
                 failovers=(Failover(node=f"n{number}", code=f"code_{number}", message="x", stall_s=1),),
-                warning=FALLBACK_WARNING,
+                kind="fallback",
                 finish_reason=f"r{number}",
                 error=ErrorDetail(f"e{number}", "x"),
             )
@@ -429,9 +433,9 @@ def test_subscribers_that_come_together_share_one_status(monkeypatch: pytest.Mon
 
 
 def test_subscribers_are_limited() -> None:
-    async def ask(core: DisaggregatedInference, client: httpx.AsyncClient) -> None:
+    async def ask(core: DisaggregatedInference, client: httpx.AsyncClient, app: Starlette) -> None:
         feed = EventStream(lambda: core, max_subscribers=1)
-        client._transport.app.state.feed = feed  # type: ignore[attr-defined]
+        app.state.feed = feed
         events = feed.listen()
         await next_event(events)
         assert (await client.get("/cluster/events")).status_code == 503
@@ -440,7 +444,7 @@ def test_subscribers_are_limited() -> None:
         await events.aclose()
         feed.require_room()
 
-    run(AWAY, ask)
+    run_with_app(AWAY, ask)
 
 
 def test_subscribers_that_come_at_once_are_limited() -> None:

@@ -32,7 +32,7 @@ from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.metrics import GatewayMetrics
 from disaggregated_inference.gateway.slo import targets
 from disaggregated_inference.observe import READING_GAUGES, reading_gauges
-from disaggregated_inference.orchestrator import FALLBACK_WARNING, DisaggregatedInference
+from disaggregated_inference.orchestrator import DisaggregatedInference
 from tests.support.cluster import Process
 from tests.support.gateway import served, simulated_config, simulated_pair
 from tests.support.promql import RANGE, VECTOR, PromqlError, kind
@@ -120,17 +120,17 @@ async def _page_of_what_seldom_happens() -> str:
             model="m",
             total_time=2.0,
             sequential_time=2.0,
-            method="disaggregated_torch",
+            kind="disaggregated",
             decode_node="d1",
             completion_tokens=1,
             prompt_tokens_recomputed=1,
             failovers=(FAILURE,),
-            warning=FALLBACK_WARNING,
             energy=(EnergyShare(node="d1", phase="decode", joules=1.0, source="measured"),),
             energy_wh=1.0,
             cost=1.0,
         )
         metrics.ended(usual)
+        metrics.ended(RequestRecord(model="m", kind="fallback"))
         metrics.ended(RequestRecord(model="m", outcome="failed", error=ErrorDetail("no_decode_node", "x")))
         metrics.refused(BadRequest("x"))
         return (await metrics.text()).decode()

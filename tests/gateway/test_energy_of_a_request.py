@@ -10,12 +10,14 @@ from disaggregated_inference.api import NodeStatus
 from disaggregated_inference.cluster import load_config
 from disaggregated_inference.gateway.app import gateway_app
 from disaggregated_inference.gateway.auth import Keys
-from disaggregated_inference.orchestrator import DisaggregatedInference, energy
+from disaggregated_inference.orchestrator import DisaggregatedInference
 from disaggregated_inference.orchestrator.energy import PowerLog
+from disaggregated_inference.timeouts import OrchestratorTimeouts
 from tests.support.gateway import simulated_config, simulated_pair
 
 pytestmark = pytest.mark.slow
 
+LATE = OrchestratorTimeouts(power_sample_s=60.0)  # a machine that is busy with other tests reads late
 WATTS = {"prefill": 300.0, "decode": 100.0}
 PRICE_PER_KWH = 0.5
 
@@ -32,13 +34,12 @@ def meters(monkeypatch: pytest.MonkeyPatch) -> None:
         add(log, status, now)
 
     monkeypatch.setattr(PowerLog, "add", with_power)
-    monkeypatch.setattr(energy, "_NEAR_S", 60.0)  # a machine that is busy with other tests reads late
 
 
 @pytest.mark.usefixtures("meters")
 def test_energy_is_watts_times_seconds() -> None:
     async def ask() -> None:
-        async with DisaggregatedInference(load_config(config)) as core:
+        async with DisaggregatedInference(load_config(config), timeouts=LATE) as core:
             transport = httpx.ASGITransport(gateway_app(core, Keys()))
             async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60) as client:
                 await core.generate(model="simulated:tiny", prompt="x" * 2000, max_tokens=50, ignore_eos=True)

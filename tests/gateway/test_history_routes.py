@@ -24,7 +24,6 @@ from disaggregated_inference.gateway.app import gateway_app
 from disaggregated_inference.gateway.auth import Keys
 from disaggregated_inference.gateway.key_file import new_key
 from disaggregated_inference.orchestrator import (
-    FALLBACK_WARNING,
     DisaggregatedInference,
     HistoryFilter,
     HistoryReader,
@@ -271,15 +270,15 @@ def test_alarms_tell_when_disaggregation_does_not_happen() -> None:
         with HistoryReader.of_records(map(HistoryRecord, records)) as reader:
             return {each.name: each.state for each in alarms(reader, HistoryFilter(), {"qwen": verdict})}
 
-    right = {"time": 1.0, "ok": True, "outcome": "ok", "method": "disaggregated_torch", "prompt_tokens": 100}
+    right = {"time": 1.0, "ok": True, "outcome": "ok", "kind": "disaggregated", "prompt_tokens": 100}
     right |= {"prompt_tokens_recomputed": 0, "kv_bytes": 5, "exposed_transfer_time": 0.1}
     fine = {"prompt_recomputed": "ok", "fallback_share": "ok", "slow_transfers": "ok", "prefill_down": "ok"}
     assert states([right] * 20) == fine
     assert states([right] * 9)["prompt_recomputed"] == "unknown", "too few"
     assert states([right] * 19 + [right | {"prompt_tokens_recomputed": 100}])["prompt_recomputed"] == "alarm"
-    fallback = right | {"method": "local", "warning": FALLBACK_WARNING, "kv_bytes": None}
+    fallback = right | {"kind": "fallback", "kv_bytes": None}
     assert states([right] * 18 + [fallback] * 2)["fallback_share"] == "alarm"
     assert states([right] * 18 + [right | {"exposed_transfer_time": 1.5}] * 2)["slow_transfers"] == "alarm"
     assert states([right] * 20, ModelVerdict.PREFILL_DOWN) == fine | {"prefill_down": "alarm"}
-    local = right | {"method": "local", "prompt_tokens_recomputed": 100, "kv_bytes": None}
+    local = right | {"kind": "local", "prompt_tokens_recomputed": 100, "kv_bytes": None}
     assert states([local] * 20)["prompt_recomputed"] == "unknown", "a decode node reads prompts itself by choice"

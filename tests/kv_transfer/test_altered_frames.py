@@ -19,7 +19,6 @@ from disaggregated_inference.kv_transfer import (
     Welcome,
     encode_inline,
     fetch_stream,
-    sender,
     serve,
 )
 from disaggregated_inference.kv_transfer.frames import CHECKSUM, HEADER, Kind
@@ -101,9 +100,8 @@ def test_frames_over_a_connection() -> None:
     assert refused > 1200
 
 
-def recorded_stream(number: int, streams: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Hello, bytes]:
+def recorded_stream(number: int, streams: int) -> tuple[Hello, bytes]:
     """What a prefill node sends over one of several connections: its parts of each slice."""
-    monkeypatch.setattr(sender, "_MIN_PART_BYTES", 1)
     hello = Hello(ticket="t", secret="s", fetch="f", fingerprint=MODEL, stream=number, streams=streams)
     outbox = Outbox(range(TOKENS))
     for piece in slices():
@@ -114,17 +112,17 @@ def recorded_stream(number: int, streams: int, monkeypatch: pytest.MonkeyPatch) 
     with tcp_pair() as (near, far):
         near.sendall(message(Kind.HELLO, hello) + message(Kind.DONE))
         near.shutdown(socket.SHUT_WR)
-        serve(Connection(far), lambda found: (welcome, outbox))
+        serve(Connection(far), lambda found: (welcome, outbox), min_part_bytes=1)
         return hello, b"".join(iter(lambda: near.recv(1 << 16), b""))
 
 
-def test_slices_in_parts_over_several_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_in_parts_over_several_connections() -> None:
     """Each connection's own rows, or an error. What two of them place is in tests/kv_transfer/test_parts.py."""
     whole = {(piece.layer, piece.start): piece for piece in slices()}
     rows = np.concatenate([whole[0, start].keys for start in (0, 16)])  # of layer 0; layer 1 is never parted
     refused, complete, parted = 0, set[tuple[int, int, int]](), False
     for number in range(2):
-        hello, stream = recorded_stream(number, 2, monkeypatch)
+        hello, stream = recorded_stream(number, 2)
         expected: set[tuple[int, int, int]] | None = None
         for sent in (stream, *altered(stream, 500, seed=7 + number, parts=position_classes(stream))):
             placed: set[tuple[int, int, int]] = set()

@@ -1,5 +1,5 @@
 """Large slices travel in parts, one on each connection: all rows arrive once, in order, whichever connection is slow,
-breaks or lies. The tests make every slice a large one."""
+breaks or lies. Here every slice is a large one."""
 
 import threading
 import time
@@ -13,22 +13,17 @@ import pytest
 from disaggregated_inference.api import GenerationParams
 from disaggregated_inference.errors import Cancelled, DisaggError, ProtocolError
 from disaggregated_inference.kv import KVLayout, KVSlice, LayerPlan
-from disaggregated_inference.kv_transfer import Hello, Sink, sender
+from disaggregated_inference.kv_transfer import Hello, Sink
 from disaggregated_inference.kv_transfer.placement import Placement
 from disaggregated_inference.kv_transfer.receiver import ConnectionFetch
 from tests.support.engines import LoadTiny
 from tests.support.handoff import alone, prompt_of
-from tests.support.node_pair import ONE_PROCESS, PROVEN_ANYWHERE, Pair
+from tests.support.node_pair import PROVEN_ANYWHERE, Pair
 from tests.support.tcp_proxy import FaultyProxy
 
 PROMPT = prompt_of(300)
 ANSWER = 16
 STREAMS = 3
-
-
-@pytest.fixture(autouse=True)
-def all_slices_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "_MIN_PART_BYTES", 1)
 
 
 @pytest.fixture
@@ -51,7 +46,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, KVSlice]]:
 def test_an_answer_from_parts(
     writer: str, codec: str, nodes: Callable[..., Pair], tiny_engine: LoadTiny, parts: list[tuple[int, KVSlice]]
 ) -> None:
-    prefill, decode = nodes("torch", writer, streams=STREAMS, codecs=(codec,))
+    prefill, decode = nodes("torch", writer, streams=STREAMS, codecs=(codec,), min_part_bytes=1)
     context, _ = prefill.submit(PROMPT)
     answer = list(decode.generate_from_kv(context, GenerationParams(max_tokens=ANSWER)))
     assert {stream for stream, _ in parts} == set(range(STREAMS))
@@ -63,7 +58,7 @@ def test_an_answer_from_parts(
 def test_a_sliding_layer_travels_whole(
     nodes: Callable[..., Pair], tiny_engine: LoadTiny, parts: list[tuple[int, KVSlice]]
 ) -> None:
-    prefill, decode = nodes("torch", "mlx", architecture="gpt_oss", streams=STREAMS)
+    prefill, decode = nodes("torch", "mlx", architecture="gpt_oss", streams=STREAMS, min_part_bytes=1)
     context, _ = prefill.submit(PROMPT)
     answer = list(decode.generate_from_kv(context, GenerationParams(max_tokens=ANSWER)))
     assert answer == alone(tiny_engine("mlx", "gpt_oss"), PROMPT, ANSWER)
@@ -77,7 +72,7 @@ def test_a_cut_in_the_middle_is_resumed(
     share: float, nodes: Callable[..., Pair], tiny_engine: LoadTiny, parts: list[tuple[int, KVSlice]]
 ) -> None:
     """Rows that came before the cut are not placed twice: the engine would refuse them."""
-    prefill, decode = nodes("torch", "mlx", streams=STREAMS, timeouts=ONE_PROCESS, trusts=PROVEN_ANYWHERE)
+    prefill, decode = nodes("torch", "mlx", streams=STREAMS, trusts=PROVEN_ANYWHERE, min_part_bytes=1)
     context, _ = prefill.submit(PROMPT)
     right = list(decode.generate_from_kv(context, GenerationParams(max_tokens=ANSWER)))
     assert right == alone(tiny_engine("mlx", "llama"), PROMPT, ANSWER)

@@ -16,8 +16,8 @@ from disaggregated_inference.engines import load_engine
 from disaggregated_inference.errors import ModelNotFound, ModelUnsupported
 from disaggregated_inference.models import ModelFiles, ModelStore, compare_models, describe_model, describe_models
 from disaggregated_inference.models.gguf import GGUFFile
-from disaggregated_inference.models.identity import FIRST_ROW
 from disaggregated_inference.models.verify import ModelComparison
+from disaggregated_inference.models.weights_hash import FIRST_ROW
 from tests.support.engines import LLAMACPP, LLAMACPP_OPTIONS, twin_of
 from tests.support.gguf_twins import write_twin
 

@@ -1,5 +1,6 @@
 """Prompt logprobs through a prefill node and a decode node, and from a decode node alone."""
 
+import queue
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -12,7 +13,7 @@ from disaggregated_inference.api import GenerationParams, PrefillMetrics, Prompt
 from disaggregated_inference.errors import DisaggError, PeerFailed, PeerGone, PromptLogprobsUnsupported, ProtocolError
 from disaggregated_inference.kv import LogprobRows
 from disaggregated_inference.node.context import PrefillContext
-from disaggregated_inference.node.generation import Generation
+from disaggregated_inference.node.generation import Generation, Item
 from tests.support.handoff import prompt_of
 from tests.support.node_pair import Pair, nothing_left
 from tests.support.prompt_logprobs import check_prompt_logprobs, transformers_logprobs
@@ -27,7 +28,9 @@ def collected(generation: Generation) -> tuple[list[PromptLogprob], list[int]]:
     """The prompt's, in order and without a gap, and the completion's tokens, which come after them."""
     found: list[PromptLogprob] = []
     tokens: list[int] = []
-    while (item := generation._items.get(timeout=60)) is not None:
+    items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+    generation.listen(items.put)
+    while (item := items.get(timeout=60)) is not None:
         if isinstance(item, BaseException):
             raise item
         if isinstance(item, PromptLogprobs):

@@ -20,7 +20,7 @@ import pytest
 
 from disaggregated_inference.api import NodeHealth
 from disaggregated_inference.errors import BadRequest, DisaggError
-from disaggregated_inference.http import listen_error, require_free_port
+from disaggregated_inference.http import announce_as_json, listen_error, require_free_port
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node.kv_listener import listen
 from disaggregated_inference.node.node import Node
@@ -67,7 +67,7 @@ class Start:
         self.events.append((event, facts))
 
     def load(self, begin: Begin) -> Node:
-        begin("loading tiny into torch")
+        begin("loading tiny into torch", 0.25)
         self.release.wait()
         return self._load()
 
@@ -100,16 +100,22 @@ def start(loaded: Node) -> Iterator[Start]:
 def test_a_loading_node_answers_and_says_what_it_does(start: Start) -> None:
     status, health, _ = ask(start.port, "/health")
     assert (status, health["status"], health["loaded"], health["role"]) == (503, "loading", False, "decode")
-    assert health["reason"].startswith("loading tiny into torch (")
+    assert health["reason"].startswith("loading tiny into torch 25% (")
     for path, body in (("/status", None), ("/generate", {"tokens": [5]}), ("/decode", {}), ("/model", None)):
         status, answer, retry_after = ask(start.port, path, body)
         assert (status, answer["error"]["code"], retry_after) == (503, "node_loading", "5")
-        assert "this node is loading tiny into torch (" in answer["error"]["message"]
+        assert "this node is loading tiny into torch 25% (" in answer["error"]["message"]
         assert answer["error"]["message"].endswith("; try again in 5 s")
     start.release.set()
     assert until(lambda: ask(start.port, "/health")[0] == 200, LONG_S)
     assert ask(start.port, "/generate", {"tokens": [5, 6], "max_new_tokens": 2})[0] == 200
     assert [event for event, _ in start.events] == ["step", "ready"]
+
+
+def test_how_much_of_a_step_is_done_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    announce_as_json("step", step="smollm2: unpacking", part=0.45)
+    announce_as_json("step", step="loading smollm2 into torch", part=None)
+    assert capsys.readouterr().out == '{"event": "step", "step": "loading smollm2 into torch"}\n'
 
 
 def test_the_orchestrator_shows_loading_and_then_uses_the_node(start: Start) -> None:

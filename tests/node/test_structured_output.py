@@ -15,7 +15,6 @@ from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from disaggregated_inference.api import OutputFormat
 from disaggregated_inference.errors import BadRequest, EngineUnavailable, ModelUnsupported
 from disaggregated_inference.models import ModelFiles
-from disaggregated_inference.node import structured_output as guidance
 from disaggregated_inference.node.structured_output import GrammarCompiler
 from tests.support.grammar_walk import Walk
 
@@ -304,17 +303,19 @@ def test_matchers_from_many_threads(smollm2: ModelFiles) -> None:
 
 
 def test_the_cache_of_compiled_grammars_is_limited(smollm2: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = GrammarCompiler(smollm2.tokenizer, smollm2.spec.vocabulary, smollm2.spec.eos_tokens)
-    monkeypatch.setattr(guidance, "_MAX_COMPILED", 2)
+    model = (smollm2.tokenizer, smollm2.spec.vocabulary, smollm2.spec.eos_tokens)
+    grammars = GrammarCompiler(*model, max_compiled=2)
     compile_ = Mock(wraps=grammars.first_state)
     monkeypatch.setattr(grammars, "first_state", compile_)
     for pattern in ("a", "a", "b", "a", "c", "a", "b"):
         grammars.start(OutputFormat(type="regex", pattern=pattern))
     assert compile_.call_count == 4, "a, b, c, and b again: the least recently used one was removed"
     assert len(grammars.compiled) == 2
-    monkeypatch.setattr(guidance, "_MAX_COMPILED_BYTES", 100)
-    grammars.start(OutputFormat(type="regex", pattern="d" * 1000))
-    assert not grammars.compiled
+    small = GrammarCompiler(*model, max_compiled_bytes=100)
+    small.start(OutputFormat(type="regex", pattern="d"))
+    assert len(small.compiled) == 1
+    small.start(OutputFormat(type="regex", pattern="d" * 1000))
+    assert not small.compiled
 
 
 class Slowly:

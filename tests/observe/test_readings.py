@@ -138,9 +138,7 @@ def test_a_dgx_spark_shares_its_memory_with_the_processor() -> None:
     assert gpu.memory_used_bytes is gpu.memory_total_bytes is gpu.power_limit_w is None
     assert gpu.missing["memory_total_bytes"] == "this GPU has no memory of its own: it shares the machine's"
     assert gpu.missing["power_limit_w"] == "NVML: Not Supported"
-    reader = MachineReader("gpu", "linux")
-    reader._nvidia = NvidiaGpus(nvml, {})
-    found = reader.read()
+    found = MachineReader("gpu", "linux", NvidiaGpus(nvml, {})).read()
     assert found.memory_shared
     assert found.memory_total_bytes == psutil.virtual_memory().total, "one memory: the machine's"
     assert (found.power_w, found.power_covers) == (120.5, "GPU")
@@ -153,11 +151,8 @@ def test_power_is_that_of_the_gpus_that_the_node_computes_on() -> None:
     assert gpus.own() == [0, 1], "the driver does not say which"
     nvml.pids = {2: [7], 0: [8]}
     assert gpus.own() == [1]
-    reader = MachineReader("gpu", "linux")
-    reader._nvidia = gpus
-    assert reader.read().power_w == 122.5
-    reader._computes = "cpu"
-    found = reader.read()
+    assert MachineReader("gpu", "linux", gpus).read().power_w == 122.5
+    found = MachineReader("cpu", "linux", gpus).read()
     assert found.power_w is None
     assert found.missing["power_w"] == "the engine computes on the processor, which has no meter here"
 

@@ -121,14 +121,14 @@ def test_readings_are_taken_once_and_bounded() -> None:
 
 def test_the_comparison_with_one_machine_alone() -> None:
     records: list[dict[str, Any]] = [
-        {"time": 1.0, "model": "m", "ok": True, "outcome": "ok", "method": "disaggregated_torch", "prefill_node": "p"}
+        {"time": 1.0, "model": "m", "ok": True, "outcome": "ok", "kind": "disaggregated", "prefill_node": "p"}
         | {"decode_node": "d", "prompt_tokens": 1000, "cached_tokens": 0, "completion_tokens": 100, "total_time": 3.0}
         | {"prefill_time": 1.0, "decode_time": 2.0, "exposed_transfer_time": 0.25, "energy_j": 400.0}
         | {"energy": [{"node": "p", "phase": "prefill", "joules": 200.0, "source": "measured"}]}
         | {"time": at}
         for at in (1.0, 5.0)
     ]
-    records.append({"time": 1.0, "method": "local", "ok": True})
+    records.append({"time": 1.0, "kind": "local", "ok": True})
     facts = {
         "p": MachineFacts(busy_w=200, idle_w=40),
         "d": MachineFacts(prefill_rates=(Rate(size=512, tokens_per_s=100),), busy_w=100, idle_w=10),
@@ -154,7 +154,7 @@ def test_the_comparison_with_one_machine_alone() -> None:
 
 def test_requests_that_ran_at_once_count_the_machine_once() -> None:
     """Eight answers in one batch: the machine was busy for as long as one of them took, not eight times as long."""
-    usual = {"model": "m", "ok": True, "outcome": "ok", "method": "disaggregated_torch", "prefill_node": "p"}
+    usual = {"model": "m", "ok": True, "outcome": "ok", "kind": "disaggregated", "prefill_node": "p"}
     usual |= {"decode_node": "d", "prompt_tokens": 100, "cached_tokens": 0, "completion_tokens": 100, "time": 10.0}
     usual |= {"total_time": 5.0, "prefill_time": 1.0, "decode_time": 4.0, "energy_j": 100.0}
     batch = usual | {"prefill_machine_time": 0.125, "decode_machine_time": 0.5}

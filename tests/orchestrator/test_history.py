@@ -15,15 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disaggregated_inference.orchestrator import history as module
 from disaggregated_inference.orchestrator.history import History
 from disaggregated_inference.timeouts import HistoryTimeouts
 from tests.support.waiting import until
 
 
 @contextmanager
-def opened(most: int, file: Path | str = "", **timeouts: float) -> Iterator[History]:
-    history = History(most, str(file), HistoryTimeouts(**timeouts))
+def opened(
+    most: int, file: Path | str = "", max_pending: int = 4096, max_unwritten: int = 1000, **timeouts: float
+) -> Iterator[History]:
+    limits = {"max_pending": max_pending, "max_unwritten": max_unwritten}
+    history = History(most, str(file), HistoryTimeouts(**timeouts), **limits)
     try:
         yield history
     finally:
@@ -33,6 +35,10 @@ def opened(most: int, file: Path | str = "", **timeouts: float) -> Iterator[Hist
 def rows(file: Path, what: str = "json") -> list[Any]:
     with closing(sqlite3.connect(file)) as database:
         return [row[0] if "," not in what else row for row in database.execute(f"SELECT {what} FROM requests")]
+
+
+def written_numbers(file: Path) -> list[int]:
+    return [json.loads(row)["n"] for row in rows(file)]
 
 
 def numbers(records: list[dict[str, Any]]) -> list[int]:
@@ -138,8 +144,8 @@ def test_the_file_is_bounded_and_drops_the_oldest(tmp_path: Path) -> None:
         for n in range(530):
             history.add({"n": n})
             if n % 100 == 0:
-                assert until(lambda: not history._pending)
-    assert [json.loads(text)["n"] for text in rows(file)] == list(range(330, 530))
+                assert until(lambda: written_numbers(file)[-1:] == [n])  # noqa: B023
+    assert written_numbers(file) == list(range(330, 530))
 
 
 def test_close_twice_and_add_after(tmp_path: Path) -> None:
@@ -245,13 +251,9 @@ def locked(file: Path) -> Iterator[None]:
         other.execute("ROLLBACK")
 
 
-def test_a_locked_file_blocks_no_request(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_MAX_PENDING", 10)
-    monkeypatch.setattr(module, "_MAX_UNWRITTEN", 0)
+def test_a_locked_file_blocks_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "h.sqlite"
-    with opened(500, file, lock_s=0.05) as history:
+    with opened(500, file, max_pending=10, max_unwritten=0, lock_s=0.05) as history:
         with locked(file):
             for n in range(200):
                 history.add({"n": n})
@@ -265,16 +267,9 @@ def test_a_locked_file_blocks_no_request(
         assert history.lost == 201
 
 
-def written_numbers(file: Path) -> list[int]:
-    return [json.loads(row)["n"] for row in rows(file)]
-
-
-def test_records_are_written_when_the_lock_is_gone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_MAX_UNWRITTEN", 3)
+def test_records_are_written_when_the_lock_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "h.sqlite"
-    with opened(500, file, lock_s=0.05) as history:
+    with opened(500, file, max_unwritten=3, lock_s=0.05) as history:
         with locked(file):
             history.add({"n": 0})
             assert until(lambda: "database is locked" in caplog.text)

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disaggregated_inference.orchestrator import (
-    FALLBACK_WARNING,
     History,
     HistoryFilter,
     HistoryReader,
@@ -29,16 +28,16 @@ from tests.support.waiting import until
 def record(time: float, **more: Any) -> dict[str, Any]:
     usual = {"model": "qwen", "ok": True, "outcome": "ok", "total_time": 2.0, "first_token_time": 0.5, "n": 1}
     usual |= {"decode_speed": 20.0, "prompt_tokens": 100, "completion_tokens": 10, "cached_tokens": 25}
-    usual |= {"prefill_node": "p1", "decode_node": "d1", "method": "disaggregated_torch", "request_id": f"r{time:g}"}
+    usual |= {"prefill_node": "p1", "decode_node": "d1", "kind": "disaggregated", "request_id": f"r{time:g}"}
     return usual | {"time": time} | more
 
 
 RECORDS = [
     record(100.0, caller="alice"),
     record(130.0, first_token_time=1.5, caller="bob", prompt_tokens_recomputed=10, kv_bytes=1000),
-    record(170.0, method="local", prefill_node="d1", model="gpt"),
-    record(171.0, method="local", warning=FALLBACK_WARNING, total_time=9.0),
-    record(172.0, ok=False, outcome="failed", error={"code": "no_decode_node"}, method=None, first_token_time=0.0),
+    record(170.0, kind="local", prefill_node="d1", model="gpt"),
+    record(171.0, kind="fallback", total_time=9.0),
+    record(172.0, ok=False, outcome="failed", error={"code": "no_decode_node"}, kind=None, first_token_time=0.0),
 ]
 
 

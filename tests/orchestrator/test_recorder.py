@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from disaggregated_inference.api import Failover, ReportedMetrics
+from disaggregated_inference.api import FALLBACK_WARNING, Failover, ReportedMetrics
 from disaggregated_inference.cluster import Policies, Server
 from disaggregated_inference.orchestrator.attempt import Attempt
 from disaggregated_inference.orchestrator.cluster_view import Route
@@ -51,6 +51,35 @@ def failed(record: RequestRecorder, attempt: Attempt, node: str) -> None:
 
 def told(record: RequestRecorder) -> dict[str, Any]:
     return record.finish(SERVERS, Policies()).metrics()
+
+
+@pytest.mark.parametrize(
+    ("prefill", "state", "kind", "method"),
+    [
+        ("p1", {}, "disaggregated", "disaggregated_mlx"),
+        (None, {}, "local", "local"),
+        (None, {"fallback": True}, "fallback", "fallback"),
+        (None, {"prefill_down": True}, "fallback", "local"),
+    ],
+)
+def test_the_kind_of_a_request(prefill: str | None, state: dict[str, bool], kind: str, method: str) -> None:
+    """A client gets the method. The warning tells it that a local prefill is a fallback."""
+    recorder = a_record(200)
+    begun(recorder, prefill, "d1")
+    for name, value in state.items():
+        setattr(recorder, name, value)
+    record = recorder.finish(SERVERS, Policies())
+    assert (record.kind, record.method) == (kind, method)
+    assert record.warning == (FALLBACK_WARNING if kind == "fallback" else None)
+    assert "kind" not in record.metrics()
+
+
+def test_other_kinds_of_a_request() -> None:
+    recorder = a_record(200)
+    assert recorder.finish(SERVERS, Policies()).kind is None, "no node was contacted"
+    recorder.begin(Route(decode="d1", prefill=None, first_token_s=0.0, total_s=0.0), "", "vllm", whole=True)
+    record = recorder.finish(SERVERS, Policies())
+    assert (record.kind, record.method) == ("whole", "whole_vllm")
 
 
 def test_blocks_of_a_failed_attempt_are_not_counted_as_cached(clock: Clock) -> None:

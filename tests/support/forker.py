@@ -13,7 +13,7 @@ from disaggregated_inference.engines.mlx.blas import load_blas
 
 def _import_engines(engines: list[str]) -> None:
     load_blas()
-    importlib.import_module("disaggregated_inference.node.server")
+    importlib.import_module("disaggregated_inference.node_process")
     for engine in engines:
         importlib.import_module(f"disaggregated_inference.engines.{engine}.engine")
     if "torch" in engines:

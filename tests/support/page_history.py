@@ -28,6 +28,7 @@ def record_of(number: int) -> dict[str, Any]:
         "prefill_node": PREFILL,
         "decode_node": DECODE,
         "plan": f"{EVIL} is faster",
+        "kind": "disaggregated",
         "method": "disaggregated_torch",
         "prompt_tokens": 123456,
         "completion_tokens": 1234,
@@ -57,7 +58,13 @@ def record_of(number: int) -> dict[str, Any]:
     if kind == 0:
         usual |= {"ok": False, "outcome": "failed", "error": {"code": "node_failed", "message": EVIL}, "energy_j": None}
     if kind == 1:
-        usual |= {"method": "fallback", "warning": FALLBACK_WARNING, "warnings": [EVIL], "warning_reason": EVIL}
+        usual |= {
+            "kind": "fallback",
+            "method": "fallback",
+            "warning": FALLBACK_WARNING,
+            "warnings": [EVIL],
+            "warning_reason": EVIL,
+        }
     return usual
 
 

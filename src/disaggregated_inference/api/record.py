@@ -10,9 +10,8 @@ from disaggregated_inference.api.responses import ErrorDetail
 Outcome = Literal["ok", "failed", "refused", "cancelled"]
 # How the prompt was read: by a prefill node, by the decode node as planned, by the decode node because no prefill node
 # could, or by the one node that also wrote the answer.
-Kind = Literal["disaggregated", "local", "fallback", "whole"]
+RequestKind = Literal["disaggregated", "local", "fallback", "whole"]
 FALLBACK_WARNING = "Using fallback mode - slower performance"
-HANDED_OVER, WHOLE = "disaggregated_", "whole_"  # what a method begins with, before the engine
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -68,7 +67,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int = 0
     prefill_speed: float = 0.0
     decode_speed: float = 0.0
-    method: str | None = None
+    kind: RequestKind | None = None  # None: no node was contacted
+    method: str | None = None  # the kind of the decode node's part, for clients: often with its engine
     prefill_server: str | None = None  # host:port
     decode_server: str | None = None
     prefill_node: str | None = None  # its name
@@ -145,18 +145,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def handed_over(self) -> bool:
         """Whether the decode node got the KV from a prefill node."""
-        return self.method is not None and self.method.startswith(HANDED_OVER)
-
-    @property
-    def kind(self) -> Kind | None:
-        """None: no node was contacted. The decode node's part of a fallback may be as planned: the warning tells."""
-        if self.method == "fallback" or self.warning == FALLBACK_WARNING:
-            return "fallback"
-        if self.handed_over:
-            return "disaggregated"
-        if self.method == "local":
-            return "local"
-        return "whole" if self.method is not None and self.method.startswith(WHOLE) else None
+        return self.kind == "disaggregated"
 
     @property
     def is_charged(self) -> bool:
@@ -187,7 +176,7 @@ def _fits(value: Any, kind: Any) -> bool:
 _IF_KNOWN = ("energy_j", "energy_wh", "energy_source", "cost", "number")
 _HISTORY_ONLY = (
     *("energy", "ok", "outcome", "error", "time", "finish_reason", "operation", "n", "caller", "number"),
-    *("prefill_machine_time", "decode_machine_time"),
+    *("kind", "prefill_machine_time", "decode_machine_time"),
 )
 
 

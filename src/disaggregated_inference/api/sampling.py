@@ -12,7 +12,7 @@ MAX_STOPS = 16
 _MAX_FORMAT_BYTES = 256 << 10
 
 Count = Annotated[int, Meta(ge=1)]
-Share = Annotated[float, Meta(ge=0, le=1)]
+Probability = Annotated[float, Meta(ge=0, le=1)]
 Temperature = Annotated[float, Meta(ge=0, le=100)]
 TopK = Annotated[int, Meta(ge=0, le=1 << 31)]
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
@@ -72,9 +72,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     max_tokens: Count | None = None
     temperature: Temperature = 0.0
-    top_p: Share = 1.0
+    top_p: Probability = 1.0
     top_k: TopK = 0  # 0: no limit
-    min_p: Share = 0.0
+    min_p: Probability = 0.0
     seed: int | None = None  # 64 bits
     repetition_penalty: RepetitionPenalty = 1.0
     frequency_penalty: Penalty = 0.0

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import aiohttp
+import msgspec
 
 from disaggregated_inference.bench.machines import Machine
 from disaggregated_inference.bench.processes import cpu_s
@@ -26,9 +27,6 @@ from disaggregated_inference.local_nodes import Process, running
 
 _PACE = 10  # tokens per second of one stream
 _SHORT, _SHORT_TOKENS = 4, 8  # requests beside the streams, at once
-_WINDOW_S = 8.0
-_ROUNDS = 5
-_SETTLE_S = 1.0  # for dashboards to open or to leave
 _GOAL = 1.05
 
 _numbers = itertools.count(1_000_000)
@@ -42,47 +40,59 @@ class _Window(NamedTuple):
     cpu_s: float
 
 
-def run(dashboards: int, streams: int, output: Path) -> Report:
+class Windows(msgspec.Struct, frozen=True):
+    """A round is a window without dashboards, and one with them."""
+
+    rounds: int = 5
+    window_s: float = 8.0
+    settle_s: float = 1.0  # for dashboards to open or to leave
+
+
+def run(dashboards: int, streams: int, output: Path, windows: Windows = Windows()) -> Report:
     report = Report(f"the gateway with {dashboards} open dashboards, SIMULATED nodes, {streams} streams")
     profile = f"custom:prefill=1000000,decode={_PACE}"
     prefill, decode = nodes = [node_of(role, profile) for role in ("prefill", "decode")]
     with running(nodes):
-        asyncio.run(_measure(report, prefill, decode, dashboards, streams))
+        asyncio.run(_measure(report, prefill, decode, dashboards, streams, windows))
     return report.publish(output / "dashboards.json")
 
 
-async def _measure(report: Report, prefill: Machine, decode: Machine, dashboards: int, count: int) -> None:
+async def _measure(
+    report: Report, prefill: Machine, decode: Machine, dashboards: int, count: int, windows: Windows
+) -> None:
     async with (
         Tap(decode.port).open() as tap,
         in_thread(serving(prefill, tap.port, decode.port)) as servers,
     ):
-        streams, alone, watched = await _windows(servers[OURS], dashboards, count)
+        streams, alone, watched = await _windows(servers[OURS], dashboards, count, windows)
         _rows(report, streams, tap, alone, watched)
 
 
-async def _windows(gateway: Process, dashboards: int, count: int) -> tuple[list[Stream], list[_Window], list[_Window]]:
+async def _windows(
+    gateway: Process, dashboards: int, count: int, windows: Windows
+) -> tuple[list[Stream], list[_Window], list[_Window]]:
     """The steady streams, and the windows without and with dashboards."""
-    tokens = 2 * count + round(_PACE * 2 * _ROUNDS * (_WINDOW_S + 3 * _SETTLE_S))
+    tokens = 2 * count + round(_PACE * 2 * windows.rounds * (windows.window_s + 3 * windows.settle_s))
     streams = [Stream(next(_numbers), tokens) for _ in range(count)]
     alone: list[_Window] = []
     watched: list[_Window] = []
-    progress(f"{count} streams of {_PACE} tokens/s, {2 * _ROUNDS} windows of {_WINDOW_S:g} s")
+    progress(f"{count} streams of {_PACE} tokens/s, {2 * windows.rounds} windows of {windows.window_s:g} s")
     async with new_session() as session:
         await Stream(next(_numbers), 2).follow(session, gateway.url, MODEL)  # warm-up: peer check, tokenizer
         requests = (stream.follow(session, gateway.url, MODEL) for stream in streams)
         steady = open_streams(requests, lambda: all(each.has_started for each in streams))
         async with steady, _short_requests(session, gateway.url):
-            for _ in range(_ROUNDS):
-                alone.append(await _window(gateway))
+            for _ in range(windows.rounds):
+                alone.append(await _window(gateway, windows))
                 async with _open_dashboards(session, gateway.url, dashboards):
-                    watched.append(await _window(gateway))
+                    watched.append(await _window(gateway, windows))
     return [stream.parse(complete=False) for stream in streams], alone, watched
 
 
-async def _window(gateway: Process) -> _Window:
-    await asyncio.sleep(_SETTLE_S)
+async def _window(gateway: Process, windows: Windows) -> _Window:
+    await asyncio.sleep(windows.settle_s)
     since, before = time.perf_counter(), cpu_s(gateway.pid)
-    await asyncio.sleep(_WINDOW_S)
+    await asyncio.sleep(windows.window_s)
     return _Window(since, time.perf_counter(), cpu_s(gateway.pid) - before)
 
 

@@ -26,7 +26,7 @@ from disaggregated_inference.models import ModelTokenizer
 
 _KV_BYTES = 1 << 30
 
-Rows = NDArray[np.float32]
+LogitRows = NDArray[np.float32]
 
 
 class Drift(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ class _Prefill(NamedTuple):
 
     cache: Cache
     slices: list[KVSlice]
-    logits: Rows
+    logits: LogitRows
 
 
 def run(
@@ -133,7 +133,7 @@ def _import(engine: Engine, prefill: _Prefill, codec: str) -> Cache:
     return cache
 
 
-def _step_all(engine: Engine, caches: list[Cache], rows: Rows, positions: int) -> Iterator[Rows]:
+def _step_all(engine: Engine, caches: list[Cache], rows: LogitRows, positions: int) -> Iterator[LogitRows]:
     """The logits of all caches at each position of the first cache's completion, in one batch, so that batching affects
     all of them. The first logits came with the caches, as between nodes."""
     for at in range(positions):
@@ -144,7 +144,7 @@ def _step_all(engine: Engine, caches: list[Cache], rows: Rows, positions: int) -
         rows = engine.step(caches, [token] * len(caches)).numpy()
 
 
-def _compare(rows: Rows) -> list[tuple[bool, float]]:
+def _compare(rows: LogitRows) -> list[tuple[bool, float]]:
     """The first row against each of the others."""
     logs = rows.astype(np.float64)
     logs -= logs.max(axis=-1, keepdims=True)

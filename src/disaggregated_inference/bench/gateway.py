@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from disaggregated_inference.bench import rounds
 from disaggregated_inference.bench.machines import Machine
 from disaggregated_inference.bench.processes import cpu_s, resident_bytes
@@ -37,13 +39,10 @@ from disaggregated_inference.local_nodes import Process, running
 STREAMS = (1, 32, 256)
 _PACED = 2560  # tokens per second of all streams of a server: about half of its maximum
 _FASTEST = 50  # tokens per second of one stream
-_STEADY_S = 20.0
-_MARGIN_S = 3.0
-_REPEATS = 3
 _GOAL = 1.4  # times the bare relay's CPU per token
 _REQUEST_GOAL = 2.0  # per request, times that of the relay that hands over: it makes the same two POSTs
 
-Round = rounds.Round[Stream]
+StreamRound = rounds.Round[Stream]
 _numbers = itertools.count()
 
 
@@ -55,37 +54,54 @@ class _Pace(NamedTuple):
     silence_s: float
 
 
-def run(streams: Sequence[int], tokens: int, requests: int, litellm: str, output: Path) -> Report:
+class GatewayExtent(msgspec.Struct, frozen=True):
+    """How much is measured."""
+
+    repeats: int = 3
+    steady_s: float = 20.0
+    margin_s: float = 3.0  # streams still run for so long after it
+
+
+def run(
+    streams: Sequence[int],
+    tokens: int,
+    requests: int,
+    litellm: str,
+    output: Path,
+    extent: GatewayExtent = GatewayExtent(),
+) -> Report:
     report = Report(f"the gateway, SIMULATED nodes, {tokens} tokens out; bare: a starlette relay of one node's events")
     levels = streams or STREAMS
     prefill, decode = nodes = [node_of(role, "instant") for role in ("prefill", "decode")]
     with running(nodes), serving(prefill, decode.port, decode.port, litellm, True) as servers:
-        asyncio.run(_full_speed(report, servers, levels, tokens, requests))
+        asyncio.run(_full_speed(report, servers, levels, tokens, requests, extent.repeats))
     for count in levels:
         pace = max(1, min(_FASTEST, _PACED // count))
         progress(f"{count} at once, {pace} tokens/s each")
         profile = f"custom:prefill=1000000,decode={pace}"
         with running(nodes := [node_of(role, profile) for role in ("prefill", "decode", "decode")]):
-            asyncio.run(_fixed_pace(report, nodes, litellm, count, pace))
+            asyncio.run(_fixed_pace(report, nodes, litellm, count, pace, extent))
     return report.publish(output / "gateway.json")
 
 
-async def _full_speed(report: Report, servers: Servers, levels: Sequence[int], tokens: int, requests: int) -> None:
+async def _full_speed(
+    report: Report, servers: Servers, levels: Sequence[int], tokens: int, requests: int, repeats: int
+) -> None:
     sizes: dict[int, int] = {}
     texts: dict[tuple[int, int], set[str]] = defaultdict(set)  # completions by prompt and length
     for streams in levels:
         progress(f"{streams} at once")
-        counts = [streams] + [max(requests, 2 * streams)] * _REPEATS
+        counts = [streams] + [max(requests, 2 * streams)] * repeats
         numbers = [[next(_numbers) for _ in range(count)] for count in counts]
 
-        async def measure(name: str, count: int, repeat: int) -> Round:
+        async def measure(name: str, count: int, repeat: int) -> StreamRound:
             measured = await _round(servers[name], numbers[repeat], streams, count)  # noqa: B023
             sizes[repeat] = resident_bytes(servers[OURS].pid)
             return measured
 
-        measured = await rounds.alternate(servers, tokens, _REPEATS, measure)
+        measured = await rounds.alternate(servers, tokens, repeats, measure)
         _speed_rows(report, f"{streams} at once", servers, measured, tokens)
-        memory = (sizes[_REPEATS] / 1e6, "MB", sizes[0] / 1e6, "before")
+        memory = (sizes[repeats] / 1e6, "MB", sizes[0] / 1e6, "before")
         report.add(Row(f"{streams} at once: memory of the gateway", *memory))
         for stream in (stream for done in measured.values() for one in done for stream in one.streams):
             texts[stream.number, stream.max_tokens].add(stream.text)
@@ -93,13 +109,13 @@ async def _full_speed(report: Report, servers: Servers, levels: Sequence[int], t
     report.add(Row(f"of {len(texts)} prompts, answered differently by them", different, "", goal=0, at_most=True))
 
 
-async def _round(server: Process, numbers: list[int], at_once: int, tokens: int) -> Round:
+async def _round(server: Process, numbers: list[int], at_once: int, tokens: int) -> StreamRound:
     streams = [Stream(number, tokens) for number in numbers]
     cpu, wall = cpu_s(server.pid), time.perf_counter()
     async with new_session() as session:
         done = await closed_loop(streams, at_once, lambda stream: stream.follow(session, server.url, MODEL))
     wall_s = time.perf_counter() - wall
-    return Round([stream.parse() for stream in done], cpu_s(server.pid) - cpu, wall_s)
+    return StreamRound([stream.parse() for stream in done], cpu_s(server.pid) - cpu, wall_s)
 
 
 def _speed_rows(report: Report, name: str, servers: Servers, measured: rounds.Rounds[Stream], tokens: int) -> None:
@@ -122,16 +138,18 @@ def _compare(report: Report, name: str, contenders: list[str], what: str, unit: 
         report.add(Row(f"{name}: {what}", values[0], unit, value, other))
 
 
-def _rate(measured: list[Round], count: int) -> float:
+def _rate(measured: list[StreamRound], count: int) -> float:
     return percentile([count / one.wall_s for one in measured], 50)
 
 
-def _request_cpu_s(measured: list[Round]) -> float:
+def _request_cpu_s(measured: list[StreamRound]) -> float:
     """The minimum: noise only adds."""
     return min(one.request_cpu_s for one in measured)
 
 
-async def _fixed_pace(report: Report, nodes: list[Machine], litellm: str, count: int, pace: int) -> None:
+async def _fixed_pace(
+    report: Report, nodes: list[Machine], litellm: str, count: int, pace: int, extent: GatewayExtent
+) -> None:
     """The gateway and the bare relay run at the same time, each with its own decode node: other load on the machine
     hits both."""
     prefill, *decoders = nodes
@@ -140,22 +158,24 @@ async def _fixed_pace(report: Report, nodes: list[Machine], litellm: str, count:
         async with in_thread(serving(prefill, first.port, second.port, litellm)) as servers:
             for server in servers.values():  # warm-up: peer checks, tokenizers
                 await _round(server, [next(_numbers)], 1, 2)
-            paces = await _measure_pace({name: servers[name] for name in (OURS, BARE)}, taps, count, pace)
+            paces = await _measure_pace({name: servers[name] for name in (OURS, BARE)}, taps, count, pace, extent)
             if litellm:
-                paces |= await _measure_pace({LITELLM: servers[LITELLM]}, taps, count, pace)
+                paces |= await _measure_pace({LITELLM: servers[LITELLM]}, taps, count, pace, extent)
     _pace_rows(report, f"{count} of {pace} tokens/s", paces)
 
 
-async def _measure_pace(servers: Servers, taps: dict[str, Tap], count: int, pace: int) -> dict[str, _Pace]:
+async def _measure_pace(
+    servers: Servers, taps: dict[str, Tap], count: int, pace: int, extent: GatewayExtent
+) -> dict[str, _Pace]:
     """A node starts one stream per step: the first stream must still run when the last one starts."""
-    tokens = 2 * count + round(pace * (_STEADY_S + _MARGIN_S))
+    tokens = 2 * count + round(pace * (extent.steady_s + extent.margin_s))
     streams = {name: [Stream(next(_numbers), tokens) for _ in range(count)] for name in servers}
     pairs = [(servers[name].url, stream) for name, each in streams.items() for stream in each]
     async with new_session() as session:
         requests = (stream.follow(session, url, MODEL) for url, stream in pairs)
         async with open_streams(requests, lambda: all(stream.has_started for _, stream in pairs)):
             since, before = time.perf_counter(), [cpu_s(server.pid) for server in servers.values()]
-            await asyncio.sleep(_STEADY_S)
+            await asyncio.sleep(extent.steady_s)
             until, after = time.perf_counter(), [cpu_s(server.pid) for server in servers.values()]
     used_s = {name: late - early for name, early, late in zip(servers, before, after, strict=True)}
     return {name: _pace(each, used_s[name], taps[name], since, until) for name, each in streams.items()}

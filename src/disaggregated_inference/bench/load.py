@@ -29,7 +29,7 @@ GUIDELLM = "guidellm==0.8.1"  # the tested version: its options change between r
 _TORCH = "torch==2.13.0"  # installed first: it decides which other versions fit
 _PROFILE = "custom:prefill=20000,decode=50"
 
-Sums = dict[str, float]
+Totals = dict[str, float]
 
 
 def run(streams: int, requests: int, prompt: int, tokens: int, python: str, output: Path) -> Report:
@@ -87,18 +87,18 @@ def _run_guidellm(
     return metrics
 
 
-def _sums(url: str) -> Sums:
+def _sums(url: str) -> Totals:
     """The counters of the gateway's metrics by name, summed over labels, without buckets."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
         families = text_string_to_metric_families(response.read().decode())
-    sums: Sums = defaultdict(float)
+    sums: Totals = defaultdict(float)
     for sample in (sample for family in families for sample in family.samples):
         if sample.name.endswith(("_sum", "_count", "_total")):
             sums[sample.name] += sample.value
     return sums
 
 
-def _rows(report: Report, theirs: dict[str, Any], ours: Sums) -> None:
+def _rows(report: Report, theirs: dict[str, Any], ours: Totals) -> None:
     def mean(name: str) -> float:
         return 1e3 * ours[f"vllm:{name}_seconds_sum"] / ours[f"vllm:{name}_seconds_count"]
 

@@ -19,7 +19,7 @@ _TOKENS = 4  # only the first token is measured
 _CHUNK = 256
 _ROLES = {"prefill": ("--chunk", str(_CHUNK)), "decode": ("--kv-streams", "4")}
 
-Completions = list[ClientView]
+Views = list[ClientView]
 
 
 def bench_pairs(engines: Sequence[str], model_name: str, length: int, repeats: int) -> Report:
@@ -49,11 +49,11 @@ def _node(role: str, engine: str, model_name: str) -> LocalNode:
 
 def hand_over_in_turn(
     prefill: Sequence[LocalNode], decode: LocalNode, tokens: list[int], count: int, repeats: int
-) -> tuple[Completions, list[Completions]]:
+) -> tuple[Views, list[Views]]:
     """Completions of the decode node alone, and with each prefill node. The first round is the warm-up and does the
     peer checks."""
-    alone: Completions = []
-    handed: list[Completions] = [[] for _ in prefill]
+    alone: Views = []
+    handed: list[Views] = [[] for _ in prefill]
     for _ in range(repeats + 1):
         alone.append(generate_local(decode, tokens, count))
         for node, completions in zip(prefill, handed, strict=True):
@@ -72,6 +72,6 @@ def exposed_transfer_ms(completions: Iterable[ClientView]) -> float:
     return min(completion.node_metrics.exposed_transfer_time for completion in completions) * 1e3
 
 
-def _pair_rows(report: Report, pair: str, handed: Completions, alone: Completions, against: str) -> None:
+def _pair_rows(report: Report, pair: str, handed: Views, alone: Views, against: str) -> None:
     report.add(Row(f"{pair}, first token", best_first_token(handed), "s", best_first_token(alone), against))
     report.add(Row(f"{pair}, exposed transfer", exposed_transfer_ms(handed), "ms"))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from disaggregated_inference.bench import machines, rounds
 from disaggregated_inference.bench.machines import Bare, Machine, greedy, orchestrated, random_prompt
@@ -29,62 +30,77 @@ from disaggregated_inference.orchestrator import DisaggregatedInference
 
 STREAMS = (1, 32, 256)
 _PROMPT = 256
-_OPEN = 256
-_PACED, _PACE = 32, 50  # streams, and tokens per second of each
-_STEADY_S = 2.0
-_LEARNING = (50, 100, 200, 400, 800, 1600, 3200)
+_PACE = 50  # tokens per second of a paced stream
 _TIMES = (("first token", "first_token_s"), ("whole answer", "total_s"))
 
-Pair = tuple[Machine, Machine]
-Client = Callable[[ClientView, dict[str, Any]], Coroutine[Any, Any, None]]
-Round = rounds.Round[ClientView]
+MachinePair = tuple[Machine, Machine]
+StreamClient = Callable[[ClientView, dict[str, Any]], Coroutine[Any, Any, None]]
+ViewRound = rounds.Round[ClientView]
 _numbers = itertools.count()
 
 
-def run(streams: Sequence[int], tokens: int, requests: int, predictions: int, output: Path) -> Report:
+class OrchestratorExtent(msgspec.Struct, frozen=True):
+    """How much is measured."""
+
+    open_streams: int = 256
+    paced_streams: int = 32
+    steady_s: float = 2.0
+    learned_lengths: tuple[int, ...] = (50, 100, 200, 400, 800, 1600, 3200)
+
+
+def run(
+    streams: Sequence[int],
+    tokens: int,
+    requests: int,
+    predictions: int,
+    output: Path,
+    extent: OrchestratorExtent = OrchestratorExtent(),
+) -> Report:
     report = Report(
         f"the orchestrator, SIMULATED nodes, {_PROMPT} tokens in, {tokens} out; bare: the same two requests alone"
     )
     paced = f"custom:prefill=1000000,decode={_PACE}"
     with running(pair := _pair("tiny", "instant", "instant", "--prefix-memory", "0")):
-        asyncio.run(_overhead(report, pair, streams or STREAMS, tokens, requests))
+        asyncio.run(_overhead(report, pair, streams or STREAMS, tokens, requests, extent.open_streams))
     with running(pair := _pair("tiny", paced, paced, "--prefix-memory", "0")):
-        asyncio.run(_paced_tokens(report, pair))
+        asyncio.run(_paced_tokens(report, pair, extent.paced_streams, extent.steady_s))
     with running(pair := _pair("gpt-oss-120b", "dgx-spark", "m3-ultra", "--kv-memory", "3G")):
-        asyncio.run(_predictions(report, pair, predictions))
+        asyncio.run(_predictions(report, pair, predictions, extent.learned_lengths))
     return report.publish(output / "orchestrator.json")
 
 
-def _pair(shape: str, prefill: str, decode: str, *arguments: str) -> Pair:
+def _pair(shape: str, prefill: str, decode: str, *arguments: str) -> MachinePair:
     return (
         machines.simulated("p", "prefill", shape, prefill, *arguments),
         machines.simulated("d", "decode", shape, decode, *arguments),
     )
 
 
-async def _overhead(report: Report, pair: Pair, levels: Sequence[int], tokens: int, requests: int) -> None:
+async def _overhead(
+    report: Report, pair: MachinePair, levels: Sequence[int], tokens: int, requests: int, open_count: int
+) -> None:
     views: list[ClientView] = []
     async with _clients(pair) as clients:
 
-        async def measure(name: str, count: int, repeat: int) -> Round:
+        async def measure(name: str, count: int, repeat: int) -> ViewRound:
             return await _round(clients[name], streams, count)
 
         for client in clients.values():
             await _round(client, 4, tokens)
-        progress(f"memory of {_OPEN} open streams")
-        size_bytes = await _bytes_per_stream(clients["ours"])
+        progress(f"memory of {open_count} open streams")
+        size_bytes = await _bytes_per_stream(clients["ours"], open_count)
         for streams in levels:
             progress(f"{streams} at once")
             measured = await rounds.alternate(clients, tokens, max(2, requests // streams), measure)
             _rows(report, f"{streams} at once", measured, tokens)
             views += [view for count in (1, tokens) for done in measured["ours", count] for view in done.streams]
-    report.add(Row(f"memory of one of {_OPEN} open streams", size_bytes / 1024, "KB"))
+    report.add(Row(f"memory of one of {open_count} open streams", size_bytes / 1024, "KB"))
     retried = sum(view.record.attempts > 1 for view in views)
     report.add(Row(f"of {len(views)} requests, needed a second attempt", retried, "", goal=0, at_most=True))
 
 
 @asynccontextmanager
-async def _clients(pair: Pair) -> AsyncIterator[dict[str, Client]]:
+async def _clients(pair: MachinePair) -> AsyncIterator[dict[str, StreamClient]]:
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)  # as in the orchestrator
     async with (
         orchestrated(*pair, local="never") as core,
@@ -97,12 +113,12 @@ def _request(tokens: int) -> dict[str, Any]:
     return greedy(random_prompt(next(_numbers), _PROMPT), tokens)
 
 
-async def _round(client: Client, streams: int, tokens: int) -> Round:
+async def _round(client: StreamClient, streams: int, tokens: int) -> ViewRound:
     requests = [_request(tokens) for _ in range(streams)]
     cpu, wall = time.process_time(), time.perf_counter()
     views = [ClientView() for _ in requests]
     await asyncio.gather(*map(client, views, requests))
-    return Round(views, time.process_time() - cpu, time.perf_counter() - wall)
+    return ViewRound(views, time.process_time() - cpu, time.perf_counter() - wall)
 
 
 def _rows(report: Report, name: str, measured: rounds.Rounds[ClientView], tokens: int) -> None:
@@ -135,53 +151,53 @@ def _p50(values: Sequence[float]) -> float:
     return percentile(values, 50)
 
 
-def _request_cpu_s(measured: list[Round]) -> float:
+def _request_cpu_s(measured: list[ViewRound]) -> float:
     return _p50([one.request_cpu_s for one in measured])
 
 
 @asynccontextmanager
-async def _open(client: Client, streams: int) -> AsyncIterator[list[ClientView]]:
+async def _open(client: StreamClient, streams: int) -> AsyncIterator[list[ClientView]]:
     views = [ClientView() for _ in range(streams)]
     async with open_streams((client(view, _request(8000)) for view in views), lambda: all(v.tokens for v in views)):
         yield views
 
 
-async def _bytes_per_stream(client: Client) -> float:
+async def _bytes_per_stream(client: StreamClient, count: int) -> float:
     """Resident memory. Measured first, because a process rarely gives memory back."""
     before = resident_bytes(os.getpid())
-    async with _open(client, _OPEN):
-        return (resident_bytes(os.getpid()) - before) / _OPEN
+    async with _open(client, count):
+        return (resident_bytes(os.getpid()) - before) / count
 
 
-async def _paced_tokens(report: Report, pair: Pair) -> None:
+async def _paced_tokens(report: Report, pair: MachinePair, count: int, steady_s: float) -> None:
     """Slow nodes send every token by itself: the highest cost to relay one."""
     costs: dict[str, list[float]] = defaultdict(list)
     async with _clients(pair) as clients:
-        progress(f"{_PACED} streams of {_PACE} tokens/s")
+        progress(f"{count} streams of {_PACE} tokens/s")
         for name, client in [*clients.items()] * 3:
-            costs[name].append(await _steady_cpu_s(client))
-    name, (ours, bare) = f"{_PACED} of {_PACE} tokens/s", (min(costs[who]) for who in ("ours", "bare"))
+            costs[name].append(await _steady_cpu_s(client, count, steady_s))
+    name, (ours, bare) = f"{count} of {_PACE} tokens/s", (min(costs[who]) for who in ("ours", "bare"))
     _token_rows(report, name, (ours, bare))
     report.add(Row(f"{name}: relayed in a second of CPU", 1 / ours, "tok", 1 / bare, "bare", goal=10_000))
 
 
-async def _steady_cpu_s(client: Client) -> float:
+async def _steady_cpu_s(client: StreamClient, count: int, steady_s: float) -> float:
     """CPU seconds per token while no stream starts or ends."""
-    async with _open(client, _PACED) as views:
+    async with _open(client, count) as views:
         await asyncio.sleep(0.2)
         before, cpu = sum(view.tokens for view in views), time.process_time()
-        await asyncio.sleep(_STEADY_S)
+        await asyncio.sleep(steady_s)
         cpu_s, tokens = time.process_time() - cpu, sum(view.tokens for view in views) - before
     if not tokens:
         raise DisaggError("no token arrived during the measurement: this machine is too busy")
     return cpu_s / tokens
 
 
-async def _predictions(report: Report, pair: Pair, requests: int) -> None:
+async def _predictions(report: Report, pair: MachinePair, requests: int, lengths: Sequence[int]) -> None:
     async with orchestrated(*pair) as core:
         progress("predictions: the orchestrator measures the nodes")
-        fresh = [await _predicted(core, random_prompt(next(_numbers), length)) for length in _LEARNING]
-        for length in _LEARNING * 2:
+        fresh = [await _predicted(core, random_prompt(next(_numbers), length)) for length in lengths]
+        for length in [*lengths] * 2:
             await _predicted(core, random_prompt(next(_numbers), length))
         for together in (1, 4):
             progress(f"predictions: {together} at a time")

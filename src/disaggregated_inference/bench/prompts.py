@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from disaggregated_inference.cli.progress import steps
 from disaggregated_inference.models import FileKind, ModelFiles, ModelStore
+from disaggregated_inference.progress import steps
 
 _SENTENCE = (
     "The cache of a prompt is computed once, moves to another machine while it is being computed, and is used there. "

@@ -23,14 +23,16 @@ Model = Annotated[
     str | None,
     typer.Option("--model", "-m", metavar="NAME", help="Model of the cluster. Not needed if there is only one."),
 ]
-MaxTokens = Annotated[
+MaxTokensOption = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Maximum number of completion tokens. Default: 2000.")
 ]
-Temperature = Annotated[
+TemperatureOption = Annotated[
     float | None, typer.Option(min=0, metavar="T", help="Sampling temperature; 0 is greedy. Default: 0.2.")
 ]
-Seed = Annotated[int | None, typer.Option(metavar="N", help="Sampling seed: the same seed gives the same completion.")]
-Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; repeatable.")]
+SeedOption = Annotated[
+    int | None, typer.Option(metavar="N", help="Sampling seed: the same seed gives the same completion.")
+]
+StopOption = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; repeatable.")]
 System = Annotated[str, typer.Option(metavar="TEXT", help="System message.")]
 Timeout = Annotated[float | None, typer.Option(min=0.001, metavar="SECONDS", help="Time limit for the whole request.")]
 Metrics = Annotated[bool, typer.Option("--metrics", help="Print nodes, times and speeds to standard error.")]
@@ -41,10 +43,10 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt. `-` or no argument: read standard input.")] = None,
     config: Config = None,
     model: Model = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    seed: Seed = None,
-    stop: Stop = None,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    seed: SeedOption = None,
+    stop: StopOption = None,
     system: System = "",
     json_schema: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON schema for structured output.")] = None,
     raw: Annotated[
@@ -78,10 +80,10 @@ def chat(
     config: Config = None,
     model: Model = None,
     system: System = "",
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    seed: Seed = None,
-    stop: Stop = None,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    seed: SeedOption = None,
+    stop: StopOption = None,
     timeout: Timeout = None,
     token_file: ClusterTokenFile = "",
     metrics: Metrics = False,

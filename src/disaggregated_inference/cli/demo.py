@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from disaggregated_inference.cli.options import require_text
-from disaggregated_inference.cli.progress import steps
 from disaggregated_inference.engines import file_kind, require_engine
 from disaggregated_inference.errors import ContextTooLong
 from disaggregated_inference.local_nodes import (
@@ -22,6 +21,7 @@ from disaggregated_inference.local_nodes import (
     running,
 )
 from disaggregated_inference.models import ModelFiles, ModelStore
+from disaggregated_inference.progress import steps
 
 
 class Result(msgspec.Struct, kw_only=True):

@@ -20,7 +20,7 @@ keys_app = typer.Typer(
 )
 machines_app.add_typer(keys_app, name="keys")
 
-Keys = Annotated[
+KeysOption = Annotated[
     str,
     typer.Option(
         "--keys", metavar="DIR", envvar="DISAGG_KEYS", help="Folder of the authority. Default: `keys` in DISAGG_HOME."
@@ -38,7 +38,7 @@ Days = Annotated[int, typer.Option(min=1, max=3650, metavar="N", help="How long 
 
 
 @keys_app.command("init")
-def init(keys: Keys = "") -> None:
+def init(keys: KeysOption = "") -> None:
     """Make the cluster's authority. Its folder stays on this machine: who has it can admit machines."""
     from disaggregated_inference.identity import Authority
 
@@ -53,7 +53,7 @@ def issue(
     name: Annotated[str, typer.Argument(help="Name of the node or client, such as spark-1.")],
     host: Hosts = None,
     days: Days = 365,
-    keys: Keys = "",
+    keys: KeysOption = "",
 ) -> None:
     """Make a key and certificate: with --host for a node, without for a gateway or another client of nodes."""
     _tell_copy(name, _authority(keys).issue(name, host or (), days), is_node=bool(host))
@@ -65,7 +65,7 @@ def rotate(
     everything: Annotated[bool, typer.Option("--all", help="Renew all names that are not revoked.")] = False,
     host: Hosts = None,
     days: Days = 365,
-    keys: Keys = "",
+    keys: KeysOption = "",
 ) -> None:
     """Make a new key and certificate for a name. The old certificate stays valid until it expires or is revoked.
 
@@ -84,7 +84,7 @@ def rotate(
 @keys_app.command("revoke")
 def revoke(
     which: Annotated[str, typer.Argument(metavar="NAME|SERIAL", help="A name (all its certificates), or one serial.")],
-    keys: Keys = "",
+    keys: KeysOption = "",
 ) -> None:
     """Revoke certificates. A node refuses them as soon as the new list is in its folder."""
     authority = _authority(keys)
@@ -96,7 +96,7 @@ def revoke(
 
 
 @keys_app.command("list")
-def show(keys: Keys = "", as_json: AsJson = False) -> None:
+def show(keys: KeysOption = "", as_json: AsJson = False) -> None:
     """List the certificates: names, hosts, expiry, and which are revoked."""
     issued = _authority(keys).issued
     if as_json:

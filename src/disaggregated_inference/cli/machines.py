@@ -19,9 +19,9 @@ from disaggregated_inference.cluster.deploy import (
     AuditEntry,
     Deployed,
     Deployment,
+    MachineOutcome,
     MachinePlan,
     MachineSession,
-    Outcome,
     Package,
     ServiceChoice,
     Tell,
@@ -105,7 +105,7 @@ def _text(path: str) -> str:
         raise ConfigError(f"--constraints: {path} cannot be read: {error}") from None
 
 
-def _deployed(outcome: Outcome[Deployed]) -> str:
+def _deployed(outcome: MachineOutcome[Deployed]) -> str:
     if outcome.error:
         return _error(outcome.error)
     assert outcome.result
@@ -188,7 +188,7 @@ def operate(command: str, config: str | None, only: Sequence[str], role: str, mo
     return _all_succeeded(_run(operate_machines(command, plans, loaded, teller(plans), chosen), command))
 
 
-def _all_succeeded(outcomes: Sequence[Outcome[Any]]) -> bool:
+def _all_succeeded(outcomes: Sequence[MachineOutcome[Any]]) -> bool:
     for outcome in outcomes:
         if outcome.error:
             typer.echo(_error(outcome.error), err=True)

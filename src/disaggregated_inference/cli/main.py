@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from disaggregated_inference import __version__
-from disaggregated_inference.bench.commands import bench_app
 from disaggregated_inference.cli.arguments import (
     AsJson,
     ClusterTokenFile,
@@ -20,6 +19,7 @@ from disaggregated_inference.cli.arguments import (
     Token,
     TokenFile,
 )
+from disaggregated_inference.cli.bench import bench_app
 from disaggregated_inference.cli.commands import cluster_app
 from disaggregated_inference.cli.config import config_app
 from disaggregated_inference.cli.gateway import gateway_app
@@ -59,7 +59,7 @@ app.add_typer(gateway_app, name="gateway")
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
 
-Engine = Annotated[
+EngineOption = Annotated[
     str,
     typer.Option(
         help="torch, mlx, llamacpp (GGUF files), vllm (its own process; prefill and whole answers), ollama (a running"
@@ -67,7 +67,7 @@ Engine = Annotated[
         " Default: torch for --role prefill, else mlx."
     ),
 ]
-Profile = Annotated[
+ProfileOption = Annotated[
     str,
     typer.Option(
         help="Machine that --engine simulated imitates: dgx-spark, m3-ultra, m2-ultra, h200, instant,"
@@ -275,8 +275,8 @@ def serve(
     context: typer.Context,
     role: Annotated[str, typer.Option(help="prefill, decode or both.")] = "both",
     model: LocalModel = "smollm2",
-    engine: Engine = "",
-    profile: Profile = "",
+    engine: EngineOption = "",
+    profile: ProfileOption = "",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: NodePort = None,
     token: Token = "",
@@ -316,7 +316,8 @@ def serve(
     the node is ready."""
     from disaggregated_inference.cli.serve import announcing
     from disaggregated_inference.cluster import read_token
-    from disaggregated_inference.node import NodeSettings, run_node
+    from disaggregated_inference.node import NodeSettings
+    from disaggregated_inference.node_process import run_node
 
     settings = {name: value for name, value in context.params.items() if name != "token_file"}
     settings |= {"kv_address": tuple(kv_address or ()), "token": read_token(token, token_file)}

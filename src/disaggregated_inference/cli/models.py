@@ -11,7 +11,7 @@ from disaggregated_inference.cli.arguments import AsJson, Token, TokenFile
 models_app = typer.Typer(help="Manage the models on this machine. Without a command: list them.")
 
 Name = Annotated[str, typer.Argument(help="Model name, alias, folder or .gguf file.")]
-Place = Annotated[
+PlaceArgument = Annotated[
     str,
     typer.Argument(
         help="Model name, folder, .gguf file, URL or host:port of a node, or output file of inspect --json."
@@ -54,8 +54,8 @@ def inspect_model(
     as_json: AsJson = False,
 ) -> None:
     """Show a model's KV cache, memory, fingerprint and engines."""
-    from disaggregated_inference.cli.progress import steps
     from disaggregated_inference.models import ModelStore, describe_model
+    from disaggregated_inference.progress import steps
 
     store = ModelStore()
     with steps() as progress:
@@ -100,8 +100,8 @@ def remove_model(name: Annotated[str, typer.Argument(help="Name given to import.
 
 @models_app.command("verify")
 def verify_models(
-    first: Place,
-    second: Place,
+    first: PlaceArgument,
+    second: PlaceArgument,
     token: Token = "",
     token_file: TokenFile = "",
     full: Annotated[
@@ -116,10 +116,10 @@ def verify_models(
     Formats that cannot be dequantized (MLX quantization, FP8) have only their norms compared. The output says which.
     The exit code is 0 if they match. For a machine without a node: `disagg models inspect NAME --json > other.json`.
     """
-    from disaggregated_inference.cli.progress import steps
     from disaggregated_inference.cluster import read_token
     from disaggregated_inference.identity import open_identity
     from disaggregated_inference.models import ModelStore, compare_models, describe_models
+    from disaggregated_inference.progress import steps
 
     token, identity = read_token(token, token_file), open_identity()
     with steps() as progress:

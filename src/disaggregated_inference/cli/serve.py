@@ -1,6 +1,5 @@
 """What `disagg serve` and `disagg gateway` print: sentences on a terminal, lines of JSON in a pipe."""
 
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElaps
 from disaggregated_inference.api import StartLine
 from disaggregated_inference.http import Announce, announce_as_json
 
-_PERCENT = re.compile(r" \d+%$")
 _SHORT_S = 0.1  # steps that took less are not worth a line
 _STOP = "Ctrl-C stops it when its running requests are done; a second Ctrl-C stops it at once"
 
@@ -51,7 +49,7 @@ class TerminalStart:
             self._console.print(_title(**facts), soft_wrap=True)
             self._progress.start()
         elif event == "step":
-            self._show(facts["step"])
+            self._show(**facts)
         elif event == "ready":
             self.close()
             self._console.print("\n".join(_ready(msgspec.convert({"event": event} | facts, StartLine))), soft_wrap=True)
@@ -59,14 +57,13 @@ class TerminalStart:
             self.close()
             self._console.print("\nstopping")  # the terminal shows ^C on this line
 
-    def _show(self, step: str) -> None:
-        name = _PERCENT.sub("", step)
-        if name != self._step:
+    def _show(self, step: str, part: float | None = None) -> None:
+        if step != self._step:
             self._end_step()
-            self._step, self._began_at = name, time.monotonic()
+            self._step, self._began_at = step, time.monotonic()
             self._task = self._progress.add_task(step, total=None)
         assert self._task is not None
-        self._progress.update(self._task, description=step)
+        self._progress.update(self._task, description=step if part is None else f"{step} {part:.0%}")
 
     def _end_step(self) -> None:
         if self._task is not None:

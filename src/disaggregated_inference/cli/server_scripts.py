@@ -35,7 +35,8 @@ def _run(arguments: argparse.Namespace, role: str, engine: str) -> None:
     from disaggregated_inference.cli.serve import announcing
     from disaggregated_inference.cluster import read_token
     from disaggregated_inference.http import is_loopback
-    from disaggregated_inference.node import NodeSettings, run_node
+    from disaggregated_inference.node import NodeSettings
+    from disaggregated_inference.node_process import run_node
 
     token = read_token(arguments.token, arguments.token_file)
     identity = arguments.identity or os.environ.get("DISAGG_IDENTITY", "")

@@ -9,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 from disaggregated_inference.api import (
-    HANDED_OVER,
     Alarm,
     ClusterNode,
     ClusterStatus,
@@ -211,7 +210,7 @@ def _request_cells(request: RequestRecord) -> Cells:
         "seconds": f"{request.total_time:.2f}",
         "ok": Text("yes", "green") if request.ok else Text(code, "red"),
         SPEEDS: f"{prefill} -> {speed(request.decode_speed)}",
-        "way": one_line(request.method or NONE).replace(HANDED_OVER, "handed over "),
+        "way": "handed over" if request.handed_over else one_line(request.method or NONE),
         "energy": _energy(request.energy_j, request.energy_source or ""),
     }
 

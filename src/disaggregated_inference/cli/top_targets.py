@@ -11,7 +11,7 @@ from disaggregated_inference.api import Target
 from disaggregated_inference.cli.screen import one_line
 from disaggregated_inference.cli.top_table import NONE
 
-Row = tuple[Text, Text, Text, Text]  # by _HEADS
+TargetRow = tuple[Text, Text, Text, Text]  # by _HEADS
 
 _HEADS = ("target", "goal", "measured", "met")
 _UNITS = {"%": "%", "s": "s", "x": "x"}  # of the others, the name says it
@@ -33,7 +33,7 @@ def targets_part(targets: Sequence[Target], width: int, room: int) -> tuple[Rend
     return _counted(targets), 1
 
 
-def _row(target: Target) -> Row:
+def _row(target: Target) -> TargetRow:
     goal, unit = target.goal, target.unit
     sign = "<" if target.better == "lower" else ">"
     measured = NONE if target.measured is None else _value(target.measured, unit, goal)
@@ -54,20 +54,20 @@ def _value(value: float, unit: str, goal: float | None) -> str:
     return text + _UNITS.get(unit, "")
 
 
-def _blocks(rows: list[Row], count: int) -> list[list[Row]]:
+def _blocks(rows: list[TargetRow], count: int) -> list[list[TargetRow]]:
     lines = -(-len(rows) // count)
     return [rows[first : first + lines] for first in range(0, len(rows), lines)]
 
 
-def _width(block: list[Row]) -> int:
+def _width(block: list[TargetRow]) -> int:
     return sum(max(cell_len(each.plain) for each in column) + 1 for column in _columns(block)) - 1
 
 
-def _columns(block: list[Row]) -> list[list[Text]]:
+def _columns(block: list[TargetRow]) -> list[list[Text]]:
     return [[Text(head, "bold"), *column] for head, column in zip(_HEADS, zip(*block, strict=True), strict=True)]
 
 
-def _table(blocks: list[list[Row]]) -> Table:
+def _table(blocks: list[list[TargetRow]]) -> Table:
     table = Table.grid(padding=0)
     for head in _HEADS * len(blocks):
         table.add_column(no_wrap=True, justify="right" if head in ("goal", "measured") else "left")

@@ -20,7 +20,6 @@ from disaggregated_inference.cli.local_cluster import (
     cluster_file,
     short_name,
 )
-from disaggregated_inference.cli.progress import steps
 from disaggregated_inference.cli.serve import spinner
 from disaggregated_inference.cluster import without_token
 from disaggregated_inference.engines import file_kind, require_engine
@@ -36,6 +35,7 @@ from disaggregated_inference.local_nodes import (
     stopping,
 )
 from disaggregated_inference.models import ModelFiles, ModelStore
+from disaggregated_inference.progress import steps
 from disaggregated_inference.timeouts import CommandTimeouts
 
 _EMBEDDED, _SIMULATED = "smollm2", "simulated:qwen3-30b-a3b"

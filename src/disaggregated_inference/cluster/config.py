@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from disaggregated_inference.api import Role
 from disaggregated_inference.cluster.bearer_token import read_token
 from disaggregated_inference.cluster.machine_checks import require_machines
 from disaggregated_inference.cluster.machines import ClusterMachine, GatewayService, ModelSource
@@ -32,7 +33,6 @@ PLACES = ("cluster.json", "cluster.toml", "disaggregated_inference/config_curren
 PORTS = {"prefill": 8000, "decode": 8001, "both": 8001}  # the defaults of `disagg serve`
 
 # The descriptions complete the sentence "expected ...". The upper bounds exclude infinity.
-Role = Literal["prefill", "decode", "both"]
 _Role = Annotated[Role, Meta(description='"prefill", "decode" or "both"')]
 _Local = Annotated[Literal["auto", "never", "always"], Meta(description='"auto", "never" or "always"')]
 PrefixSharing = Literal["key", "group", "shared"]

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 _PATH = 'PATH="$HOME/.local/bin:$PATH:/opt/homebrew/bin:/usr/local/bin:/usr/sbin:/sbin"; export PATH; '
 BEGIN = "disagg-begins-here"
 _LAST_LINES, _MOST_WORDS = 6, 1 << 20
-_MOST_BYTES, _PART_BYTES = 64 << 20, 1 << 16  # of what a script prints
+MOST_BYTES, _PART_BYTES = 64 << 20, 1 << 16  # of what a script prints
 _LONGEST_LINE = 4 << 20
 # Sequences that colour text, move the cursor or rename the window; then single control characters.
 _CONTROLS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -61,10 +61,10 @@ def path_word(path: str) -> str:
 
 
 class Shell(ABC):
-    """One machine. `name` is for messages."""
+    """One machine. `name` is for messages. A script that prints more than `most_bytes` is ended."""
 
-    def __init__(self, name: str, timeouts: DeployTimeouts = DeployTimeouts()) -> None:
-        self.name, self.timeouts = name, timeouts
+    def __init__(self, name: str, timeouts: DeployTimeouts = DeployTimeouts(), most_bytes: int = MOST_BYTES) -> None:
+        self.name, self.timeouts, self.most_bytes = name, timeouts, most_bytes
 
     @abstractmethod
     async def run(self, script: str, stdin: bytes = b"", timeout_s: float | None = None) -> CommandOutput:
@@ -113,9 +113,13 @@ class LocalShell(Shell):
     """This machine, without ssh. `environ`: other variables for scripts, such as HOME."""
 
     def __init__(
-        self, name: str, timeouts: DeployTimeouts = DeployTimeouts(), environ: Mapping[str, str] | None = None
+        self,
+        name: str,
+        timeouts: DeployTimeouts = DeployTimeouts(),
+        environ: Mapping[str, str] | None = None,
+        most_bytes: int = MOST_BYTES,
     ) -> None:
-        super().__init__(name, timeouts)
+        super().__init__(name, timeouts, most_bytes)
         self._environ = {**os.environ, **(environ or {})}
 
     async def _start(self, script: str) -> asyncio.subprocess.Process:
@@ -141,7 +145,7 @@ class LocalShell(Shell):
         except TimeoutError:
             raise too_slow(self.name, script, timeout_s or self.timeouts.command_s) from None
         except OutputTooLong:
-            raise too_long(self.name, script) from None
+            raise too_long(self.name, script, self.most_bytes) from None
         finally:
             await _end(process)
         return CommandOutput(process.returncode or 0, stdout.decode(errors="replace"), stderr.decode(errors="replace"))
@@ -151,7 +155,8 @@ class LocalShell(Shell):
         assert process.stdout
         assert process.stderr
         feeding = _feed(process.stdin, stdin)
-        _, stdout, stderr = await asyncio.gather(feeding, read_all(process.stdout), read_all(process.stderr))
+        reading = (read_all(process.stdout, self.most_bytes), read_all(process.stderr, self.most_bytes))
+        _, stdout, stderr = await asyncio.gather(feeding, *reading)
         return stdout, stderr
 
     async def lines(self, script: str) -> AsyncIterator[str]:
@@ -197,8 +202,8 @@ class ByteStream(Protocol):
     async def read(self, size: int, /) -> bytes: ...
 
 
-async def read_all(stream: ByteStream) -> bytes:
-    parts, left = [], _MOST_BYTES
+async def read_all(stream: ByteStream, most_bytes: int) -> bytes:
+    parts, left = [], most_bytes
     while part := await stream.read(_PART_BYTES):
         left -= len(part)
         if left < 0:
@@ -219,8 +224,8 @@ def too_slow(name: str, script: str, timeout_s: float) -> CommandFailed:
     return CommandFailed(name, f"no end after {timeout_s:.0f} s: {_shown(script)}")
 
 
-def too_long(name: str, script: str) -> CommandFailed:
-    limit = f"more than {_MOST_BYTES >> 20} MiB"
+def too_long(name: str, script: str, most_bytes: int) -> CommandFailed:
+    limit = f"more than {most_bytes >> 20} MiB"
     return CommandFailed(name, f"it printed {limit}, check its login shell; the command was: {_shown(script)}")
 
 

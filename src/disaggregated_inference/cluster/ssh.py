@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disaggregated_inference.cluster.shell import (
     BEGIN,
+    MOST_BYTES,
     CommandOutput,
     LocalShell,
     OutputTooLong,
@@ -68,22 +69,28 @@ class SshTarget(NamedTuple):
         return f"ssh {f'-p {self.port} ' if self.port else ''}{self.user + '@' if self.user else ''}{self.host}"
 
 
-async def open_shell(name: str, target: str, timeouts: DeployTimeouts = DeployTimeouts()) -> Shell:
+async def open_shell(
+    name: str, target: str, timeouts: DeployTimeouts = DeployTimeouts(), most_bytes: int = MOST_BYTES
+) -> Shell:
     """A shell on a machine: `target` is HOST, USER@HOST, USER@HOST:PORT, a Host of ~/.ssh/config, or "local"."""
     if target == LOCAL:
-        return LocalShell(name, timeouts)
-    return await SshShell.connect(name, SshTarget.parse(target), timeouts)
+        return LocalShell(name, timeouts, most_bytes=most_bytes)
+    return await SshShell.connect(name, SshTarget.parse(target), timeouts, most_bytes)
 
 
 class SshShell(Shell):
     """One connection; scripts run in channels of it, several at once."""
 
-    def __init__(self, name: str, connection: "asyncssh.SSHClientConnection", timeouts: DeployTimeouts) -> None:
-        super().__init__(name, timeouts)
+    def __init__(
+        self, name: str, connection: "asyncssh.SSHClientConnection", timeouts: DeployTimeouts, most_bytes: int
+    ) -> None:
+        super().__init__(name, timeouts, most_bytes)
         self._connection = connection
 
     @classmethod
-    async def connect(cls, name: str, target: SshTarget, timeouts: DeployTimeouts = DeployTimeouts()) -> "SshShell":
+    async def connect(
+        cls, name: str, target: SshTarget, timeouts: DeployTimeouts = DeployTimeouts(), most_bytes: int = MOST_BYTES
+    ) -> "SshShell":
         ssh = _library()
         options: dict[str, Any] = {"username": target.user} if target.user else {}
         options |= {"port": target.port} if target.port else {}
@@ -98,7 +105,7 @@ class SshShell(Shell):
             raise _host_key_error(ssh, name, target, settings, known_hosts, error) from None
         except (ssh.Error, OSError, TimeoutError, ssh.KeyImportError, ssh.ConfigParseError) as error:
             raise _connect_error(ssh, name, target, error, timeouts) from None
-        return cls(name, connection, timeouts)
+        return cls(name, connection, timeouts, most_bytes)
 
     async def run(self, script: str, stdin: bytes = b"", timeout_s: float | None = None) -> CommandOutput:
         limit_s = timeout_s or self.timeouts.command_s
@@ -108,7 +115,7 @@ class SshShell(Shell):
         except TimeoutError:
             raise too_slow(self.name, script, limit_s) from None
         except OutputTooLong:
-            raise too_long(self.name, script) from None
+            raise too_long(self.name, script, self.most_bytes) from None
         except (OSError, _library().Error) as error:
             raise self._lost(error) from None
 
@@ -121,7 +128,8 @@ class SshShell(Shell):
                 if stdin:
                     process.stdin.write(stdin)
                     process.stdin.write_eof()
-            stdout, stderr = await asyncio.gather(read_all(process.stdout), read_all(process.stderr))
+            reading = (read_all(process.stdout, self.most_bytes), read_all(process.stderr, self.most_bytes))
+            stdout, stderr = await asyncio.gather(*reading)
             await process.wait_closed()
             code = 255 if process.exit_status is None else process.exit_status
             greeting, begin, output = stdout.partition(f"{BEGIN}\n".encode())

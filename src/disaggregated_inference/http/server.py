@@ -187,10 +187,10 @@ class HttpServer(uvicorn.Server):
 Announce = Callable[..., None]  # announce(event, **facts): where a starting server is
 
 
-def announce_as_json(event: str, **facts: Any) -> None:
+def announce_as_json(event: str, part: float | None = None, **facts: Any) -> None:
     """One line on standard output for every step; a program can wait for `ready`. It may have left: the server goes
-    on. Percentages of a step are for people."""
-    if str(facts.get("step", "")).endswith("%"):
+    on. How much of a step is done is for people."""
+    if part is not None:
         return
     try:
         sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")

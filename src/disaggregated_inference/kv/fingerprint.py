@@ -39,7 +39,7 @@ class WeightSample(msgspec.Struct, frozen=True):
         return self.rounding != UNKNOWN_ROUNDING
 
 
-class Pair(NamedTuple):
+class ComparedValues(NamedTuple):
     """The same weights on two sides, and the relative difference that rounding explains."""
 
     mine: NDArray[np.float32]
@@ -70,10 +70,12 @@ class Weights(msgspec.Struct, frozen=True, omit_defaults=True):
         """One line for each kind of tensor whose difference rounding does not explain. Layers are judged together: one
         row alone may be nearly zero, or share its scale with an outlier."""
         theirs = {each.tensor: each for each in other.values if each.read}
-        kinds: dict[str, list[Pair]] = {}
+        kinds: dict[str, list[ComparedValues]] = {}
         for mine in self.values:
             if mine.read and (there := theirs.get(mine.tensor)):
-                pair = Pair(_floats(mine.values), _floats(there.values), math.hypot(mine.rounding, there.rounding))
+                pair = ComparedValues(
+                    _floats(mine.values), _floats(there.values), math.hypot(mine.rounding, there.rounding)
+                )
                 kinds.setdefault(without_layer_number(mine.tensor), []).append(pair)
         return [line for kind, pairs in kinds.items() if (line := describe_difference(kind, pairs))]
 
@@ -139,7 +141,7 @@ def without_layer_number(tensor: str) -> str:
     return _LAYER.sub("layers.*.", tensor)
 
 
-def describe_difference(what: str, pairs: Sequence[Pair]) -> str:
+def describe_difference(what: str, pairs: Sequence[ComparedValues]) -> str:
     """One line if rounding does not explain the difference of all pairs together; else an empty string."""
     far, limit = _apart(pairs)
     if far <= limit:
@@ -147,7 +149,7 @@ def describe_difference(what: str, pairs: Sequence[Pair]) -> str:
     return f"weights: {what} differs by {far:.3g} of its size, where rounding explains {limit:.3g}"
 
 
-def _apart(pairs: Sequence[Pair]) -> tuple[float, float]:
+def _apart(pairs: Sequence[ComparedValues]) -> tuple[float, float]:
     """The difference and what rounding explains of it, relative to the larger side, weighted by each pair's norm.
     Infinite if the values cannot be compared: a peer may send anything."""
     limits = np.array([pair.rounding for pair in pairs])
@@ -160,7 +162,7 @@ def _apart(pairs: Sequence[Pair]) -> tuple[float, float]:
     return float(far) / size, float(np.linalg.norm(limits * larger)) / size
 
 
-def _comparable(pair: Pair) -> bool:
+def _comparable(pair: ComparedValues) -> bool:
     same = pair.mine.shape == pair.theirs.shape
     return same and bool(np.isfinite(pair.mine).all() and np.isfinite(pair.theirs).all())
 

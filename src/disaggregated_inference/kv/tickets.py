@@ -19,7 +19,7 @@ from disaggregated_inference.errors import Cancelled, NodeBusy, TicketRefused
 from disaggregated_inference.kv.fingerprint import Fingerprint, require_same_model
 from disaggregated_inference.timeouts import KVTimeouts
 
-Release = Callable[[], None]
+ReleaseKV = Callable[[], None]
 Ending = Literal["fetched", "cancelled", "expired"]
 
 _NO_TICKET = "no such ticket: unknown, expired, fetched already, or a wrong secret"
@@ -31,7 +31,7 @@ class Ticket:
     id: str
     secret: str
     fingerprint: Fingerprint
-    release: Release
+    release: ReleaseKV
     expires_at: float
     fetch: str | None = None
 
@@ -54,7 +54,7 @@ class TicketBook:
     _early: OrderedDict[str, float] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def issue(self, fingerprint: Fingerprint, release: Release, id: str | None = None) -> Ticket:
+    def issue(self, fingerprint: Fingerprint, release: ReleaseKV, id: str | None = None) -> Ticket:
         """A new ticket; `id` may be chosen by the orchestrator, new for every attempt."""
         self.sweep()
         ticket = Ticket(

@@ -8,7 +8,7 @@ from disaggregated_inference.kv_transfer.messages import End, Hello, Welcome
 from disaggregated_inference.kv_transfer.paths import Address, NetworkPath, Paths, TlsPeer, format_address
 from disaggregated_inference.kv_transfer.placement import Sink
 from disaggregated_inference.kv_transfer.receiver import fetch_stream
-from disaggregated_inference.kv_transfer.sender import Outbox, serve
+from disaggregated_inference.kv_transfer.sender import MIN_PART_BYTES, Outbox, serve
 from disaggregated_inference.kv_transfer.ticket_requests import cancel_ticket, fetch_prompt, renew_lease
 from disaggregated_inference.kv_transfer.tls_socket import TlsSocket, start_tls
 
@@ -16,6 +16,7 @@ __all__ = [
     "CODECS",
     "KEYED_MAGIC",
     "MAGIC",
+    "MIN_PART_BYTES",
     "Address",
     "Connection",
     "End",

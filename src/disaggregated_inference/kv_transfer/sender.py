@@ -16,7 +16,7 @@ from disaggregated_inference.kv_transfer.frames import Connection, Frame, Kind, 
 from disaggregated_inference.kv_transfer.messages import End, ErrorMessage, Hello, Welcome, decode_message, encode_error
 
 _MAX_STREAMS = 64
-_MIN_PART_BYTES = 4 << 20  # smaller parts wait for each other more than they save
+MIN_PART_BYTES = 4 << 20  # smaller parts wait for each other more than they save
 
 
 class Outbox:
@@ -151,13 +151,18 @@ SecretOf = Callable[[str], str]  # of a ticket; raises for one that does not exi
 
 
 def serve(
-    connection: Connection, admit: Admit, renew: Callable[[], None] = lambda: None, secret_of: SecretOf | None = None
+    connection: Connection,
+    admit: Admit,
+    renew: Callable[[], None] = lambda: None,
+    secret_of: SecretOf | None = None,
+    min_part_bytes: int = MIN_PART_BYTES,
 ) -> End | None:
     """Serve one connection, from HELLO to the receiver's DONE. Returns the END that was sent; None if no KV was wanted.
 
     `admit` checks ticket, secret and fingerprint, and raises to refuse; `renew` is called for every RENEW. Raises
     `Cancelled` if the receiver no longer wants the KV, `PeerGone` if it vanished (it may come back and resume).
-    With `secret_of` the connection is in the authenticated mode.
+    With `secret_of` the connection is in the authenticated mode. A slice is parted between the streams where each part
+    has at least `min_part_bytes`.
     """
     peer: _ReceiverListener | None = None
     try:
@@ -171,7 +176,7 @@ def serve(
         if hello.tokens_only:
             send_tokens(connection, outbox.tokens)
         elif not hello.renew_only:
-            end = _send_all(connection, hello, welcome, outbox, peer)
+            end = _send_all(connection, hello, welcome, outbox, peer, min_part_bytes)
         peer.wait_until_done()
         return end
     except DisaggError as error:
@@ -225,7 +230,14 @@ def _keyed_hello(connection: Connection, frame: Frame, secret_of: SecretOf) -> H
     return msgspec.structs.replace(decode_message(content, Hello), secret=found[0])
 
 
-def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Outbox, peer: "_ReceiverListener") -> End:
+def _send_all(
+    connection: Connection,
+    hello: Hello,
+    welcome: Welcome,
+    outbox: Outbox,
+    peer: "_ReceiverListener",
+    min_part_bytes: int,
+) -> End:
     """Send this stream's rows from the receiver's held tokens on; logits and prompt logprobs go with stream 0. Slices
     that are skipped send no bytes, so they do not replace an ALIVE."""
     at, want_logits, sent_at = 0, hello.stream == 0, time.monotonic()
@@ -241,7 +253,7 @@ def _send_all(connection: Connection, hello: Hello, welcome: Welcome, outbox: Ou
             return end
         if isinstance(item, KVSlice):
             at += 1
-            if part := _part_for(hello, item):
+            if part := _part_for(hello, item, min_part_bytes):
                 with outbox.reading():
                     _wait_for_copy(connection, item, peer, sent_at)
                     send_slice(connection, part, welcome.codec)
@@ -285,14 +297,14 @@ def _send_logprobs(connection: Connection, rows: LogprobRows) -> None:
     connection.send(frame, *arrays)
 
 
-def _part_for(hello: Hello, piece: KVSlice) -> KVSlice | None:
+def _part_for(hello: Hello, piece: KVSlice, min_part_bytes: int) -> KVSlice | None:
     """The rows that go over this stream. All streams share a large slice, or its last rows would arrive late: one
     connection alone is slow. A sliding layer's rows stay together: only whole they say where its window begins."""
     if piece.stop <= hello.held_tokens:
         return None
     piece = piece.part(max(0, hello.held_tokens - piece.start), piece.tokens)  # its prefix cache may hold some rows
     plan = hello.fingerprint.layout.layers[piece.layer]
-    parts = 1 if plan.window else max(1, min(hello.streams, piece.tokens, piece.size_bytes // _MIN_PART_BYTES))
+    parts = 1 if plan.window else max(1, min(hello.streams, piece.tokens, piece.size_bytes // min_part_bytes))
     number = (hello.stream - piece.layer) % hello.streams
     if number >= parts:
         return None

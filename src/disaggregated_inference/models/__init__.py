@@ -1,4 +1,4 @@
-"""Models on disk: names, files, specifications, identity and tokenizers. No torch, no MLX."""
+"""Models on disk: names, files, specifications, hashes and tokenizers. No torch, no MLX."""
 
 from disaggregated_inference.models.missing_tokenizer import MissingTokenizer
 from disaggregated_inference.models.name_matching import is_same_model

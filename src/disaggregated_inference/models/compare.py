@@ -7,10 +7,10 @@ import hashlib
 import math
 from typing import NamedTuple
 
-from disaggregated_inference.kv import Pair, describe_difference, without_layer_number
-from disaggregated_inference.models.identity import FIRST_ROW, ROUNDING, comparable, layer_of, rows
+from disaggregated_inference.kv import ComparedValues, describe_difference, without_layer_number
 from disaggregated_inference.models.safetensors import StoredTensor
 from disaggregated_inference.models.store import ModelFiles
+from disaggregated_inference.models.weights_hash import FIRST_ROW, ROUNDING, comparable, layer_of, rows
 
 _ROWS = 16  # per tensor
 
@@ -48,17 +48,17 @@ def _shapes(mine: StoredTensor, theirs: StoredTensor) -> str:
 
 def _differences(tensors: list[tuple[StoredTensor, StoredTensor]]) -> list[str]:
     """Tensor by tensor; Q and K, with a single row each, together over all layers."""
-    groups: dict[str, list[Pair]] = {}
+    groups: dict[str, list[ComparedValues]] = {}
     for mine, theirs in tensors:
         group = without_layer_number(mine.name) if mine.name.endswith(FIRST_ROW) else mine.name
         groups.setdefault(group, []).append(_pair(mine, theirs))
     return [line for group, pairs in groups.items() if (line := describe_difference(group, pairs))]
 
 
-def _pair(mine: StoredTensor, theirs: StoredTensor) -> Pair:
+def _pair(mine: StoredTensor, theirs: StoredTensor) -> ComparedValues:
     ours, others = rows(mine, _ROWS), rows(theirs, _ROWS)
     count = min(len(ours), len(others))
-    return Pair(ours[:count], others[:count], math.hypot(ROUNDING[mine.dtype], ROUNDING[theirs.dtype]))
+    return ComparedValues(ours[:count], others[:count], math.hypot(ROUNDING[mine.dtype], ROUNDING[theirs.dtype]))
 
 
 def _hashes(model: ModelFiles) -> dict[str, bytes]:

@@ -13,8 +13,8 @@ from disaggregated_inference.models.completeness import require_complete_gguf
 from disaggregated_inference.models.gguf import GGUFFile
 from disaggregated_inference.models.gguf_metadata import ARCHITECTURES
 from disaggregated_inference.models.gguf_tokenizer import end_tokens, special_texts, tokenizer_from_gguf
-from disaggregated_inference.models.identity import weights_identity
 from disaggregated_inference.models.safetensors import StoredTensor, write_tensors
+from disaggregated_inference.models.weights_hash import hash_weights
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -32,7 +32,7 @@ _LAYER_NAMES = {
 }
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
-Progress = Callable[[str, float], None]
+OnStep = Callable[[str, float], None]
 
 
 def hugging_face_name(name: str) -> str:
@@ -97,12 +97,12 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     return config
 
 
-def gguf_identity(file: GGUFFile) -> Weights:
+def hash_gguf(file: GGUFFile) -> Weights:
     """Identity under the Hugging Face names, so that a GGUF and a safetensors folder of one model have equal norms."""
     kind = file.metadata["general.architecture"]
     require_complete_gguf(file.path, ARCHITECTURES[kind], file.metadata[f"{kind}.block_count"], file.tensors)
     kinds = {tensor.type_name for name, tensor in file.tensors.items() if name.startswith("blk.")}
-    return weights_identity((stored(file, name) for name in file.tensors), "gguf:" + "+".join(sorted(kinds)))
+    return hash_weights((stored(file, name) for name in file.tensors), "gguf:" + "+".join(sorted(kinds)))
 
 
 def stored(file: GGUFFile, name: str) -> StoredTensor:
@@ -112,7 +112,7 @@ def stored(file: GGUFFile, name: str) -> StoredTensor:
     return StoredTensor(hugging_face_name(name), tensor.type_name, tensor.shape, tensor.data)
 
 
-def convert_gguf(file: GGUFFile, folder: Path, progress: Progress) -> None:
+def convert_gguf(file: GGUFFile, folder: Path, progress: OnStep) -> None:
     """Write a safetensors folder with the GGUF's dequantized weights in float32."""
     config = config_from_gguf(file)
     if config["model_type"] != "llama":

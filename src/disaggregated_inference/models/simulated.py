@@ -116,8 +116,8 @@ def tokenizer(vocabulary: int = VOCABULARY) -> Tokenizer:
     return made
 
 
-def identity(config: dict[str, Any]) -> Weights:
-    """In a fingerprint, a hash of the config stands for the weights."""
+def hash_config(config: dict[str, Any]) -> Weights:
+    """In a fingerprint, it stands for the weights."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:32]
     return Weights(norms=digest, format="simulated", sample=digest)
 

@@ -19,14 +19,14 @@ from disaggregated_inference.errors import ModelExists, ModelNotFound, ModelUnsu
 from disaggregated_inference.kv import Fingerprint, Weights
 from disaggregated_inference.models import embedded, ollama_store, simulated
 from disaggregated_inference.models.completeness import find_shards, require_complete_folder
-from disaggregated_inference.models.convert import Progress, config_from_gguf, gguf_identity, stored
+from disaggregated_inference.models.convert import OnStep, config_from_gguf, hash_gguf, stored
 from disaggregated_inference.models.gguf import GGUFFile, is_gguf, is_later_part
 from disaggregated_inference.models.gguf_tokenizer import tokenizer_from_gguf
-from disaggregated_inference.models.identity import weights_identity
 from disaggregated_inference.models.registered_names import FileKind, RegisteredName, bare_name, edit_names, read_names
 from disaggregated_inference.models.safetensors import StoredTensor, read_tensors
 from disaggregated_inference.models.spec import ModelSpec, spec_from_config
 from disaggregated_inference.models.tokenizer import TOKENIZER_FILES, ModelTokenizer, read_json
+from disaggregated_inference.models.weights_hash import hash_weights
 from disaggregated_inference.private_files import make_folders
 
 EMBEDDED = "smollm2:135m"
@@ -110,22 +110,22 @@ class ModelFiles:
         return self.spec.fingerprint(
             tokenizer=self.tokenizer.identity,
             chat_template=self.tokenizer.template_identity,
-            weights=gguf_identity(self._gguf) if self.kind == "gguf" else self._safetensors_identity(),
+            weights=hash_gguf(self._gguf) if self.kind == "gguf" else self._hash_safetensors(),
         )
 
     @cached_property
     def _gguf(self) -> GGUFFile:
         return GGUFFile(self.path)
 
-    def _safetensors_identity(self) -> Weights:
+    def _hash_safetensors(self) -> Weights:
         if self.simulated:
-            return simulated.identity(self.config)
+            return simulated.hash_config(self.config)
         quantization = self.config.get("quantization") or self.config.get("quantization_config")
         stored_as = json.dumps(quantization, sort_keys=True) if quantization else None
         tensors = self.tensors()
         names = {tensor.name for tensor in tensors}
         require_complete_folder(self.path, self.spec.architecture, len(self.spec.layout.layers), names)
-        return weights_identity(tensors, stored_as)
+        return hash_weights(tensors, stored_as)
 
     def tensors(self) -> list[StoredTensor]:
         """All tensors, memory-mapped, under their Hugging Face names."""
@@ -157,7 +157,7 @@ class ModelStore:
         self.home = (home or default_home()).absolute()
         self.root = self.home / "models"
 
-    def resolve(self, name: str, progress: Progress = embedded.quiet, kind: FileKind = "safetensors") -> ModelFiles:
+    def resolve(self, name: str, progress: OnStep = embedded.quiet, kind: FileKind = "safetensors") -> ModelFiles:
         """Files for `name`, preferably of this kind. The error explains how to get the model."""
         wanted = bare_name(name)
         named = self.names.get(wanted, {})

@@ -15,7 +15,7 @@ from disaggregated_inference.errors import ModelNotFound, ModelUnsupported
 from disaggregated_inference.kv import Fingerprint
 from disaggregated_inference.models import ollama_store
 from disaggregated_inference.models.compare import compare_bytes, compare_values
-from disaggregated_inference.models.convert import Progress
+from disaggregated_inference.models.convert import OnStep
 from disaggregated_inference.models.rope import llamacpp_rope
 from disaggregated_inference.models.store import ModelFiles, ModelStore
 from disaggregated_inference.timeouts import CommandTimeouts
@@ -74,7 +74,7 @@ def describe_models(
     places: Sequence[str],
     store: ModelStore,
     token: str = "",
-    progress: Progress | None = None,
+    progress: OnStep | None = None,
     tls: ssl.SSLContext | None = None,
     timeouts: CommandTimeouts = CommandTimeouts(),
 ) -> list[ModelDescription]:
@@ -102,7 +102,7 @@ def _url(place: str, store: ModelStore) -> str:
     return f"http://{place}" if _ADDRESS.fullmatch(place) and not known else ""
 
 
-def _of_files(place: str, store: ModelStore, progress: Progress | None) -> ModelDescription:
+def _of_files(place: str, store: ModelStore, progress: OnStep | None) -> ModelDescription:
     model = store.resolve(place, progress) if progress else store.resolve(place)
     return ModelDescription(place, model.fingerprint, model, _in_llamacpp(model))
 

@@ -2,12 +2,13 @@
 
 from disaggregated_inference.node.app import base_app
 from disaggregated_inference.node.choice import Choice
-from disaggregated_inference.node.chunked_prefill import ChunkedPrefill, OnEnd
+from disaggregated_inference.node.chunked_prefill import ChunkedPrefill, OnPrefillEnd
 from disaggregated_inference.node.context import PrefillContext
 from disaggregated_inference.node.decode import DecodeNode
 from disaggregated_inference.node.generation import Admitted, Generation, Item, RequestInfo
-from disaggregated_inference.node.kv_listener import parse_address
+from disaggregated_inference.node.kv_listener import listen, parse_address
 from disaggregated_inference.node.kv_memory import KVMemory
+from disaggregated_inference.node.loading import load_node, start_readings
 from disaggregated_inference.node.metrics import NodeMetrics, RequestMetrics
 from disaggregated_inference.node.node import Node
 from disaggregated_inference.node.prefill import PrefillNode
@@ -17,17 +18,10 @@ from disaggregated_inference.node.requests import prompt_tokens
 from disaggregated_inference.node.routes import node_app, require_epoch
 from disaggregated_inference.node.sampler import SampledToken
 from disaggregated_inference.node.scheduler import Scheduler
-from disaggregated_inference.node.server import (
-    NodeSettings,
-    open_trust,
-    parse_size,
-    require_token,
-    run_node,
-    start_readings,
-)
+from disaggregated_inference.node.settings import NodeSettings, parse_size
 from disaggregated_inference.node.startup import Begin, NodeStart, peer_tls
 from disaggregated_inference.node.streaming import respond
-from disaggregated_inference.node.trust import Trust, require_trusted_link
+from disaggregated_inference.node.trust import Trust, open_trust, require_token, require_trusted_link
 
 __all__ = [
     "Admitted",
@@ -42,7 +36,7 @@ __all__ = [
     "NodeMetrics",
     "NodeSettings",
     "NodeStart",
-    "OnEnd",
+    "OnPrefillEnd",
     "PrefillContext",
     "PrefillJob",
     "PrefillNode",
@@ -53,6 +47,8 @@ __all__ = [
     "Scheduler",
     "Trust",
     "base_app",
+    "listen",
+    "load_node",
     "node_app",
     "open_trust",
     "parse_address",
@@ -63,6 +59,5 @@ __all__ = [
     "require_token",
     "require_trusted_link",
     "respond",
-    "run_node",
     "start_readings",
 ]

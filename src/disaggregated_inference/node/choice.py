@@ -6,7 +6,7 @@ from disaggregated_inference.api import ChoiceTokenEvent, TokenEvent
 from disaggregated_inference.engines import Sequence
 from disaggregated_inference.models import ModelTokenizer
 from disaggregated_inference.node.generation import Generation
-from disaggregated_inference.node.sampler import Row, SampledToken, Sampler
+from disaggregated_inference.node.sampler import LogitRow, SampledToken, Sampler
 from disaggregated_inference.node.stop_strings import StopStrings
 from disaggregated_inference.node.structured_output import GrammarMatcher
 
@@ -47,7 +47,7 @@ class Choice:
     def tokens_left(self) -> int:
         return self.generation.max_tokens - len(self.tokens)
 
-    def sample(self, row: Row) -> None:
+    def sample(self, row: LogitRow) -> None:
         """The next token from the logits, by the request's sampling params. An error fails this choice alone."""
         try:
             self._add(self.sampler.choose(row, self._grammar.allow() if self._grammar else None))

@@ -19,13 +19,13 @@ from disaggregated_inference.node.prefix_writer import PrefixWriter
 from disaggregated_inference.node.rates import RateMeter
 from disaggregated_inference.node.scheduler import Work
 
-OnEnd = Callable[[PrefillMetrics | None, BaseException | None], None]
+OnPrefillEnd = Callable[[PrefillMetrics | None, BaseException | None], None]
 
 
 class ChunkedPrefill:
     """Runs a job from admission until its memory is free again."""
 
-    def __init__(self, kv_memory: KVMemory, tickets: TicketBook, chunk_tokens: int, on_end: OnEnd) -> None:
+    def __init__(self, kv_memory: KVMemory, tickets: TicketBook, chunk_tokens: int, on_end: OnPrefillEnd) -> None:
         self._kv_memory, self.scheduler, self.tickets = kv_memory, kv_memory.scheduler, tickets
         self.chunk_tokens, self._on_end = chunk_tokens, on_end
         self.rates = RateMeter()

@@ -17,6 +17,7 @@ from disaggregated_inference.kv_transfer import (
     CODECS,
     KEYED_MAGIC,
     MAGIC,
+    MIN_PART_BYTES,
     Address,
     Connection,
     Hello,
@@ -69,7 +70,9 @@ class KVServer:
         find_job: Callable[[str], PrefillJob],
         timeouts: NodeTimeouts,
         trust: Trust = Trust(),
+        min_part_bytes: int = MIN_PART_BYTES,
     ) -> None:
+        self.min_part_bytes = min_part_bytes
         self.epoch, self._tickets, self._prefill, self._find_job = epoch, tickets, prefill, find_job
         self._timeouts, self._trust = timeouts, trust
         self.canary: Outbox | None = None
@@ -115,7 +118,9 @@ class KVServer:
             secured = self._secured(sock, mode)
             secret_of = self._tickets.secret_of if mode == "authenticated" else None
             connection = Connection(secured, self._timeouts.transfer)
-            end = serve(connection, admit, lambda: self._tickets.renew(served[0][0].ticket), secret_of)
+            end = serve(
+                connection, admit, lambda: self._tickets.renew(served[0][0].ticket), secret_of, self.min_part_bytes
+            )
             if end:
                 self._finish_stream(*served[0])
         except TicketRefused as error:  # info only: often a client that left

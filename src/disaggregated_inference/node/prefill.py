@@ -12,8 +12,8 @@ from disaggregated_inference.api import KVSecurity, PrefillMetrics
 from disaggregated_inference.engines import Engine
 from disaggregated_inference.errors import BadRequest, ContextTooLong, DeadlineExceeded, DisaggError, TicketRefused
 from disaggregated_inference.kv import NO_SALT, Salt, TicketBook
-from disaggregated_inference.kv_transfer import Address, Outbox, encode_inline
-from disaggregated_inference.node.chunked_prefill import ChunkedPrefill, OnEnd
+from disaggregated_inference.kv_transfer import MIN_PART_BYTES, Address, Outbox, encode_inline
+from disaggregated_inference.node.chunked_prefill import ChunkedPrefill, OnPrefillEnd
 from disaggregated_inference.node.context import PrefillContext, prompt_hash
 from disaggregated_inference.node.kv_memory import KVMemory
 from disaggregated_inference.node.kv_server import KVServer
@@ -34,7 +34,8 @@ class PrefillNode:
         lease_s: float = 30.0,
         timeouts: NodeTimeouts = NodeTimeouts(),
         trust: Trust = Trust(),
-        chunked_prefill: Callable[[KVMemory, TicketBook, int, OnEnd], ChunkedPrefill] = ChunkedPrefill,
+        chunked_prefill: Callable[[KVMemory, TicketBook, int, OnPrefillEnd], ChunkedPrefill] = ChunkedPrefill,
+        min_part_bytes: int = MIN_PART_BYTES,
     ) -> None:
         self.kv_memory, self.scheduler, self.trust = kv_memory, kv_memory.scheduler, trust
         self._timeouts = timeouts
@@ -45,7 +46,14 @@ class PrefillNode:
         self.chunked_prefill = chunked_prefill(kv_memory, self.tickets, chunk, lambda *ended: self.on_end(*ended))
         self.epoch = secrets.token_hex(8)
         self.kv_server = KVServer(
-            kv_addresses, self.epoch, self.tickets, self.chunked_prefill, self._find_job, timeouts, trust
+            kv_addresses,
+            self.epoch,
+            self.tickets,
+            self.chunked_prefill,
+            self._find_job,
+            timeouts,
+            trust,
+            min_part_bytes,
         )
         self.kv_addresses = self.kv_server.listener.addresses
         self._closing = threading.Event()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from disaggregated_inference.api import SamplingParams, TopLogprob
 from disaggregated_inference.errors import BadRequest, SequenceBroken
 
-Row = NDArray[np.float32]
+LogitRow = NDArray[np.float32]
 
 _COLDEST = 1e-5  # below it float32 cannot tell two tokens apart
 _NUCLEUS = 256  # this many of the likeliest usually have top_p of the mass
@@ -60,7 +60,7 @@ class Sampler:
         self._counts[token] = self._counts.get(token, 0) + 1
         self.written += 1
 
-    def choose(self, logits: Row, allow: NDArray[np.bool_] | None = None) -> SampledToken:
+    def choose(self, logits: LogitRow, allow: NDArray[np.bool_] | None = None) -> SampledToken:
         """`allow` is a mask of the tokens that a grammar permits."""
         row = self._adjusted(logits, allow)
         best = int(row.argmax())
@@ -68,7 +68,7 @@ class Sampler:
         token = best if self.params.temperature == 0 else self._draw(row, row[best])
         return self._described(row, token, row[best])
 
-    def _adjusted(self, logits: Row, allow: NDArray[np.bool_] | None) -> Row:
+    def _adjusted(self, logits: LogitRow, allow: NDArray[np.bool_] | None) -> LogitRow:
         """A copy of the logits with penalties and bias, and without forbidden tokens."""
         params, row = self.params, logits.astype(np.float32)
         if params.repetition_penalty != 1:
@@ -90,7 +90,7 @@ class Sampler:
         if not np.isfinite(best):
             raise SequenceBroken("the engine's logits are not numbers; send the request again")
 
-    def _draw(self, row: Row, peak: np.float32) -> int:
+    def _draw(self, row: LogitRow, peak: np.float32) -> int:
         """Exponential race (the Gumbel-max trick): the token with the least -log(1 - u) / weight, with an own u for
         each token. One random number into the cumulative sum is the usual way, but then rounding in another batch
         moves the borders of all tokens, and the choice flips far more often."""
@@ -107,7 +107,7 @@ class Sampler:
             return _race(weights, self._uniforms(np.arange(len(weights), dtype=np.uint32)))
         return int(kept[_race(weights[kept], self._uniforms(kept.astype(np.uint32)))])
 
-    def _uniforms(self, tokens: NDArray[np.uint32]) -> Row:
+    def _uniforms(self, tokens: NDArray[np.uint32]) -> LogitRow:
         """A number between 0 and 1 for each token, from the seed, the choice, the position and the token id alone."""
         stream = np.random.Philox(key=np.array([self.seed, self._choice], np.uint64), counter=[self.written, 0, 0, 0])
         begin, end = stream.random_raw(2).astype(np.uint32)
@@ -121,7 +121,7 @@ class Sampler:
         uniforms *= np.float32(2.0**-32)
         return np.minimum(uniforms, _BELOW_ONE, out=uniforms)
 
-    def _described(self, row: Row, token: int, peak: np.float32) -> SampledToken:
+    def _described(self, row: LogitRow, token: int, peak: np.float32) -> SampledToken:
         wanted = self.params.logprobs
         if wanted is None:
             return SampledToken(token)
@@ -132,7 +132,7 @@ class Sampler:
         )
 
 
-def _race(weights: Row, uniforms: Row) -> int:
+def _race(weights: LogitRow, uniforms: LogitRow) -> int:
     """The index of the least -log(1 - u) / weight. That is at least u / weight, so most tokens need no logarithm."""
     best = int(weights.argmax())
     bound = -np.log1p(-np.float64(uniforms[best])) / weights[best]
@@ -148,7 +148,7 @@ def _mix(bits: NDArray[np.uint32]) -> None:
         bits *= np.uint32(factor)
 
 
-def _best(row: Row, count: int, floor: float) -> NDArray[np.int64]:
+def _best(row: LogitRow, count: int, floor: float) -> NDArray[np.int64]:
     """Where the `count` largest are, largest first, of equal ones the earlier; never what is at the floor."""
     if np.count_nonzero(above := row > floor) < len(row) // 2:  # many equal values would make partition slow
         found = np.flatnonzero(above)
@@ -158,7 +158,7 @@ def _best(row: Row, count: int, floor: float) -> NDArray[np.int64]:
     return found[np.argsort(-row[found], kind="stable")[:count]]
 
 
-def _nucleus(weights: Row, top_k: int, top_p: float) -> NDArray[np.int64]:
+def _nucleus(weights: LogitRow, top_k: int, top_p: float) -> NDArray[np.int64]:
     """The `top_k` likeliest, and of those as many as hold `top_p` of their mass."""
     few = _best(weights, top_k or _NUCLEUS, 0)
     held = weights[few]
@@ -169,14 +169,14 @@ def _nucleus(weights: Row, top_k: int, top_p: float) -> NDArray[np.int64]:
     return _largest(weights, ordered[: _reach(ordered, top_p) + 1])
 
 
-def _largest(weights: Row, values: Row) -> NDArray[np.int64]:
+def _largest(weights: LogitRow, values: LogitRow) -> NDArray[np.int64]:
     """Where the largest weights are, given their values in order; of those equal to the least the earlier ones."""
     found = np.flatnonzero(weights >= values[-1])
     equal = np.flatnonzero(weights[found] == values[-1])
     return np.delete(found, equal[len(equal) - (len(found) - len(values)) :])
 
 
-def _reach(weights: Row, share: float) -> int:
+def _reach(weights: LogitRow, share: float) -> int:
     """The first place where the sum so far is that share of the whole. By blocks, because adding up 150,000 numbers
     one by one takes longer than everything else here together."""
     blocks = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64))

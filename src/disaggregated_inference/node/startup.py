@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.applications import Starlette
@@ -24,7 +24,13 @@ from disaggregated_inference.node.routes import node_app
 from disaggregated_inference.node.trust import Trust
 from disaggregated_inference.timeouts import NodeTimeouts
 
-Begin = Callable[[str], None]  # is called with the step of loading that begins
+
+class Begin(Protocol):
+    """Is called with the step of loading that begins, and again with the part of it that is done, if that is known."""
+
+    def __call__(self, step: str, part: float | None = None) -> None: ...
+
+
 Load = Callable[[Begin], Node]
 MakeApp = Callable[[Node, str | None], Starlette]
 
@@ -93,11 +99,11 @@ class NodeStart:
         else:
             self._server.call_soon(lambda: self._serve(served, port))
 
-    def _begin(self, step: str) -> None:
+    def _begin(self, step: str, part: float | None = None) -> None:
         """Also when an unloaded model is loaded again: then the node serves already."""
-        self._step = step
+        self._step = step if part is None else f"{step} {part:.0%}"
         if not self._served:
-            self._announce("step", step=step)
+            self._announce("step", step=step, part=part)
 
     def _serve(self, served: Node, port: int) -> None:
         self._served = served

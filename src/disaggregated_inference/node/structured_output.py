@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-_MAX_COMPILED = 32
-_MAX_COMPILED_BYTES = 1 << 20
 _COMPILERS = 2
 _MAX_SPECIAL_CHARS = 256  # no special token is longer
 
@@ -51,7 +49,15 @@ class GrammarCompiler:
     """Compiles output formats for one model and caches them: the same schema usually comes again. Compilation has its
     own threads, because a huge grammar takes seconds, and runs once for all requests that wait for it."""
 
-    def __init__(self, tokenizer: ModelTokenizer, vocabulary: int, eos_tokens: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer,
+        vocabulary: int,
+        eos_tokens: tuple[int, ...],
+        max_compiled: int = 32,
+        max_compiled_bytes: int = 1 << 20,
+    ) -> None:
+        self._max_compiled, self._max_compiled_bytes = max_compiled, max_compiled_bytes
         self._tokenizer, self._vocabulary, self._eos = tokenizer, vocabulary, list(eos_tokens)
         self._lock, self._building = threading.Lock(), threading.Lock()
         self.compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
@@ -108,7 +114,7 @@ class GrammarCompiler:
 
     def _cache(self, key: bytes, matcher: "LLMatcher") -> None:
         self.compiled[key] = matcher
-        while len(self.compiled) > _MAX_COMPILED or sum(map(len, self.compiled)) > _MAX_COMPILED_BYTES:
+        while len(self.compiled) > self._max_compiled or sum(map(len, self.compiled)) > self._max_compiled_bytes:
             self.compiled.popitem(last=False)
 
     def first_state(self, grammar: str) -> "LLMatcher":

@@ -3,6 +3,7 @@
 import binascii
 import hmac
 import ipaddress
+import logging
 from dataclasses import dataclass
 from typing import get_args
 
@@ -11,9 +12,12 @@ import msgspec
 from disaggregated_inference.api import KVSecurity, context_mac, join_context, split_context
 from disaggregated_inference.errors import BadRequest, IdentityRefused, TicketRefused
 from disaggregated_inference.http import is_loopback
-from disaggregated_inference.identity import Identity, PeerIdentity
+from disaggregated_inference.identity import Identity, PeerIdentity, open_identity
 from disaggregated_inference.kv_transfer import Address, TlsPeer
 from disaggregated_inference.node.context import PrefillContext
+from disaggregated_inference.node.settings import NodeSettings
+
+log = logging.getLogger(__name__)
 
 _NOT_SEALED = "the context is not sealed with this node's token: give both nodes the same token, or an identity"
 _NOT_SIGNED = "the context is not signed by a node of this cluster: start the prefill node with its --identity"
@@ -156,6 +160,20 @@ def _on_loopback(addresses: tuple[Address, ...]) -> bool:
     return all(is_loopback(host) for host, _ in addresses)
 
 
+def open_trust(settings: NodeSettings) -> Trust:
+    identity = open_identity(settings.identity)
+    modes = choose_security(settings.kv_security, identity)
+    if identity:
+        if not identity.me.is_node:
+            raise BadRequest(f"{identity.folder} is of a client: issue a certificate with --host for this node")
+        identity.watch()
+    if settings.trusted_link:
+        if len(settings.trusted_link.split()) < 2:
+            raise BadRequest('--trusted-link needs words: say which link it is, such as "the cable to mac-1"')
+        log.warning("the link is declared trusted: %s", settings.trusted_link)
+    return Trust(identity, settings.token, settings.trusted_link, default_security(modes, identity), modes)
+
+
 def choose_security(given: str, identity: Identity | None) -> tuple[KVSecurity, ...]:
     """The modes of a `--kv-security` such as `tls,authenticated`; the first is for links that have none of their own.
     Empty where nothing is given."""
@@ -188,3 +206,14 @@ def require_trusted_link(hosts: list[str], kv_hosts: list[str], trust: Trust) ->
         )
     if "plain" in trust.offered and any(not is_loopback(host) for host in kv_hosts):
         raise BadRequest(f"--kv-security plain beyond loopback needs the words of its user: {words}")
+
+
+def require_token(hosts: list[str], trust: Trust, insecure: bool) -> None:
+    """The HTTP port gives out tickets, and a ticket's secret opens the KV port: one token protects both. With an
+    identity, TLS knows every client."""
+    open_hosts = [host for host in hosts if not is_loopback(host)]
+    if open_hosts and not (trust.identity or trust.token or insecure):
+        raise BadRequest(
+            f"refusing to listen on {open_hosts[0]} without a token: set DISAGG_TOKEN or --token-file, or give an"
+            " identity (--identity), or --insecure if you mean it"
+        )

@@ -59,9 +59,10 @@ class ReadingsSampler:
 
 
 class MachineReader:
-    """All readings of this machine. What cannot be read now is not tried again: drivers come with a restart."""
+    """All readings of this machine. What cannot be read now is not tried again: drivers come with a restart. `gpus`:
+    instead of those that NVIDIA's driver finds."""
 
-    def __init__(self, computes: Computes, system: str = sys.platform) -> None:
+    def __init__(self, computes: Computes, system: str = sys.platform, gpus: NvidiaGpus | None = None) -> None:
         self._computes, self._machine, self._is_mac = computes, HostReader(), system == "darwin"
         self._why: dict[str, str] = {}
         self._nvidia: NvidiaGpus | None = None
@@ -71,7 +72,7 @@ class MachineReader:
             if self._is_mac:
                 self._meter = AppleMeter()
             else:
-                self._nvidia = NvidiaGpus()
+                self._nvidia = gpus or NvidiaGpus()
         except LookupError as error:
             self._why["power_w" if self._is_mac else "gpus"] = str(error)
 

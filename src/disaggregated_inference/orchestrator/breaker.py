@@ -7,7 +7,7 @@ from typing import Literal
 
 from disaggregated_inference.timeouts import BreakerTimeouts
 
-State = Literal["closed", "open", "half_open"]
+CircuitState = Literal["closed", "open", "half_open"]
 
 _COLD = 0.2  # a node that just came back gets a fifth of its share at once, or it would never be tried
 
@@ -31,7 +31,7 @@ class Breaker:
         self._warm_from: float | None = None
 
     @property
-    def state(self) -> State:
+    def state(self) -> CircuitState:
         if self._retry_at is None:
             return "closed"
         return "open" if self._clock() < self._retry_at else "half_open"

@@ -14,9 +14,9 @@ import msgspec
 
 from disaggregated_inference.api import EnergyShare, EnergySource, NodeStatus, Phase, RequestRecord
 from disaggregated_inference.cluster import Policies, Server
+from disaggregated_inference.timeouts import OrchestratorTimeouts
 
 _MAX_SAMPLES = 900  # of a node: 15 minutes at the usual pace of polling
-_NEAR_S = 5.0  # a sample further away says nothing of a moment
 _PIECE_S, _MAX_PIECES = 1.0, 64  # a phase is integrated in pieces of this length, or in so many
 _SAME_S = 0.01  # a reading that an earlier status had already
 _WORK = ("prefill", "decode")  # phases of a waterfall in which an engine computes for the request
@@ -32,9 +32,11 @@ class PowerSample(msgspec.Struct, frozen=True):
 
 
 class PowerLog:
-    """The power and the work of one node, as its statuses told them."""
+    """The power and the work of one node, as its statuses told them. A sample that is further away than `near_s` says
+    nothing of a moment."""
 
-    def __init__(self) -> None:
+    def __init__(self, near_s: float = OrchestratorTimeouts().power_sample_s) -> None:
+        self._near_s = near_s
         self._all: list[PowerSample] = []
         self._busy: list[PowerSample] = []  # those with power and work
         self.has_meter = False  # the node has told its power at least once
@@ -61,7 +63,7 @@ class PowerLog:
 
     def near(self, at: float) -> PowerSample | None:
         found = _nearest(self._all, at)
-        return found if found and abs(found.at - at) <= _NEAR_S else None
+        return found if found and abs(found.at - at) <= self._near_s else None
 
     def power_w(self, at: float) -> float | None:
         """At a moment at which the node worked. A sample of an idle moment would tell too little of a request that was

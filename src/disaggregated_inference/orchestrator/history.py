@@ -20,14 +20,12 @@ from disaggregated_inference.api import RequestRecord
 from disaggregated_inference.orchestrator import history_table
 from disaggregated_inference.orchestrator.history_reader import HistoryReader
 from disaggregated_inference.orchestrator.history_record import HistoryRecord, PlainRecord
-from disaggregated_inference.orchestrator.history_table import Row, is_number
+from disaggregated_inference.orchestrator.history_table import SqlRow, is_number
 from disaggregated_inference.private_files import make_folders, make_private, make_private_file
 from disaggregated_inference.timeouts import HistoryTimeouts
 
 log = logging.getLogger(__name__)
 
-_MAX_PENDING = 4096
-_MAX_UNWRITTEN = 1000  # after failed writes; beyond it the oldest are dropped
 _FILE_TIMES = 100  # as many rows in the file as there are in memory
 _LAST = "SELECT json FROM requests ORDER BY id DESC LIMIT ?"
 _DAY_S = 86400.0
@@ -44,9 +42,14 @@ class History:
         timeouts: HistoryTimeouts = HistoryTimeouts(),
         rows: int = 0,
         days: int = 0,
+        max_pending: int = 4096,
+        max_unwritten: int = 1000,
     ) -> None:
+        """At most `max_pending` records wait for the writer, which drops new ones; and `max_unwritten` of those that it
+        failed to write, of which it drops the oldest."""
         self.lost = 0  # records that could not be written to the file
         self._size, self._timeouts = size, timeouts
+        self._max_pending, self._max_unwritten = max_pending, max_unwritten
         self._rows, self._days = rows or _FILE_TIMES * size, days
         self._path: Path | None = None  # of the file, while it is in use
         self._recent: deque[HistoryRecord] = deque(maxlen=size)
@@ -73,7 +76,7 @@ class History:
             self._recent.append(kept)
             if self._writer is None or self._closing:
                 return
-            if len(self._pending) < _MAX_PENDING:
+            if len(self._pending) < self._max_pending:
                 self._pending.append(kept)
                 self._changed.notify()
             else:
@@ -161,12 +164,12 @@ class History:
         self._writer.start()
 
     def _write(self, path: Path, database: sqlite3.Connection) -> None:
-        unwritten: Sequence[Row] = ()
+        unwritten: Sequence[SqlRow] = ()
         with closing(database):
             self._complete(path, database)
             while batch := self._next_batch():
                 new = [row for kept in batch if (row := _row(kept))]
-                unwritten = self._store(path, database, [*unwritten, *new], keep=_MAX_UNWRITTEN)
+                unwritten = self._store(path, database, [*unwritten, *new], keep=self._max_unwritten)
             if unwritten:
                 self._store(path, database, unwritten, keep=0)
 
@@ -186,7 +189,7 @@ class History:
             self._pending.clear()
         return batch
 
-    def _store(self, path: Path, database: sqlite3.Connection, rows: Sequence[Row], keep: int) -> Sequence[Row]:
+    def _store(self, path: Path, database: sqlite3.Connection, rows: Sequence[SqlRow], keep: int) -> Sequence[SqlRow]:
         """Returns the rows to try again, `keep` at most: a full disk or a locked file may pass, other errors do not.
         One warning per failure is enough."""
         try:
@@ -235,7 +238,7 @@ def _read(database: sqlite3.Connection, size: int) -> list[HistoryRecord]:
     return [HistoryRecord(row) for row in reversed(found) if row is not None]
 
 
-def _row(stored: HistoryRecord) -> Row | None:
+def _row(stored: HistoryRecord) -> SqlRow | None:
     """None, with a warning, for a record that cannot be written."""
     try:
         return history_table.row_of(stored)

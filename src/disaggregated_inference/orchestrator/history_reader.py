@@ -168,7 +168,7 @@ class HistoryReader:
         return self._database.execute(query, values).fetchall()
 
 
-def _row(stored: HistoryRecord) -> history_table.Row | None:
+def _row(stored: HistoryRecord) -> history_table.SqlRow | None:
     try:
         return history_table.row_of(stored)
     except Exception:  # as in the file: the others can be read all the same

@@ -15,7 +15,7 @@ from disaggregated_inference.api import RequestRecord
 from disaggregated_inference.orchestrator.history_record import HistoryRecord, PlainRecord
 from disaggregated_inference.orchestrator.waterfall import WAITING_PHASES
 
-Row = tuple[Any, ...]
+SqlRow = tuple[Any, ...]
 
 _BASE = ("time", "model", "ok", "total_time", "json")
 
@@ -93,7 +93,7 @@ def create(database: sqlite3.Connection) -> None:
         database.execute(index)
 
 
-def insert(database: sqlite3.Connection, rows: Iterable[Row]) -> None:
+def insert(database: sqlite3.Connection, rows: Iterable[SqlRow]) -> None:
     database.executemany(_INSERT, rows)
 
 
@@ -117,7 +117,7 @@ def complete_rows(database: sqlite3.Connection) -> bool:
     return bool(old)
 
 
-def row_of(stored: HistoryRecord) -> Row:
+def row_of(stored: HistoryRecord) -> SqlRow:
     """Raises an exception of any kind for a record that cannot be written."""
     record, row = stored.record, stored.row
     total_s = _number(record.total_time) if _has(stored, "total_time", record.total_time) else None
@@ -138,7 +138,7 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
-def figures_of(stored: HistoryRecord) -> Row:
+def figures_of(stored: HistoryRecord) -> SqlRow:
     """In the order of `_FIGURES`."""
     record = stored.record
     values = {name: figure.read(record) for name, figure in _FIGURES.items()}

@@ -53,7 +53,7 @@ class NodeState:
         self.prefill_slots = asyncio.Semaphore(_MAX_PREFILLS)
         self.breaker = Breaker(timeouts=heartbeats.timeouts.breaker)
         self.status: NodeStatus | None = None  # None: the node has never answered
-        self.power = PowerLog()
+        self.power = PowerLog(self._timeouts.power_sample_s)
         self.info: ModelInfo | None = None
         self.reachable = False
         self._condition = _UNREACHABLE  # one word for people

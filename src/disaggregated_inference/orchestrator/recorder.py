@@ -7,8 +7,6 @@ from typing import Any
 
 from disaggregated_inference.api import (
     FALLBACK_WARNING,
-    HANDED_OVER,
-    WHOLE,
     ErrorDetail,
     Failover,
     GeneratedChoice,
@@ -16,6 +14,7 @@ from disaggregated_inference.api import (
     Phase,
     Progress,
     PromptLogprobs,
+    RequestKind,
     RequestRecord,
     StreamEvent,
     TokenLogprob,
@@ -175,6 +174,7 @@ class RequestRecorder:
             total_tokens=self.prompt_tokens + completion,
             prefill_speed=self._prefill_speed(last, prefill_s),
             decode_speed=(completion - len(states)) / decode_s if decode_s and completion > len(states) else 0.0,
+            kind=self._kind(last),
             method=self._method(last),
             prefill_server=servers[last.prefill_name].address if last else None,
             decode_server=servers[last.route.decode].address if last else None,
@@ -253,6 +253,16 @@ class RequestRecorder:
         name = attempt.prefill_name
         return min(self.prompt_tokens, *(other.cached.get(name, self.prompt_tokens) for other in self.attempts))
 
+    def _kind(self, attempt: Attempt | None) -> RequestKind | None:
+        """A local prefill as planned is a fallback, too, while no prefill node is there."""
+        if attempt is None:
+            return None
+        if self.fallback or self.prefill_down:
+            return "fallback"
+        if attempt.whole:
+            return "whole"
+        return "disaggregated" if attempt.route.prefill else "local"
+
     def _method(self, attempt: Attempt | None) -> str | None:
         """How the prompt was prefilled; None if no node was contacted."""
         if attempt is None:
@@ -260,8 +270,8 @@ class RequestRecorder:
         if self.fallback:
             return "fallback"
         if attempt.whole:
-            return f"{WHOLE}{attempt.engine}"
-        return f"{HANDED_OVER}{attempt.engine}" if attempt.route.prefill else "local"
+            return f"whole_{attempt.engine}"
+        return f"disaggregated_{attempt.engine}" if attempt.route.prefill else "local"
 
 
 _TEXT_REPORTED = ("queue_time", "load_time")

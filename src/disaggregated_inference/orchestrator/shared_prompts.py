@@ -10,7 +10,7 @@ from datetime import date
 from disaggregated_inference.errors import DisaggError
 from disaggregated_inference.models import ModelTokenizer
 
-Tokens = Sequence[int]
+TokenIds = Sequence[int]
 
 
 class SharedPrompts:
@@ -19,9 +19,9 @@ class SharedPrompts:
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = texts
-        self._known: tuple[ModelTokenizer, date, list[Tokens]] | None = None
+        self._known: tuple[ModelTokenizer, date, list[TokenIds]] | None = None
 
-    def tokens_in(self, prompt: Tokens, tokenizer: ModelTokenizer, today: date) -> int:
+    def tokens_in(self, prompt: TokenIds, tokenizer: ModelTokenizer, today: date) -> int:
         """How many leading tokens of `prompt` are those of a shared prompt."""
         if self._known is None or self._known[0] is not tokenizer or self._known[1] != today:
             found = [tokens for text in self._texts for tokens in _rendered(text, tokenizer)]
@@ -29,7 +29,7 @@ class SharedPrompts:
         return max((_common(prompt, tokens) for tokens in self._known[2]), default=0)
 
 
-def _rendered(text: str, tokenizer: ModelTokenizer) -> list[Tokens]:
+def _rendered(text: str, tokenizer: ModelTokenizer) -> list[TokenIds]:
     """As the beginning of a plain prompt, and as the system prompt of a chat. Nothing of a request is in it."""
     chat = [{"role": "system", "content": text}, {"role": "user", "content": "-"}]
     try:
@@ -38,6 +38,6 @@ def _rendered(text: str, tokenizer: ModelTokenizer) -> list[Tokens]:
         return [tokenizer.encode(text)]
 
 
-def _common(one: Tokens, two: Tokens) -> int:
+def _common(one: TokenIds, two: TokenIds) -> int:
     pairs = enumerate(zip(one, two, strict=False))
     return next((at for at, (mine, other) in pairs if mine != other), min(len(one), len(two)))

@@ -7,7 +7,7 @@ from functools import partial
 
 from disaggregated_inference.kv_transfer import Address
 from disaggregated_inference.models import ModelFiles
-from disaggregated_inference.node import Begin, KVMemory, PrefillJob, PrefillNode, Scheduler, Trust
+from disaggregated_inference.node import KVMemory, PrefillJob, PrefillNode, Scheduler, Trust
 from disaggregated_inference.timeouts import VllmBorderTimeouts
 from disaggregated_inference.vllm_node.connector_server import ConnectorServer
 from disaggregated_inference.vllm_node.engine import VllmEngine
@@ -80,7 +80,7 @@ def open_vllm_prefill(
     lease_s: float = 60.0,
     attach_s: float = 600.0,
     stopped: Callable[[], str] = lambda: "",
-    begin: Begin = lambda step: None,
+    begin: Callable[[str], None] = lambda step: None,
     trust: Trust = Trust(),
     timeouts: VllmBorderTimeouts = VllmBorderTimeouts(),
 ) -> VllmPrefillNode:

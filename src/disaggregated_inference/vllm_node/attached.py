@@ -14,7 +14,7 @@ import disaggregated_inference
 from disaggregated_inference.errors import BadRequest, DisaggError, EngineUnavailable
 from disaggregated_inference.timeouts import VllmTimeouts
 from disaggregated_inference.vllm_node.client import UNIX, KeyRefused, NoVllm, ServedModel, VllmAddress, VllmClient
-from disaggregated_inference.vllm_node.process import State
+from disaggregated_inference.vllm_node.process import VllmState
 from disaggregated_inference.vllm_node.versions import is_known, require_known
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class AttachedVllm:
         """`advice`: what that vLLM must be started with."""
         self.url, self.key = base_url(url), os.environ.get("VLLM_API_KEY", "")
         self.advice, self._timeouts = advice, timeouts
-        self.state: State = "loading"
+        self.state: VllmState = "loading"
         self.reason = f"waiting for vLLM at {self.url}"
         self.model = ServedModel(id="")
         self._answered_at = time.monotonic()

@@ -62,7 +62,7 @@ class VllmLoader:
     def load(self, settings: NodeSettings, addresses: Sequence[Address], begin: Begin, trust: Trust) -> Node:
         name = settings.model
         begin(f"looking for {name}")
-        files = ModelStore().resolve(name, lambda step, part: begin(f"{name}: {step} {part:.0%}"), "safetensors")
+        files = ModelStore().resolve(name, lambda step, part: begin(f"{name}: {step}", part), "safetensors")
         staging = Staging(self._staging_bytes)
         self._opened.callback(staging.close)
         border = ConnectorServer(self._vllm.socket_path(), files.spec, staging)

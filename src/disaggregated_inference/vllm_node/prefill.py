@@ -15,7 +15,7 @@ from disaggregated_inference.api import PrefillMetrics
 from disaggregated_inference.errors import Cancelled, DisaggError, EngineFailed, EngineUnavailable, NodeBusy
 from disaggregated_inference.kv import TicketBook
 from disaggregated_inference.kv_transfer import End
-from disaggregated_inference.node import ChunkedPrefill, KVMemory, OnEnd, PrefillJob
+from disaggregated_inference.node import ChunkedPrefill, KVMemory, OnPrefillEnd, PrefillJob
 from disaggregated_inference.timeouts import VllmBorderTimeouts
 from disaggregated_inference.vllm_connector.messages import ExportedRows
 from disaggregated_inference.vllm_node.assembly import Assembly
@@ -60,10 +60,10 @@ class VllmPrefill(ChunkedPrefill):
         kv_memory: KVMemory,
         tickets: TicketBook,
         chunk_tokens: int,
-        on_end: OnEnd,
+        on_end: OnPrefillEnd,
     ) -> None:
         super().__init__(kv_memory, tickets, chunk_tokens, on_end)
-        self._border, self._completions, self._timeouts = border, completions, timeouts
+        self._border, self._completions, self.timeouts = border, completions, timeouts
         self._lock = threading.RLock()
         self._running: dict[str, Running] = {}  # by id in vLLM
         self.uncounted: dict[str, bool] = {}  # ids whose computed tokens vLLM has not told yet; whether of a peer check
@@ -210,7 +210,7 @@ class VllmPrefill(ChunkedPrefill):
 
     def _fail_incomplete(self) -> None:
         """A prompt of which vLLM believes that it is done, and of which rows are missing, must never stay silent."""
-        late = time.monotonic() - self._timeouts.export_s
+        late = time.monotonic() - self.timeouts.export_s
         for running in list(self._running.values()):
             if 0 < running.answered_at < late and not running.future.done():
                 rest = "the logits are missing" if not running.has_logits else _NO_START

@@ -23,7 +23,7 @@ from disaggregated_inference.vllm_node.versions import VllmBuild
 
 log = logging.getLogger(__name__)
 
-State = Literal["loading", "ready", "crashed", "stopped"]
+VllmState = Literal["loading", "ready", "crashed", "stopped"]
 Launch = Callable[[str, str, str], tuple[list[str], dict[str, str]]]  # socket, key, folder: command, environment
 _MAX_SOCKET_BYTES = 107  # of a path, by the system
 _SIGNALLED = 128  # the guard's exit code for a command that a signal ended, plus the signal
@@ -37,12 +37,12 @@ class VllmProcess:
         self,
         launch: Launch,
         build: VllmBuild,
-        on_change: Callable[[State], None] = lambda state: None,
+        on_change: Callable[[VllmState], None] = lambda state: None,
         timeouts: VllmTimeouts = VllmTimeouts(),
     ) -> None:
         self._launch, self._on_change, self._timeouts = launch, on_change, timeouts
         self.key = secrets.token_urlsafe(32)
-        self.state: State = "loading"
+        self.state: VllmState = "loading"
         self.reason = "starting"
         self.url, self.starts = "", 0
         self._build = build
@@ -161,7 +161,7 @@ class VllmProcess:
             self._closing.wait(self._timeouts.poll_s if not ready_at else self._timeouts.health_s)
         return ready_at
 
-    def _tell(self, state: State, reason: str) -> None:
+    def _tell(self, state: VllmState, reason: str) -> None:
         changed, self.state, self.reason = state != self.state, state, reason
         if changed:
             self._on_change(state)

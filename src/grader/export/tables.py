@@ -11,10 +11,10 @@ from grader.store import StudentIdentity
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
-Cell = str | Decimal | int | float | None
+CellValue = str | Decimal | int | float | None
 
 
-def as_csv(rows: Iterable[Sequence[Cell]]) -> str:
+def as_csv(rows: Iterable[Sequence[CellValue]]) -> str:
     """Texts that a spreadsheet would take for a formula get an apostrophe before them. Numbers stay numbers."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\r\n")
@@ -22,7 +22,7 @@ def as_csv(rows: Iterable[Sequence[Cell]]) -> str:
     return buffer.getvalue()
 
 
-def guarded(cell: Cell) -> str:
+def guarded(cell: CellValue) -> str:
     if cell is None:
         return ""
     if not isinstance(cell, str):
@@ -35,7 +35,7 @@ def guarded(cell: Cell) -> str:
 Identities = Mapping[int, StudentIdentity]  # by submission; empty: pseudonyms only
 
 
-def item_table(grades: Sequence[Grade], identities: Identities) -> list[list[Cell]]:
+def item_table(grades: Sequence[Grade], identities: Identities) -> list[list[CellValue]]:
     """A row for each student, a column for each item of the rubric, then what changed the sum. An open item is empty:
     a number would look like a grade."""
     if not grades:
@@ -48,14 +48,14 @@ def item_table(grades: Sequence[Grade], identities: Identities) -> list[list[Cel
     return [[*head], *(_item_row(grade, items, identities) for grade in grades)]
 
 
-def _item_row(grade: Grade, items: list[str], identities: Identities) -> list[Cell]:
+def _item_row(grade: Grade, items: list[str], identities: Identities) -> list[CellValue]:
     score = grade.score
     of_item = {one.id: one for one in score.components if one.kind in ("item", "deduction", "override")}
     rest = sum((one.points for one in score.components if one.id not in of_item), Decimal(0))
     points = {name: None if one.status == "needs_review" else one.points for name, one in of_item.items()}
     who = identities.get(grade.submission.id)
-    named: list[Cell] = [who.name, who.key, who.lms_id, who.email] if who else []
-    row: list[Cell] = [grade.submission.pseudonym, *named, score.total, score.maximum, score.percent]
+    named: list[CellValue] = [who.name, who.key, who.lms_id, who.email] if who else []
+    row: list[CellValue] = [grade.submission.pseudonym, *named, score.total, score.maximum, score.percent]
     row += [
         "" if score.needs_review else score.letter,
         grade.state,
@@ -71,27 +71,27 @@ def final_total(grade: Grade) -> Decimal | None:
     return None if grade.score.needs_review else grade.score.total
 
 
-def canvas_table(grades: Sequence[Grade], identities: Identities, column: str) -> list[list[Cell]]:
+def canvas_table(grades: Sequence[Grade], identities: Identities, column: str) -> list[list[CellValue]]:
     """As Canvas imports a gradebook: students, then one assignment. The second row has the points possible."""
     maximum = grades[0].score.maximum if grades else None
-    head: list[Cell] = ["Student", "ID", "SIS User ID", "SIS Login ID", "Section", column]
+    head: list[CellValue] = ["Student", "ID", "SIS User ID", "SIS Login ID", "Section", column]
     rows = [_canvas_row(identities[grade.submission.id], grade) for grade in grades]
     return [head, ["    Points Possible", None, None, None, None, maximum], *rows]
 
 
-def _canvas_row(who: StudentIdentity, grade: Grade) -> list[Cell]:
+def _canvas_row(who: StudentIdentity, grade: Grade) -> list[CellValue]:
     login = who.email or ("" if who.lms_id else who.key)
     return [who.name or who.key, who.lms_id, None, login, None, final_total(grade)]
 
 
-def moodle_table(grades: Sequence[Grade], identities: Identities) -> list[list[Cell]]:
+def moodle_table(grades: Sequence[Grade], identities: Identities) -> list[list[CellValue]]:
     """As Moodle's grading worksheet of an assignment."""
-    head: list[Cell] = ["Identifier", "Full name", "Email address", "Status", "Grade", "Maximum Grade"]
+    head: list[CellValue] = ["Identifier", "Full name", "Email address", "Status", "Grade", "Maximum Grade"]
     head += ["Grade can be changed", "Last modified (submission)", "Last modified (grade)", "Feedback comments"]
     return [head, *(_moodle_row(identities[grade.submission.id], grade) for grade in grades)]
 
 
-def _moodle_row(who: StudentIdentity, grade: Grade) -> list[Cell]:
+def _moodle_row(who: StudentIdentity, grade: Grade) -> list[CellValue]:
     identifier = f"Participant {who.lms_id}" if who.lms_id else who.key
     status, comment = "Submitted for grading", grade.review.comments.get("", "")
     total, maximum = final_total(grade), grade.score.maximum

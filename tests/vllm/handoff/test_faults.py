@@ -21,9 +21,10 @@ from disaggregated_inference.api import FALLBACK_WARNING, GenerationParams
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.cluster.config import Policies
 from disaggregated_inference.errors import DisaggError, EngineFailed, EngineUnavailable, ModelNotFound, PeerFailed
-from disaggregated_inference.kv_transfer import format_address, sender
+from disaggregated_inference.kv_transfer import MIN_PART_BYTES, format_address
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node import DecodeNode, Generation, PrefillContext
+from disaggregated_inference.timeouts import VllmBorderTimeouts
 from disaggregated_inference.vllm_connector.messages import MAX_PACKET_BYTES, ExportedRows
 from disaggregated_inference.vllm_node.prefill import VllmPrefill
 from tests.support.handoff import prompt_of
@@ -249,12 +250,12 @@ def test_a_request_that_is_aborted_in_vllm(home: VllmHome, decode: DecodeNode) -
             list(answer)
 
 
-@pytest.mark.parametrize("min_part_bytes", [sender._MIN_PART_BYTES, 1], ids=["whole slices", "slices in parts"])
+@pytest.mark.parametrize("min_part_bytes", [MIN_PART_BYTES, 1], ids=["whole slices", "slices in parts"])
 def test_a_path_that_dies(
     min_part_bytes: int, home: VllmHome, decode: DecodeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All its connections break and no new one comes about: they go on over the other path, with what is missing."""
-    monkeypatch.setattr(sender, "_MIN_PART_BYTES", min_part_bytes)
+    monkeypatch.setattr(home.node.kv_server, "min_part_bytes", min_part_bytes)
     before, direct = computed_tokens(home), home.node.kv_addresses[0]
     prompt = prompt_of(600, seed=90 + min_part_bytes % 2)
     with FaultyProxy(direct, "cut", BREAKS_AT) as proxy:
@@ -331,7 +332,7 @@ def test_what_the_connector_lost_is_an_error(
             lost.set()
 
     monkeypatch.setattr(prefill, report, lose)
-    monkeypatch.setattr(prefill, "_timeouts", type(prefill._timeouts)(export_s=0.5))
+    monkeypatch.setattr(prefill, "timeouts", VllmBorderTimeouts(export_s=0.5))
     context, reading = home.node.submit(prompt_of(200, seed=len(report)))
     answer = decode.generate_from_kv(context, GenerationParams(max_tokens=4))
     with pytest.raises(EngineFailed, match=f"^vLLM computed the prompt, but its KV is not complete: {missing}"):

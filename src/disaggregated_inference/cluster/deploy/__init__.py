@@ -15,7 +15,7 @@ from disaggregated_inference.cluster.deploy.overview import (
 )
 from disaggregated_inference.cluster.deploy.plan import KV_PORT, MachinePlan, kv_port_of, plan_machines
 from disaggregated_inference.cluster.deploy.removal import removal_scripts, remove_machines
-from disaggregated_inference.cluster.deploy.session import MachineSession, Outcome, Tell, named, on_machines
+from disaggregated_inference.cluster.deploy.session import MachineOutcome, MachineSession, Tell, named, on_machines
 from disaggregated_inference.cluster.deploy.wheel import Wheel, pack_wheel, pin_dependencies, read_wheel
 from disaggregated_inference.cluster.services.gateway_probe import GatewayAnswer
 
@@ -26,10 +26,10 @@ __all__ = [
     "Deployment",
     "GatewayAnswer",
     "LogLine",
+    "MachineOutcome",
     "MachineOverview",
     "MachinePlan",
     "MachineSession",
-    "Outcome",
     "Package",
     "ServiceChoice",
     "ServiceOverview",

@@ -19,7 +19,7 @@ from disaggregated_inference.cluster.deploy.service_start import (
     start_services,
     wait_healthy,
 )
-from disaggregated_inference.cluster.deploy.session import MachineSession, Outcome, Tell, named, open_machine
+from disaggregated_inference.cluster.deploy.session import MachineOutcome, MachineSession, Tell, named, open_machine
 from disaggregated_inference.cluster.deploy.steps import CommandStep, Step
 from disaggregated_inference.errors import CommandFailed, DisaggError
 from disaggregated_inference.timeouts import DeployTimeouts
@@ -63,7 +63,7 @@ class Deployment:
         self._errors: dict[str, DisaggError] = {}
         self._not_healthy: set[str] = set()  # machines whose new release failed, not those that cannot be reached
 
-    async def run(self) -> list[Outcome[Deployed]]:
+    async def run(self) -> list[MachineOutcome[Deployed]]:
         done: dict[str, Deployed] = {}
         async with AsyncExitStack() as stack:
             found = await asyncio.gather(*(self._prepare(plan, stack) for plan in self._plans))
@@ -73,7 +73,7 @@ class Deployment:
             for wave in rolling_waves(models, running):
                 finished = await asyncio.gather(*(self._finish(prepared[name]) for name in wave))
                 done |= {name: deployed for name, deployed in zip(wave, finished, strict=True) if deployed}
-        return [Outcome(plan.name, done.get(plan.name), self._errors.get(plan.name)) for plan in self._plans]
+        return [MachineOutcome(plan.name, done.get(plan.name), self._errors.get(plan.name)) for plan in self._plans]
 
     async def _prepare(self, plan: MachinePlan, stack: AsyncExitStack) -> _Prepared | None:
         """The shell and the lock stay until the end of the command."""

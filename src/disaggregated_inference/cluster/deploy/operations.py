@@ -15,7 +15,7 @@ from disaggregated_inference.cluster.deploy.service_start import (
     stop_services,
     wait_healthy,
 )
-from disaggregated_inference.cluster.deploy.session import MachineSession, Outcome, Tell, on_machines
+from disaggregated_inference.cluster.deploy.session import MachineOutcome, MachineSession, Tell, on_machines
 from disaggregated_inference.cluster.services import Service
 from disaggregated_inference.errors import CommandFailed, DeployRefused, DisaggError
 from disaggregated_inference.timeouts import DeployTimeouts
@@ -85,7 +85,7 @@ async def operate(
     tell: Tell,
     chosen: ServiceChoice,
     timeouts: DeployTimeouts = DeployTimeouts(),
-) -> list[Outcome[str]]:
+) -> list[MachineOutcome[str]]:
     """Nodes of one model change one after the other."""
     operation = AuditedRun(command)
 
@@ -99,11 +99,11 @@ async def operate(
 
     by_name = {plan.name: plan for plan in plans}
     everyone = frozenset(by_name) if command in _ROLLING else frozenset()
-    outcomes: list[Outcome[str]] = []
+    outcomes: list[MachineOutcome[str]] = []
     for wave in rolling_waves({plan.name: plan.models for plan in plans}, everyone):
         failed = [by_name[each.machine] for each in outcomes if isinstance(each.error, CommandFailed)]
         left = {name: _same_model(by_name[name], failed) for name in wave}
-        outcomes += [Outcome(name, None, _left_out(name, other)) for name, other in left.items() if other]
+        outcomes += [MachineOutcome(name, None, _left_out(name, other)) for name, other in left.items() if other]
         outcomes += await on_machines([by_name[name] for name in wave if not left[name]], config, work, tell, timeouts)
     return outcomes
 

@@ -10,7 +10,7 @@ from disaggregated_inference.cluster.config import ClusterConfig, Server
 from disaggregated_inference.cluster.deploy.lock import machine_lock
 from disaggregated_inference.cluster.deploy.plan import MachinePlan, engine_of, expand, model_argument
 from disaggregated_inference.cluster.deploy.release import Release
-from disaggregated_inference.cluster.deploy.session import MachineSession, Outcome, Tell, on_machines
+from disaggregated_inference.cluster.deploy.session import MachineOutcome, MachineSession, Tell, on_machines
 from disaggregated_inference.cluster.services import MANAGERS, Place
 from disaggregated_inference.cluster.shell import path_word
 from disaggregated_inference.timeouts import DeployTimeouts
@@ -26,7 +26,7 @@ async def remove_machines(
     tell: Tell,
     models: bool = False,
     timeouts: DeployTimeouts = DeployTimeouts(),
-) -> list[Outcome[str]]:
+) -> list[MachineOutcome[str]]:
     async def work(session: MachineSession) -> str:
         async with machine_lock(session.shell, session.place.lock, "remove"):
             await _remove_services(session)

@@ -18,13 +18,13 @@ from disaggregated_inference.cluster.services import Place, Service
 from disaggregated_inference.cluster.services.report import ReportRequest
 from disaggregated_inference.errors import CommandFailed, DeployRefused
 
-Starts = Mapping[str, ServiceStart]
+ServiceStarts = Mapping[str, ServiceStart]
 
 _LOADED_AGAIN = ("node.pem", "node.key", "revoked.pem")  # of an identity: every service looks for changes
 _MOST_RESTARTS = 2  # of a service that starts: then its own error is the cause
 
 
-async def start_services(session: MachineSession, release: Release, services: Sequence[Service]) -> Starts:
+async def start_services(session: MachineSession, release: Release, services: Sequence[Service]) -> ServiceStarts:
     states = await session.states(release)
     await require_free_ports(session, release, [each for each in services if not states[each.name].is_running])
     starts = await session.before_start(release, services)
@@ -66,7 +66,7 @@ async def stop_services(session: MachineSession, release: Release, services: Seq
     await asyncio.gather(*scripts)
 
 
-async def restart_services(session: MachineSession, release: Release, services: Sequence[Service]) -> Starts:
+async def restart_services(session: MachineSession, release: Release, services: Sequence[Service]) -> ServiceStarts:
     """In one script each: a connection that breaks in between leaves nothing stopped."""
     manager, limit_s = session.manager(release), session.shell.timeouts.stop_s + session.shell.timeouts.command_s
     starts = await session.before_start(release, services)
@@ -76,7 +76,9 @@ async def restart_services(session: MachineSession, release: Release, services: 
     return starts
 
 
-async def wait_healthy(session: MachineSession, release: Release, services: Sequence[Service], starts: Starts) -> None:
+async def wait_healthy(
+    session: MachineSession, release: Release, services: Sequence[Service], starts: ServiceStarts
+) -> None:
     """Until all are healthy. A service that keeps ending is not waited for: its last words are the error."""
     manager, deadline = session.manager(release), time.monotonic() + session.shell.timeouts.healthy_s
     restarts = {name: start.restarts for name, start in starts.items()}

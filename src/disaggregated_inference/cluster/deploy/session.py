@@ -31,7 +31,7 @@ _UNEXPECTED = "unexpected error, please report it"
 _REPORT = "disaggregated_inference.cluster.services.report"
 
 
-class Outcome(NamedTuple, Generic[Result]):
+class MachineOutcome(NamedTuple, Generic[Result]):
     """What became of the work on one machine: a result, or an error."""
 
     machine: str
@@ -128,15 +128,15 @@ async def on_machines(
     work: Callable[[MachineSession], Awaitable[Result]],
     tell: Tell,
     timeouts: DeployTimeouts = DeployTimeouts(),
-) -> list[Outcome[Result]]:
+) -> list[MachineOutcome[Result]]:
     """The work on every machine, all at once."""
 
-    async def one(plan: MachinePlan) -> Outcome[Result]:
+    async def one(plan: MachinePlan) -> MachineOutcome[Result]:
         try:
             async with open_machine(plan, config, tell, timeouts) as session:
-                return Outcome(plan.name, await work(session), None)
+                return MachineOutcome(plan.name, await work(session), None)
         except Exception as error:  # of one machine, whatever it is: the others go on
-            return Outcome(plan.name, None, named(error, plan.name))
+            return MachineOutcome(plan.name, None, named(error, plan.name))
 
     return list(await asyncio.gather(*(one(plan) for plan in plans)))
 

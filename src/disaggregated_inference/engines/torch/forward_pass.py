@@ -21,7 +21,7 @@ from disaggregated_inference.kv import KVSlice
 
 ATTENTION_NAME = "disagg_arena"
 
-Pair = tuple[Tensor, Tensor]
+TensorPair = tuple[Tensor, Tensor]
 
 
 def _attention(
@@ -53,12 +53,12 @@ class PrefillPass:
         if emit:
             host.begin(sequence.length, sequence.length + tokens)
 
-    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> Pair:
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> TensorPair:
         rows = (key[0].transpose(0, 1), value[0].transpose(0, 1))
         window = self.arena.layout.layers[layer].window
         return self._sliding(layer, window, rows) if window else self._full(layer, rows)
 
-    def _full(self, layer: int, rows: Pair) -> Pair:
+    def _full(self, layer: int, rows: TensorPair) -> TensorPair:
         first = self.starts[0]
         at = first + self.begin
         stop = at + self.tokens
@@ -67,7 +67,7 @@ class PrefillPass:
         self._emit_slice(layer, self.begin, keys[at:stop], values[at:stop])
         return keys[first:stop], values[first:stop]
 
-    def _sliding(self, layer: int, window: int, rows: Pair) -> Pair:
+    def _sliding(self, layer: int, window: int, rows: TensorPair) -> TensorPair:
         stop = self.begin + self.tokens
         kept = max(self.begin, stop - window)
         before = self.arena.where(self.starts[window], window, max(0, self.begin - window + 1), self.begin)
@@ -148,7 +148,7 @@ class ChunkPass:
         self.arena, self.table, self.size, self.wrote = arena, table, size, wrote
         self.rows = table.rows[:size].long()
 
-    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> Pair:
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> TensorPair:
         keys, values = self.arena.keys[layer], self.arena.values[layer]
         keys.index_copy_(0, self.rows, key[0].transpose(0, 1))
         values.index_copy_(0, self.rows, value[0].transpose(0, 1))
@@ -172,7 +172,7 @@ class DecodePass:
         self._known: dict[int, Rows] = {}
         self._written = {window: places.rows(window)[0][:size].long() for window in places.windows}
 
-    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> Pair:
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> TensorPair:
         keys, values = self.arena.keys[layer], self.arena.values[layer]
         at = self._written[self.arena.layout.layers[layer].window]
         keys.index_copy_(0, at, key.squeeze(2))

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from disaggregated_inference.gateway.anthropic.requests import (
-    Block,
+    ContentBlock,
     MessagesRequest,
     TextBlock,
     ThinkingBlock,
@@ -117,7 +117,7 @@ class _OpenBlock(OpenContent):
     def finish(self, complete: bool) -> Iterator[Event]:
         yield {"type": "content_block_stop", "index": self.index}
 
-    def content(self, complete: bool) -> Block:
+    def content(self, complete: bool) -> ContentBlock:
         if isinstance(self.first, ToolCallStart):
             id = f"toolu_{self.first.id.removeprefix('call_')}"  # some programs check how an id begins
             return ToolUseBlock(id=id, name=self.first.name, input=_parsed_arguments(self.text))

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from disaggregated_inference.api import OutputFormat, RequestOptions
-from disaggregated_inference.api.sampling import ClientSalt, MaxTokens, Share, Stops, Temperature, TopK
+from disaggregated_inference.api.sampling import ClientSalt, MaxTokens, Probability, Stops, Temperature, TopK
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.chat import ChatRequest
 from disaggregated_inference.gateway.reasoning_effort import nearest_effort
@@ -65,15 +65,15 @@ class ImageBlock(_AnthropicStruct, frozen=True, kw_only=True, tag="image"):
         return data
 
 
-Block = ImageBlock | TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+ContentBlock = ImageBlock | TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
 
 
 class AnthropicMessage(_AnthropicStruct, frozen=True, kw_only=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[ContentBlock]
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[ContentBlock]:
         return [TextBlock(text=self.content)] if isinstance(self.content, str) else self.content
 
 
@@ -159,7 +159,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     max_tokens: MaxTokens
     stop_sequences: Stops | None = None
     temperature: Temperature | None = None
-    top_p: Share | None = None
+    top_p: Probability | None = None
     top_k: TopK | None = None
     stream: bool | None = None
     cache_salt: ClientSalt | None = None  # ours
@@ -232,7 +232,7 @@ def _result(block: ToolResultBlock, names: dict[str, str]) -> Message:
     return function_result(block.tool_use_id, names, text, "messages")
 
 
-def _text(content: str | Iterable[Block] | None) -> str:
+def _text(content: str | Iterable[ContentBlock] | None) -> str:
     if isinstance(content, str):
         return content
     return "".join(block.text for block in content or () if isinstance(block, TextBlock))

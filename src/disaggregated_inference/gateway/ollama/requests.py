@@ -10,8 +10,8 @@ from disaggregated_inference.api.sampling import (
     ClientSalt,
     Logprobs,
     Penalty,
+    Probability,
     RepetitionPenalty,
-    Share,
     Stops,
     Temperature,
 )
@@ -41,8 +41,8 @@ class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
     num_ctx: int | None = None  # ignored: a prompt may always fill the context window
     temperature: Temperature | None = None
     top_k: int | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
+    top_p: Probability | None = None
+    min_p: Probability | None = None
     repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None

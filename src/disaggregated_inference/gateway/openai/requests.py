@@ -15,9 +15,9 @@ from disaggregated_inference.api.sampling import (
     MaxTokens,
     MinTokens,
     Penalty,
+    Probability,
     RepetitionPenalty,
     Seed,
-    Share,
     Stops,
     StopString,
     Temperature,
@@ -31,7 +31,7 @@ from disaggregated_inference.gateway.validation import read_request
 
 _MAX_PROMPTS = 128
 
-TopK = Annotated[int, Meta(ge=-1, le=1 << 31)]  # -1: no limit, as in vLLM
+OpenAITopK = Annotated[int, Meta(ge=-1, le=1 << 31)]  # -1: no limit, as in vLLM
 Stop = StopString | Stops
 _LogitBias = Annotated[dict[TokenId, Bias], Meta(max_length=1024)]
 
@@ -84,9 +84,9 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
     n: Choices | None = None
     max_tokens: MaxTokens | None = None
     temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: TopK | None = None
-    min_p: Share | None = None
+    top_p: Probability | None = None
+    top_k: OpenAITopK | None = None
+    min_p: Probability | None = None
     seed: Seed | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None

@@ -16,8 +16,8 @@ from disaggregated_inference.gateway.openai.errors import responses_error_body a
 from disaggregated_inference.gateway.openai.responses_output import ResponseBuilder, new_response
 from disaggregated_inference.gateway.openai.responses_requests import (
     CreateResponse,
+    InputItem,
     InputMessage,
-    Item,
     ItemReference,
     as_listed,
     chat_request,
@@ -104,14 +104,14 @@ class Responses:
     def _stored(self, context: RequestContext) -> StoredResponse:
         return self._store.get(context.caller.name, context.request.path_params["id"])
 
-    def _prompt(self, owner: str, create: CreateResponse) -> tuple[Item, ...]:
+    def _prompt(self, owner: str, create: CreateResponse) -> tuple[InputItem, ...]:
         """All items that the model reads, those of earlier responses included."""
         text = create.input
         items = [InputMessage(role="user", content=text)] if isinstance(text, str) else text or []
         resolved = [self._resolve(owner, item) for item in items]
         return self._earlier(owner, create.previous_response_id) + tuple(map(as_listed, resolved))
 
-    def _earlier(self, owner: str, previous: str | None) -> tuple[Item, ...]:
+    def _earlier(self, owner: str, previous: str | None) -> tuple[InputItem, ...]:
         if previous is None:
             return ()
         try:
@@ -119,20 +119,20 @@ class Responses:
         except ResponseNotFound as error:
             field = "previous_response_id"
             raise PreviousResponseNotFound(f"{field}: {error}", param=field) from error
-        output: tuple[Item, ...] = stored.response.output
+        output: tuple[InputItem, ...] = stored.response.output
         return stored.prompt + output
 
-    def _resolve(self, owner: str, item: Item | ItemReference) -> Item:
+    def _resolve(self, owner: str, item: InputItem | ItemReference) -> InputItem:
         if not isinstance(item, ItemReference):
             return item
         stored = (known for each in self._store.owned(owner) for known in (*each.response.output, *each.prompt))
-        found: Item | None = next((known for known in stored if known.id == item.id), None)
+        found: InputItem | None = next((known for known in stored if known.id == item.id), None)
         if found is None:
             raise BadRequest(f"input: no item {item.id!r} is stored; send the item itself", param="input")
         return found
 
     async def _events(
-        self, context: RequestContext, prompt: tuple[Item, ...], builder: ResponseBuilder, chat: ChatRequest
+        self, context: RequestContext, prompt: tuple[InputItem, ...], builder: ResponseBuilder, chat: ChatRequest
     ) -> AsyncGenerator[list[Event | str], None]:
         """The response is stored before its last event is sent: a client may retrieve it from then on. A string is a
         comment."""
@@ -144,7 +144,7 @@ class Responses:
                     self._put(context, prompt, builder)
                 yield events
 
-    def _put(self, context: RequestContext, prompt: tuple[Item, ...], builder: ResponseBuilder) -> None:
+    def _put(self, context: RequestContext, prompt: tuple[InputItem, ...], builder: ResponseBuilder) -> None:
         if builder.response.store:
             self._store.put(context.caller.name, builder.response.id, prompt, builder.response)
 
@@ -153,7 +153,7 @@ def _encode(event: Event | str) -> bytes:
     return sse_comment(event) if isinstance(event, str) else encode_event(event)
 
 
-def _page(items: tuple[Item, ...], request: Request) -> dict[str, Any]:
+def _page(items: tuple[InputItem, ...], request: Request) -> dict[str, Any]:
     query = request.query_params
     limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
     if not limit.isdecimal() or not 1 <= int(limit) <= _MAX_PAGE:

@@ -14,8 +14,8 @@ from disaggregated_inference.gateway.openai.responses_requests import (
     CreateResponse,
     FunctionCall,
     FunctionTool,
+    InputItem,
     InputMessage,
-    Item,
     OutputText,
     Reasoning,
     ReasoningConfig,
@@ -49,7 +49,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     error: dict[str, str] | None = None
     incomplete_details: dict[str, str] | None = None
     model: str
-    output: tuple[Item, ...] = ()
+    output: tuple[InputItem, ...] = ()
     usage: dict[str, Any] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -176,10 +176,10 @@ class _OpenItem(OpenContent):
             yield self._event("content_part.done", part=self._part())
         yield self._item_event("done", "completed" if complete else "incomplete")
 
-    def content(self, complete: bool) -> Item:
+    def content(self, complete: bool) -> InputItem:
         return self._item("completed" if complete else "incomplete")
 
-    def _item(self, status: Status) -> Item:
+    def _item(self, status: Status) -> InputItem:
         parts = [] if status == "in_progress" else [self._part()]
         if isinstance(self.first, ToolCallStart):
             call = {"call_id": self.first.id, "name": self.first.name, "arguments": self.text}

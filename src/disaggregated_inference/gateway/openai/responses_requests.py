@@ -10,11 +10,11 @@ from typing import Any, Literal
 import msgspec
 
 from disaggregated_inference.api import OutputFormat, RequestOptions
-from disaggregated_inference.api.sampling import ClientSalt, MaxTokens, Seed, Share, Temperature
+from disaggregated_inference.api.sampling import ClientSalt, MaxTokens, Probability, Seed, Temperature
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.gateway.chat import ChatRequest
 from disaggregated_inference.gateway.openai.messages import image_data
-from disaggregated_inference.gateway.openai.requests import Stop, TopK
+from disaggregated_inference.gateway.openai.requests import OpenAITopK, Stop
 from disaggregated_inference.gateway.reasoning_effort import Effort, template_options
 from disaggregated_inference.gateway.tool_parsers.tools import (
     FunctionName,
@@ -103,7 +103,7 @@ class ItemReference(_ResponsesStruct, frozen=True, kw_only=True, tag="item_refer
     id: str
 
 
-Item = InputMessage | FunctionCall | FunctionCallOutput | Reasoning
+InputItem = InputMessage | FunctionCall | FunctionCallOutput | Reasoning
 _PREFIXES = {InputMessage: "msg", FunctionCall: "fc", FunctionCallOutput: "fco", Reasoning: "rs"}
 
 
@@ -150,7 +150,7 @@ class ReasoningConfig(_ResponsesStruct, frozen=True, kw_only=True):
 
 class CreateResponse(_ResponsesStruct, frozen=True, kw_only=True):
     model: str | None = None
-    input: str | list[Item | ItemReference] | None = None
+    input: str | list[InputItem | ItemReference] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[FunctionTool] | None = None
@@ -161,8 +161,8 @@ class CreateResponse(_ResponsesStruct, frozen=True, kw_only=True):
     max_output_tokens: MaxTokens | None = None
     max_tool_calls: int | None = None
     temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: TopK | None = None  # top_k, seed and stop are not OpenAI's; other servers have them
+    top_p: Probability | None = None
+    top_k: OpenAITopK | None = None  # top_k, seed and stop are not OpenAI's; other servers have them
     seed: Seed | None = None
     stop: Stop | None = None
     cache_salt: ClientSalt | None = None  # vLLM's
@@ -222,7 +222,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
-def as_listed(item: Item) -> Item:
+def as_listed(item: InputItem) -> InputItem:
     """With an id, and its text in parts."""
     item = msgspec.structs.replace(item, id=item.id or new_id(_PREFIXES[type(item)]), status=item.status or "completed")
     if isinstance(item, InputMessage) and isinstance(item.content, str):
@@ -231,7 +231,9 @@ def as_listed(item: Item) -> Item:
     return item
 
 
-def chat_request(create: CreateResponse, model: str, items: Iterable[Item], options: RequestOptions) -> ChatRequest:
+def chat_request(
+    create: CreateResponse, model: str, items: Iterable[InputItem], options: RequestOptions
+) -> ChatRequest:
     tools, choice = _tools(create)
     sampling: RequestOptions = {
         "max_tokens": create.max_output_tokens,
@@ -279,7 +281,7 @@ def _format(text: TextConfig | None) -> OutputFormat | None:
     return None
 
 
-def messages_of(instructions: str | None, items: Iterable[Item]) -> list[Message]:
+def messages_of(instructions: str | None, items: Iterable[InputItem]) -> list[Message]:
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     names: dict[str, str] = {}  # of functions, by call id
     for item in items:

@@ -29,7 +29,7 @@ _MAX_HEADER = 300
 _ALL = re.compile(r"(?s).*")
 
 Read = Callable[[TextBuffer], Waits[None]]
-Emit = Callable[[str], None]
+EmitText = Callable[[str], None]
 
 
 class Section:
@@ -73,7 +73,7 @@ class HarmonyParser(ToolParser):
         self._marks = {tokenizer.token_id(mark): mark for mark in _MARKS}
         self._decoded, self._tools = tokenizer.stream(), frozenset(tools)
         self._out, self._ended = ContentBuffer(), False
-        self._begun: set[Emit] = set()
+        self._begun: set[EmitText] = set()
         self._sections = deque([Section()])  # the prompt ends with <|start|>assistant: a recipient may follow
 
     def push(self, token: int | None, text: str) -> list[ContentDelta]:
@@ -139,7 +139,7 @@ class HarmonyParser(ToolParser):
         emit = self._out.reasoning if on and on[1] == "analysis" else self._out.text
         return lambda source: self._paragraph(source, emit)
 
-    def _paragraph(self, source: TextBuffer, emit: Emit) -> Waits[None]:
+    def _paragraph(self, source: TextBuffer, emit: EmitText) -> Waits[None]:
         """The content of a message. APIs have one text and one reasoning: a second message begins on a new line."""
         while not source.ahead and not source.ended:
             yield
@@ -179,7 +179,7 @@ class HarmonyParser(ToolParser):
             yield from JsonObjectReader(source, emit).read()
 
 
-def _copy_all(source: TextBuffer, emit: Emit) -> Waits[None]:
+def _copy_all(source: TextBuffer, emit: EmitText) -> Waits[None]:
     while not source.over:
         emit(source.take(_ALL))
         source.accept()

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from disaggregated_inference.kv.dtype import Array
-from disaggregated_inference.kv.prefix_cache.blocks import Address, Block, BlockShape, address, frozen, words
+from disaggregated_inference.kv.prefix_cache.blocks import Block, BlockAddress, BlockShape, address, frozen, words
 
 _FIXED = struct.Struct("<4sHxxI")
 _MAGIC, _VERSION = b"DKVP", 1
@@ -39,7 +39,7 @@ class Label(NamedTuple):
     """A block on disk: enough to decide whether to read it."""
 
     root: bytes
-    address: Address
+    address: BlockAddress
     positions: tuple[int, ...]
     size_bytes: int  # of its rows in memory
     file_bytes: int
@@ -113,7 +113,7 @@ def _read_meta(file: io.BufferedReader, checksum: xxhash.xxh3_64) -> tuple[Meta,
         raise Damaged(f"invalid header: {error}") from error
 
 
-def _named(meta: Meta) -> Address:
+def _named(meta: Meta) -> BlockAddress:
     """The address of a header, after checking its values."""
     try:
         named = address(bytes.fromhex(meta.parent), meta.start, words(meta.tokens))

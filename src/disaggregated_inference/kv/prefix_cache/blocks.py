@@ -30,7 +30,7 @@ Pair = tuple[Array, Array]  # keys, values
 Snapshot = tuple[Pair, ...]  # one pair per sliding layer
 
 
-class Address(NamedTuple):
+class BlockAddress(NamedTuple):
     """A run of tokens and everything before it. `tokens` are little-endian words, for hashing and comparing."""
 
     hash: bytes
@@ -50,21 +50,21 @@ class Address(NamedTuple):
     def token_ids(self) -> tuple[int, ...]:
         return tuple(np.frombuffer(self.tokens, _WORD).tolist())
 
-    def upto(self, stop: int) -> "Address":
+    def upto(self, stop: int) -> "BlockAddress":
         return address(self.parent, self.start, self.tokens[: (stop - self.start) * _WORD.itemsize])
 
 
-def address(parent: bytes, start: int, tokens: bytes) -> Address:
-    return Address(hashlib.blake2b(parent + tokens, digest_size=HASH_BYTES).digest(), parent, start, tokens)
+def address(parent: bytes, start: int, tokens: bytes) -> BlockAddress:
+    return BlockAddress(hashlib.blake2b(parent + tokens, digest_size=HASH_BYTES).digest(), parent, start, tokens)
 
 
 def words(tokens: Sequence[int]) -> bytes:
     return np.asarray(tokens, _WORD).tobytes()
 
 
-def chain(root: bytes, tokens: Sequence[int], block_tokens: int, salt: Salt = NO_SALT) -> list[Address]:
+def chain(root: bytes, tokens: Sequence[int], block_tokens: int, salt: Salt = NO_SALT) -> list[BlockAddress]:
     """The addresses of a sequence's blocks; the last block may be shorter."""
-    found: list[Address] = []
+    found: list[BlockAddress] = []
     data, size = words(tokens), block_tokens * _WORD.itemsize
     for number, at in enumerate(range(0, len(data), size)):
         parent = salt.parent(found[-1].hash if found else root, number, block_tokens)
@@ -72,7 +72,7 @@ def chain(root: bytes, tokens: Sequence[int], block_tokens: int, salt: Salt = NO
     return found
 
 
-def cut(addresses: list[Address], stop: int) -> list[Address]:
+def cut(addresses: list[BlockAddress], stop: int) -> list[BlockAddress]:
     """The same sequence, ending at `stop`."""
     return [each if each.stop <= stop else each.upto(stop) for each in addresses if each.start < stop]
 
@@ -137,7 +137,7 @@ class Block:
     """K and V of a run of tokens, each [full_layers, tokens, kv_heads, head_dim]. The arrays never change; the tree
     owns the links. `snapshots` is replaced, never modified: other threads read it."""
 
-    address: Address
+    address: BlockAddress
     keys: Array
     values: Array
     snapshots: dict[int, Snapshot] = field(default_factory=dict)

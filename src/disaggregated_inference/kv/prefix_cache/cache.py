@@ -16,8 +16,8 @@ from disaggregated_inference.kv.fingerprint import Fingerprint
 from disaggregated_inference.kv.prefix_cache.block_file import Label
 from disaggregated_inference.kv.prefix_cache.blocks import (
     MAX_SNAPSHOTS,
-    Address,
     Block,
+    BlockAddress,
     BlockShape,
     Match,
     Pair,
@@ -141,10 +141,10 @@ class PrefixCache:
         if self.disk:
             self.disk.close()
 
-    def _addresses(self, tokens: Sequence[int], salt: Salt) -> list[Address]:
+    def _addresses(self, tokens: Sequence[int], salt: Salt) -> list[BlockAddress]:
         return chain(self._root, tokens, self.block_tokens, salt) if self.limit_bytes else []
 
-    def _path(self, addresses: list[Address]) -> TreePath:
+    def _path(self, addresses: list[BlockAddress]) -> TreePath:
         now = self._clock()
         self._tree.evict_unused_since(now - self._max_age_s)
         path = self._tree.path(addresses, self._reach)
@@ -181,7 +181,9 @@ class PrefixCache:
             return stop
         return 0 if self._shape.windows else self._first(rows, stop) + room // self._shape.token_bytes
 
-    def _insertion(self, addresses: list[Address], rows: TreePath, tails: list[Tail], hold: Hold) -> Insertion | None:
+    def _insertion(
+        self, addresses: list[BlockAddress], rows: TreePath, tails: list[Tail], hold: Hold
+    ) -> Insertion | None:
         try:
             pairs = self._pairs(addresses, rows)
         except MemoryError:  # the limit exceeds the machine's memory: no reason to fail a request
@@ -199,7 +201,7 @@ class PrefixCache:
             release=partial(self._release, hold),
         )
 
-    def _pairs(self, addresses: list[Address], rows: TreePath) -> dict[int, Pair]:
+    def _pairs(self, addresses: list[BlockAddress], rows: TreePath) -> dict[int, Pair]:
         """Memory for the new blocks; pages are touched when rows arrive."""
         first = self._first(rows, addresses[-1].stop)
         new = [each for each in addresses if each.start >= first]
@@ -214,7 +216,7 @@ class PrefixCache:
             self._tree.release(hold)
 
     def _adopt(
-        self, hold: Hold, addresses: list[Address], blocks: dict[int, Block], snapshots: dict[int, Snapshot]
+        self, hold: Hold, addresses: list[BlockAddress], blocks: dict[int, Block], snapshots: dict[int, Snapshot]
     ) -> int:
         with self._lock:
             path = self._tree.grow(addresses, blocks)
@@ -230,7 +232,7 @@ class PrefixCache:
 
     # Loading from disk.
 
-    def _bring_back(self, addresses: list[Address], disk: DiskTier) -> None:
+    def _bring_back(self, addresses: list[BlockAddress], disk: DiskTier) -> None:
         """Load the best path's blocks into memory, up to the first that is damaged or does not fit."""
         with self._lock:
             path = self._tree.path(addresses, self._reach, disk)

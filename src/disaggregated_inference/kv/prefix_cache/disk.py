@@ -25,7 +25,7 @@ from disaggregated_inference.kv.prefix_cache.block_file import (
     read_label,
     write_block,
 )
-from disaggregated_inference.kv.prefix_cache.blocks import HASH_BYTES, Address, Block, BlockShape
+from disaggregated_inference.kv.prefix_cache.blocks import HASH_BYTES, Block, BlockAddress, BlockShape
 from disaggregated_inference.private_files import make_private, make_private_folder, private_opener
 from disaggregated_inference.timeouts import KVTimeouts
 
@@ -58,7 +58,7 @@ class DiskTier:
     def blocks(self) -> int:
         return len(self._labels)
 
-    def find(self, wanted: Address) -> Label | None:
+    def find(self, wanted: BlockAddress) -> Label | None:
         with self._lock:
             label = self._labels.get(wanted.hash)
         return label if label and label.address == wanted else None

@@ -11,8 +11,8 @@ from disaggregated_inference.kv.dtype import Array, KVDType, as_dtype
 from disaggregated_inference.kv.layout import KVLayout, KVSlice
 from disaggregated_inference.kv.prefix_cache.blocks import (
     MAX_SNAPSHOTS,
-    Address,
     Block,
+    BlockAddress,
     BlockShape,
     Pair,
     Snapshot,
@@ -21,7 +21,7 @@ from disaggregated_inference.kv.prefix_cache.blocks import (
     spans,
 )
 
-Adopt = Callable[[list[Address], dict[int, Block], dict[int, Snapshot]], int]
+Adopt = Callable[[list[BlockAddress], dict[int, Block], dict[int, Snapshot]], int]
 
 
 class Tail(NamedTuple):
@@ -41,7 +41,7 @@ class Insertion:
         layout: KVLayout,
         dtype: KVDType,
         block_tokens: int,
-        addresses: list[Address],
+        addresses: list[BlockAddress],
         held: int,
         pairs: dict[int, Pair],
         tails: list[Tail],
@@ -123,7 +123,7 @@ class Insertion:
             joined.append(np.concatenate([old, new]))
         tails.append(Tail(stop, *joined))
 
-    def _block(self, address: Address) -> Block:
+    def _block(self, address: BlockAddress) -> Block:
         """The rows of a block; a copy if it is incomplete, so that no unused memory stays allocated."""
         number = address.start // self._block_tokens
         pair = self._pairs[number]

@@ -13,20 +13,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from disaggregated_inference.kv.prefix_cache.block_file import Label
-from disaggregated_inference.kv.prefix_cache.blocks import MAX_SNAPSHOTS, Address, Block, Snapshot, shared_tokens
+from disaggregated_inference.kv.prefix_cache.blocks import MAX_SNAPSHOTS, Block, BlockAddress, Snapshot, shared_tokens
 from disaggregated_inference.kv.prefix_cache.disk import DiskTier
 
-Item = Block | Label
-Reach = Callable[[Address, Item], int]
+TreeItem = Block | Label
+Reach = Callable[[BlockAddress, TreeItem], int]
 
 
-def rows_reached(wanted: Address, item: Item) -> int:
+def rows_reached(wanted: BlockAddress, item: TreeItem) -> int:
     """The position up to which an item has the wanted rows; 0 if they share no token."""
     shared = shared_tokens(wanted.tokens, item.address.tokens)
     return wanted.start + shared if shared else 0
 
 
-def snapshot_reached(wanted: Address, item: Item) -> int:
+def snapshot_reached(wanted: BlockAddress, item: TreeItem) -> int:
     """The last such position at which the windows of sliding layers are known too."""
     reached = rows_reached(wanted, item) if item.positions else 0
     return max((position for position in item.positions if position <= reached), default=0)
@@ -36,7 +36,7 @@ def snapshot_reached(wanted: Address, item: Item) -> int:
 class TreePath:
     """Blocks from the start of a sequence, and how many of its tokens they cover."""
 
-    items: list[Item]
+    items: list[TreeItem]
     tokens: int
 
     @property
@@ -54,7 +54,7 @@ class Hold:
 
 class BlockTree:
     def __init__(self, root: bytes, limit_bytes: int) -> None:
-        self.root = Block(Address(root, b"", 0, b""), np.empty(0), np.empty(0))
+        self.root = Block(BlockAddress(root, b"", 0, b""), np.empty(0), np.empty(0))
         self.limit_bytes = limit_bytes
         self.blocks: OrderedDict[bytes, Block] = OrderedDict()  # the least recently used first
         self.size_bytes = 0  # of the blocks and of reserved memory
@@ -62,10 +62,10 @@ class BlockTree:
         self._held_bytes = 0
         self._pins: Counter[Block] = Counter()
 
-    def path(self, addresses: Sequence[Address], reach: Reach, disk: DiskTier | None = None) -> TreePath:
+    def path(self, addresses: Sequence[BlockAddress], reach: Reach, disk: DiskTier | None = None) -> TreePath:
         """Complete blocks as far as possible, then the child that reaches furthest. Goes back a level while no child
         reaches any position: there may be no snapshot there."""
-        items: list[Item] = []
+        items: list[TreeItem] = []
         for wanted in addresses:
             item = self._find(wanted) or (disk.find(wanted) if disk else None)
             if item is None:
@@ -131,7 +131,7 @@ class BlockTree:
             self.give(found, block.snapshots)
         return found
 
-    def grow(self, addresses: Sequence[Address], fresh: dict[int, Block]) -> list[Block]:
+    def grow(self, addresses: Sequence[BlockAddress], fresh: dict[int, Block]) -> list[Block]:
         """The path of a sequence, from existing and `fresh` blocks (by number), up to the first missing block."""
         path: list[Block] = []
         for number, wanted in enumerate(addresses):
@@ -149,17 +149,17 @@ class BlockTree:
         block.snapshots = dict([*block.snapshots.items(), *fresh.items()][-MAX_SNAPSHOTS:])
         self.size_bytes += block.size_bytes - before
 
-    def _find(self, wanted: Address) -> Block | None:
+    def _find(self, wanted: BlockAddress) -> Block | None:
         block = self.blocks.get(wanted.hash)
         return block if block and block.address == wanted else None
 
-    def _children(self, parent: Item, wanted: Address, disk: DiskTier | None) -> list[Item]:
+    def _children(self, parent: TreeItem, wanted: BlockAddress, disk: DiskTier | None) -> list[TreeItem]:
         """Those in memory first: of two that reach equally far, the first is taken. A block that is only on disk has
         no children in memory."""
         near = _rivals(parent, wanted) if isinstance(parent, Block) else []
         return [*near, *(disk.children(wanted.parent) if disk else ())]
 
-    def _covering(self, parent: Block, wanted: Address) -> Block | None:
+    def _covering(self, parent: Block, wanted: BlockAddress) -> Block | None:
         longer = (child for child in _rivals(parent, wanted) if child.address.tokens.startswith(wanted.tokens))
         return self._find(wanted) or next(longer, None)
 
@@ -190,6 +190,6 @@ class BlockTree:
         self.evicted += 1
 
 
-def _rivals(parent: Block, wanted: Address) -> list[Block]:
+def _rivals(parent: Block, wanted: BlockAddress) -> list[Block]:
     """The children of a block in the place of `wanted`, with the same salt."""
     return [child for child in parent.children.values() if child.address.parent == wanted.parent]

@@ -1,4 +1,4 @@
-"""The identity of weights, without reading all of them: two hashes, and a few values.
+"""What a fingerprint says of weights, without reading all of them: two hashes, and a few values.
 
 Hashes cover bytes, so they do not help if one side is quantized; values are compared up to the rounding error. Of Q and
 K only the first row is compared: a GGUF of a llama has the other rows in another order.
@@ -42,7 +42,7 @@ ROUNDING = {
 }
 
 
-def weights_identity(tensors: Iterable[StoredTensor], stored_as: str | None = None) -> Weights:
+def hash_weights(tensors: Iterable[StoredTensor], stored_as: str | None = None) -> Weights:
     """`stored_as` names the quantization; by default the most common dtype."""
     kept = (tensor for tensor in tensors if not tensor.name.endswith(_BUFFER_SUFFIX))
     ordered = sorted(kept, key=lambda tensor: tensor.name)

@@ -5,11 +5,11 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-Report = Callable[[str, float], None]
+OnStep = Callable[[str, float], None]
 
 
 @contextmanager
-def steps() -> Iterator[Report]:
+def steps() -> Iterator[OnStep]:
     """Yields `report(step, fraction)` for the download of the embedded model."""
     model = "smollm2:135m"
     console = Console(stderr=True)

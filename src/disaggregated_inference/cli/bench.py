@@ -15,7 +15,7 @@ Engines = Annotated[list[str] | None, typer.Option(help="torch, mlx or llamacpp;
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads of torch and llama.cpp; 0: their default.")]
 Output = Annotated[Path, typer.Option(help="Folder for the JSON files.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Runs; the best one counts.")]
-Tokens = Annotated[int, typer.Option(min=2, help="Tokens per completion.")]
+TokensOption = Annotated[int, typer.Option(min=2, help="Tokens per completion.")]
 Streams = Annotated[list[int] | None, typer.Option(min=1, help="Concurrent streams; repeatable. Default: 1, 32, 256.")]
 
 
@@ -107,7 +107,7 @@ def bench_serve(
     model: LocalModel = "smollm2",
     clients: Annotated[int, typer.Option(min=1, help="Concurrent clients.")] = 16,
     each: Annotated[int, typer.Option(min=1, help="Requests per client.")] = 3,
-    tokens: Tokens = 64,
+    tokens: TokensOption = 64,
     output: Output = _FOLDER,
 ) -> None:
     """Throughput and latency of a node compared with mlx_lm.server, with the same clients."""
@@ -119,7 +119,7 @@ def bench_serve(
 @bench_app.command("orchestrator")
 def bench_orchestrator(
     streams: Streams = None,
-    tokens: Tokens = 64,
+    tokens: TokensOption = 64,
     requests: Annotated[int, typer.Option(min=1, help="Requests per number of streams; at least two rounds.")] = 96,
     predictions: Annotated[int, typer.Option(min=1, help="Requests with a predicted first token, in two series.")] = 60,
     output: Output = _FOLDER,
@@ -151,7 +151,7 @@ def bench_cluster(
 @bench_app.command("gateway")
 def bench_gateway(
     streams: Streams = None,
-    tokens: Tokens = 256,
+    tokens: TokensOption = 256,
     requests: Annotated[int, typer.Option(min=1, help="Requests per number of streams; at least two per stream.")] = 96,
     litellm: Annotated[str, typer.Option(help="Environment with litellm[proxy], to measure it as well.")] = "",
     dashboards: Annotated[
