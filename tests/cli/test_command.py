@@ -80,6 +80,7 @@ def test_every_option_is_a_setting() -> None:
         assert set(inspect.signature(command).parameters) - own == set(settings.__struct_fields__)
 
 
+@pytest.mark.slow
 def test_two_copies_are_one_model_or_not(tmp_path: Path, smollm2: ModelFiles, smollm2_gguf: Path) -> None:
     there = tmp_path / "there.json"
     there.write_text(run_forked("models", "inspect", str(smollm2_gguf), "--json").stdout)

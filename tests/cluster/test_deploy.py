@@ -193,6 +193,7 @@ def test_ctrl_c_says_how_to_go_on(file: Path, tmp_path: Path) -> None:
     assert until(lambda: not (tmp_path / "my disagg" / "lock").is_symlink(), 60)
 
 
+@pytest.mark.slow
 def test_where_nothing_is_deployed(file: Path) -> None:
     """Every command says so."""
     for command, words in (
@@ -204,6 +205,7 @@ def test_where_nothing_is_deployed(file: Path) -> None:
     assert "nothing was deployed there yet" in disagg("cluster", "audit", "-c", str(file)).stdout
 
 
+@pytest.mark.slow
 def test_a_machine_that_cannot_be_asked_is_an_error_of_every_command(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     servers = [{"host": "127.0.0.1", "machine": "away", "model": "q"}]

@@ -191,6 +191,7 @@ def test_the_sender(noise: bytes, how: str, kind: int) -> None:
 @given(
     st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.dictionaries(st.text(), inner))
 )
+@pytest.mark.slow
 def test_the_handshake(content: object) -> None:
     """JSON of any shape where HELLO belongs: never admitted, never a crash."""
     with tcp_pair() as (near, far):

@@ -237,6 +237,7 @@ def test_gguf_and_safetensors_of_one_model_are_one_model(smollm2: ModelFiles, sm
     assert raw.fingerprint.weights.format != smollm2.fingerprint.weights.format
 
 
+@pytest.mark.slow
 def test_dequantization_equals_the_reference(smollm2_gguf: Path) -> None:
     ours, reference = GGUFFile(smollm2_gguf), gguf.GGUFReader(smollm2_gguf)
     assert len(ours.tensors) == len(reference.tensors)

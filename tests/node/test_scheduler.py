@@ -84,6 +84,7 @@ def test_a_model_that_does_not_load() -> None:
         Scheduler(load)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_process_exits_cleanly(tiny_folder: Folder) -> None:
     """MLX aborts a process in which a thread ended with its streams. Three times over: it did so one time in five."""
     code = (
