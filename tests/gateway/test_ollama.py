@@ -433,7 +433,7 @@ def test_think_becomes_a_template_option(plain: ModelTokenizer) -> None:
 
 
 def with_template(tokenizer: ModelTokenizer, template: str) -> ModelTokenizer:
-    return ModelTokenizer.from_dict(tokenizer.to_dict() | {"chat_template": template})
+    return ModelTokenizer.from_json(tokenizer.json, template, tokenizer.special)
 
 
 def test_options_are_converted() -> None:

@@ -98,6 +98,7 @@ from disaggregated_inference.api.status import (
     StartLine,
     StoredModel,
     TicketEndings,
+    TokenizerContent,
 )
 from disaggregated_inference.api.validation import (
     convert,
@@ -189,6 +190,7 @@ __all__ = [
     "TicketEndings",
     "TokenEvent",
     "TokenLogprob",
+    "TokenizerContent",
     "TopLogprob",
     "Usage",
     "body_is_proven",

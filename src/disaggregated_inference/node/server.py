@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from disaggregated_inference.api import NodeHealth, Role
+from disaggregated_inference.api import NodeHealth, Role, StartLine
 from disaggregated_inference.engines import Engine, file_kind, load_engine, require_engine
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.http import Announce, announce_as_json, is_loopback
@@ -46,7 +46,7 @@ ROLES = {"prefill": 8000, "decode": 8001, "both": 8001}
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The options of `disagg serve`. 0 or empty: a default that suits engine and machine."""
 
-    role: str = "both"
+    role: Role = "both"
     model: str = "smollm2"
     engine: str = ""
     profile: str = ""
@@ -105,10 +105,9 @@ def run_node(settings: NodeSettings, announce: Announce = announce_as_json) -> N
     require_token([settings.host, *kv_hosts], trust, settings.insecure)
     _warn_of_loopback(settings.host, kv_hosts)
     _require_free((settings.host, port), addresses, "--kv-address" if settings.kv_address else "--host")
-    role: Role = "prefill" if settings.role == "prefill" else "decode" if settings.role == "decode" else "both"
     model, engine = _model_name(settings), _engine_name(settings)
-    health = NodeHealth(status="loading", loaded=False, role=role, model=model, backend=engine)
-    announce("start", role=role, model=model, engine=engine, profile=settings.profile)
+    health = NodeHealth(status="loading", loaded=False, role=settings.role, model=model, backend=engine)
+    announce(StartLine(event="start", role=settings.role, model=model, engine=engine, profile=settings.profile))
 
     def load(begin: Begin) -> Node:
         return (vllm.load if vllm else _load_node)(settings, addresses, begin, trust)

@@ -21,8 +21,10 @@ from disaggregated_inference.api import (
     NodeStatus,
     QueueDepth,
     Rates,
+    Role,
     SlotStatus,
     StoredModel,
+    TokenizerContent,
 )
 from disaggregated_inference.errors import (
     DisaggError,
@@ -49,7 +51,7 @@ class OllamaNode:
     def __init__(
         self,
         ollama: OllamaClient,
-        role: str,
+        role: Role,
         max_window: int,
         keep_alive: str,
         slots: int,
@@ -194,7 +196,7 @@ class OllamaNode:
             "ollama": {"url": self.ollama.url, "version": self.version, "running": running},
         }
 
-    async def tokenizer(self) -> dict[str, Any]:
+    async def tokenizer(self) -> TokenizerContent:
         raise NotOffered("Ollama does not share its tokenizer: send it text")
 
     async def model_info(self) -> ModelInfo:

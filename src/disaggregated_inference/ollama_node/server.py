@@ -3,6 +3,9 @@
 import asyncio
 from urllib.parse import urlsplit
 
+import msgspec
+
+from disaggregated_inference.api import StartLine
 from disaggregated_inference.http import Announce, HttpServer, is_loopback, require_free_port
 from disaggregated_inference.node import NodeSettings, open_trust, peer_tls, require_token, require_trusted_link
 from disaggregated_inference.observe import ReadingsSampler
@@ -31,11 +34,18 @@ def run_ollama_node(settings: NodeSettings, port: int, announce: Announce) -> No
     node.readings = ReadingsSampler("gpu" if here else "elsewhere", NodeTimeouts().readings_s).start()
     require_free_port(settings.host, port)
     asyncio.run(node.require_model())
-    about = {"role": settings.role, "model": settings.model, "backend": "ollama", "host": settings.host}
-    about |= {"scheme": "https"} if trust.identity else {}
+    ready = StartLine(
+        event="ready",
+        role=settings.role,
+        model=settings.model,
+        host=settings.host,
+        scheme="https" if trust.identity else "http",
+        backend="ollama",
+        ollama=ollama.url,
+    )
 
     def on_stop() -> None:
-        announce("stopping")
+        announce(StartLine(event="stopping"))
         node.drain()
 
     HttpServer(
@@ -43,7 +53,7 @@ def run_ollama_node(settings: NodeSettings, port: int, announce: Announce) -> No
         settings.host,
         port,
         settings.drain_s,
-        on_ready=lambda port: announce("ready", port=port, **about, ollama=ollama.url),
+        on_ready=lambda port: announce(msgspec.structs.replace(ready, port=port)),
         on_stop=on_stop,
         lifespan="auto",
         **peer_tls(trust.identity),
