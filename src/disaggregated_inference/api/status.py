@@ -1,6 +1,6 @@
 """What a node says of itself: `/health`, `/status` and `/model`."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -112,6 +112,24 @@ class StartLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seconds: float | None = None
 
 
+class LoadedModel(msgspec.Struct, frozen=True):
+    """A model in Ollama's memory, of its `/api/ps`."""
+
+    name: str = ""
+    model: str = ""
+    size: int = 0
+    size_vram: int = 0
+    digest: str = ""
+    expires_at: str = ""
+    context_length: int = 0  # 0: an old version
+
+
+class OllamaStatus(msgspec.Struct, frozen=True, kw_only=True):
+    url: str = ""
+    version: str = ""
+    running: LoadedModel | None = None
+
+
 class NodeHealth(msgspec.Struct, frozen=True, kw_only=True):
     """`/health`. A node of another version may say more, or less."""
 
@@ -123,7 +141,7 @@ class NodeHealth(msgspec.Struct, frozen=True, kw_only=True):
     epoch: str = ""  # of this run: a restarted node has another
     stalled_s: Amount = 0.0  # how long the engine has been at one call
     reason: str | UnsetType = UNSET  # why it is unhealthy
-    ollama: dict[str, Any] | UnsetType = UNSET  # of a node in front of one
+    ollama: OllamaStatus | UnsetType = UNSET  # of a node in front of one
 
 
 class NodeStatus(NodeHealth, frozen=True, kw_only=True):
