@@ -35,6 +35,7 @@ EXCEPTIONS = {
     **dict.fromkeys(
         (
             "disaggregated_inference/cli/serve.py",
+            "disaggregated_inference/defaults.py",
             "disaggregated_inference/doctor/paths.py",
             "disaggregated_inference/gateway/cluster/history_query.py",
             "disaggregated_inference/kv_transfer/stall_limit.py",

@@ -140,6 +140,8 @@ def test_bad_options_are_usage_errors() -> None:
     ("arguments", "message"),
     [
         (("generate", "hi", "--temperature", "-1"), "Invalid value for '--temperature'"),
+        (("generate", "hi", "--temperature", "1000"), "Invalid value for '--temperature'"),
+        (("generate", "hi", "--timeout", "100000"), "Invalid value for '--timeout'"),
         (("generate", "hi", "--no-such-option"), "No such option"),
         (("models", "inspect"), "Missing argument"),
         (("config", "check", "a", "--config", "b"), "the file is given twice"),

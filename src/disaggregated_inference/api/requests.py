@@ -22,6 +22,7 @@ from disaggregated_inference.api.sampling import (
     TokenId,
     WaitSeconds,
 )
+from disaggregated_inference.defaults import TEMPERATURE
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.kv import Salt
 
@@ -31,7 +32,6 @@ MAX_KV_ADDRESSES = 16
 KVSecurity = Literal["tls", "authenticated", "plain"]  # of KV connections, the strongest first
 CallerName = Annotated[str, msgspec.Meta(max_length=100)]
 LocalPrefill = Literal["auto", "never", "always"]
-DEFAULT_TEMPERATURE = 0.2
 DEFAULT_NODE_TOKENS = 256  # of an answer, where a request to a node names no limit
 
 
@@ -227,7 +227,7 @@ class GenerateRequest(SamplingParams, frozen=True, kw_only=True, forbid_unknown_
     messages: list[dict[str, Any]] | None = None
     tokens: list[TokenId] | None = None
     template: dict[str, Any] = msgspec.field(default_factory=dict)
-    temperature: Temperature = DEFAULT_TEMPERATURE
+    temperature: Temperature = TEMPERATURE
     timeout: Seconds | None = None
     priority: int = 0
     caller: CallerName = ""

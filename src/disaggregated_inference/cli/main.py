@@ -42,6 +42,7 @@ from disaggregated_inference.cli.serve_arguments import (
     VllmSocket,
     VllmUrl,
 )
+from disaggregated_inference.defaults import KV_PORT
 from disaggregated_inference.errors import DisaggError
 
 app = typer.Typer(
@@ -287,7 +288,7 @@ def serve(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: chosen for the machine.")] = "",
     chunk: Annotated[int, typer.Option(min=0, help="Prompt tokens per chunk; 0: chosen for the machine.")] = 0,
     threads: EngineThreadCount = 0,
-    kv_port: KVPort = 8100,
+    kv_port: KVPort = KV_PORT,
     kv_address: KVAddresses = None,
     lease_s: LeaseSeconds = 60.0,
     kv_streams: Annotated[int, typer.Option(min=1, max=64, help="Connections per KV transfer.")] = 4,

@@ -4,9 +4,13 @@ from typing import Annotated
 
 import typer
 
+from disaggregated_inference.defaults import DECODE_PORT, PREFILL_PORT
+
 NodePort = Annotated[
     int | None,
-    typer.Option(min=0, max=65535, help="HTTP port; 0: any free port. Default: 8000 for prefill, else 8001."),
+    typer.Option(
+        min=0, max=65535, help=f"HTTP port; 0: any free port. Default: {PREFILL_PORT} for prefill, else {DECODE_PORT}."
+    ),
 ]
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Allow an address other than loopback without identity and token.")

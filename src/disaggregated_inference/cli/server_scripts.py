@@ -5,6 +5,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from disaggregated_inference.defaults import PORTS
 from disaggregated_inference.errors import DisaggError
 
 if TYPE_CHECKING:
@@ -66,12 +67,11 @@ def _run(arguments: argparse.Namespace, role: "Role", engine: str) -> None:
 
 
 def _parser(description: str, role: "Role", engine: str) -> argparse.ArgumentParser:
-    port = 8000 if role == "prefill" else 8001
     epilog = f"The same as `disagg serve --role {role} --engine {engine}`, which has more options."
     parser = argparse.ArgumentParser(description=description, epilog=epilog)
     parser.add_argument("--model", default=MODEL, help="default: %(default)s")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=_port, default=port, help="default: %(default)s; 0: any free port")
+    parser.add_argument("--port", type=_port, default=PORTS[role], help="default: %(default)s; 0: any free port")
     parser.add_argument("--token", default="", help=argparse.SUPPRESS)  # refused, with the reason
     parser.add_argument("--token-file", default="", metavar="FILE", help="file that contains the token")
     parser.add_argument("--identity", default="", metavar="DIR", help="folder with this machine's certificate")

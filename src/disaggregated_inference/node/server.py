@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from disaggregated_inference.api import NodeHealth, Role, StartLine
+from disaggregated_inference.defaults import KV_PORT, PORTS
 from disaggregated_inference.engines import Engine, file_kind, load_engine, require_engine
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.http import Announce, announce_as_json, is_loopback
@@ -40,8 +41,6 @@ log = logging.getLogger(__name__)
 
 _VLLM_OPTIONS = ("vllm_python", "vllm_url", "vllm_args", "vllm_socket")
 
-ROLES = {"prefill": 8000, "decode": 8001, "both": 8001}
-
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The options of `disagg serve`. 0 or empty: a default that suits engine and machine."""
@@ -52,7 +51,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     profile: str = ""
     host: str = "127.0.0.1"
     port: int | None = None
-    kv_port: int = 8100
+    kv_port: int = KV_PORT
     kv_address: tuple[str, ...] = ()
     token: str = ""
     insecure: bool = False
@@ -87,11 +86,11 @@ def run_node(settings: NodeSettings, announce: Announce = announce_as_json) -> N
     """Load, warm up, and serve until a signal. The port answers `loading` meanwhile."""
     log_to_stderr(settings.log_level)
     warn_of_open(default_home())
-    if settings.role not in ROLES:
-        raise BadRequest(f"unknown role {settings.role!r}: use {', '.join(ROLES)}")
+    if settings.role not in PORTS:
+        raise BadRequest(f"unknown role {settings.role!r}: use {', '.join(PORTS)}")
     if settings.kv_codec not in CODECS:
         raise BadRequest(f"unknown codec {settings.kv_codec!r}: use {', '.join(CODECS)}")
-    port = ROLES[settings.role] if settings.port is None else settings.port
+    port = PORTS[settings.role] if settings.port is None else settings.port
     if settings.engine == "ollama":
         from disaggregated_inference.ollama_node import run_ollama_node
 

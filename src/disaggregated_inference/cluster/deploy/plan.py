@@ -12,11 +12,11 @@ from disaggregated_inference.cluster.machines import ClusterMachine
 from disaggregated_inference.cluster.reader import did_you_mean, join_address, quote, split_address
 from disaggregated_inference.cluster.services import Place, Service
 from disaggregated_inference.cluster.ssh import LOCAL, SshTarget
+from disaggregated_inference.defaults import KV_PORT
 from disaggregated_inference.errors import ConfigError
 from disaggregated_inference.timeouts import DeployTimeouts
 
 GATEWAY = "disagg-gateway"
-KV_PORT = 8100  # the default of `disagg serve --kv-port`
 _EXTRAS = {"torch": "torch", "mlx": "mlx", "llamacpp": "llamacpp"}
 _WITHOUT_EXTRA = ("simulated", "ollama", "vllm")
 _PREFILL_ENGINE, _DECODE_ENGINE = "torch", "mlx"  # the defaults of `disagg serve`
