@@ -103,6 +103,7 @@ from disaggregated_inference.api.status import (
     TokenizerContent,
 )
 from disaggregated_inference.api.validation import (
+    Misfit,
     convert,
     generate_request,
     invalid,
@@ -150,6 +151,7 @@ __all__ = [
     "LatencyStatus",
     "LoadedModel",
     "LocalPrefill",
+    "Misfit",
     "ModelIdentity",
     "ModelInfo",
     "ModelSummary",

@@ -24,7 +24,7 @@ async def read_body(request: Request, kind: type[Body], limit_bytes: int = BODY_
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise invalid(error) from error
+        raise invalid(error, kind) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
 
