@@ -5,21 +5,11 @@ from typing import Annotated
 
 import typer
 
-from disaggregated_inference.cli.arguments import AsJson, ClusterTokenFile
+from disaggregated_inference.cli.arguments import AsJson, ClusterTokenFile, Config
 from disaggregated_inference.defaults import MAX_REQUEST_S, MAX_TEMPERATURE, MAX_TOKENS, TEMPERATURE
 
 cluster_app = typer.Typer()
 
-Config = Annotated[
-    str | None,
-    typer.Option(
-        "--config",
-        "-c",
-        envvar="DISAGG_CONFIG",
-        metavar="PATH",
-        help="Cluster file. Default: ./cluster.json, then ./cluster.toml.",
-    ),
-]
 Model = Annotated[
     str | None,
     typer.Option("--model", "-m", metavar="NAME", help="Model of the cluster. Not needed if there is only one."),

@@ -5,21 +5,22 @@ import re
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from disaggregated_inference.api import NodeHealth, Role, StartLine
 from disaggregated_inference.defaults import KV_PORT, PORTS
 from disaggregated_inference.engines import Engine, file_kind, load_engine, require_engine
+from disaggregated_inference.engines.simulated import parse_profile
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.http import Announce, announce_as_json, is_loopback
 from disaggregated_inference.identity import open_identity
-from disaggregated_inference.kv import require_dtype
+from disaggregated_inference.kv import KVDType
 from disaggregated_inference.kv.prefix_cache import DiskTier
-from disaggregated_inference.kv_transfer import CODECS, Address
+from disaggregated_inference.kv_transfer import Address
 from disaggregated_inference.logs import log_to_stderr
-from disaggregated_inference.models import ModelFiles, ModelStore, default_home
+from disaggregated_inference.models import ModelFiles, ModelStore, bare_name, default_home
 from disaggregated_inference.node.decode import DecodeNode
 from disaggregated_inference.node.engine_threads import EngineThreads
 from disaggregated_inference.node.kv_listener import listen, parse_address
@@ -58,7 +59,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     identity: str = ""
     trusted_link: str = ""
     kv_security: str = ""
-    dtype: str = ""
+    dtype: KVDType | None = None
     chunk: int = 0
     threads: int = 0
     lease_s: float = 60.0
@@ -86,24 +87,23 @@ def run_node(settings: NodeSettings, announce: Announce = announce_as_json) -> N
     """Load, warm up, and serve until a signal. The port answers `loading` meanwhile."""
     log_to_stderr(settings.log_level)
     warn_of_open(default_home())
-    if settings.role not in PORTS:
-        raise BadRequest(f"unknown role {settings.role!r}: use {', '.join(PORTS)}")
-    if settings.kv_codec not in CODECS:
-        raise BadRequest(f"unknown codec {settings.kv_codec!r}: use {', '.join(CODECS)}")
     port = PORTS[settings.role] if settings.port is None else settings.port
     if settings.engine == "ollama":
         from disaggregated_inference.ollama_node import run_ollama_node
 
         return run_ollama_node(settings, port, announce)
     vllm = _vllm_loader(settings)
+    if not vllm:
+        _require_possible(settings)
     trust = open_trust(settings)
     hosts = settings.kv_address or [settings.host] if settings.role != "decode" else []
-    addresses = [parse_address(text, settings.kv_port, min_port=0) for text in hosts]
+    host_option = "--kv-address" if settings.kv_address else "--host"
+    addresses = [parse_address(text, settings.kv_port, host_option, min_port=0) for text in hosts]
     kv_hosts = [host for host, _ in addresses]
     require_trusted_link([settings.host, *kv_hosts], kv_hosts, trust)
     require_token([settings.host, *kv_hosts], trust, settings.insecure)
     _warn_of_loopback(settings.host, kv_hosts)
-    _require_free((settings.host, port), addresses, "--kv-address" if settings.kv_address else "--host")
+    _require_free((settings.host, port), addresses, host_option)
     model, engine = _model_name(settings), _engine_name(settings)
     health = NodeHealth(status="loading", loaded=False, role=settings.role, model=model, backend=engine)
     announce(StartLine(event="start", role=settings.role, model=model, engine=engine, profile=settings.profile))
@@ -125,6 +125,18 @@ def _vllm_loader(settings: NodeSettings) -> "VllmLoader | None":
     from disaggregated_inference.vllm_node import VllmLoader
 
     return VllmLoader(settings)
+
+
+def _require_possible(settings: NodeSettings) -> None:
+    """What is wrong with the options shows before the node announces itself."""
+    engine = _engine_name(settings)
+    require_engine(engine)
+    if settings.profile and engine != "simulated":
+        raise BadRequest(f"--profile needs --engine simulated, not {engine}")
+    family, _, shape = bare_name(_model_name(settings)).lower().partition(":")
+    if settings.profile and family == "simulated":
+        parse_profile(settings.profile, shape)
+    _memory_of(settings)
 
 
 def open_trust(settings: NodeSettings) -> Trust:
@@ -204,25 +216,14 @@ def require_token(hosts: list[str], trust: Trust, insecure: bool) -> None:
 
 
 def _load(settings: NodeSettings, begin: Begin) -> tuple[ModelFiles, KVMemory, EngineThreads | None]:
-    engine = _engine_name(settings)
-    require_engine(engine)
-    if settings.profile and engine != "simulated":
-        raise BadRequest(f"--profile needs --engine simulated, not {engine}")
-    kv_bytes, prefix_bytes = parse_size(settings.kv_memory), parse_size(settings.prefix_memory)
-    disk_bytes = parse_size(settings.prefix_disk_size)
-    name = _model_name(settings)
+    engine, name, memory = _engine_name(settings), _model_name(settings), _memory_of(settings)
     begin(f"looking for {name}")
     files = ModelStore().resolve(name, lambda step, part: begin(f"{name}: {step} {part:.0%}"), file_kind(engine))
-    options: dict[str, Any] = {"dtype": require_dtype(settings.dtype)} if settings.dtype else {}
+    options: dict[str, Any] = {"dtype": settings.dtype} if settings.dtype else {}
     if settings.profile:
         options["profile"] = settings.profile
-    if kv_bytes is not None:
-        prefix_bytes = kv_bytes // 4 if prefix_bytes is None else prefix_bytes
-        if prefix_bytes >= kv_bytes:
-            raise BadRequest("--prefix-memory must be smaller than --kv-memory")
-        options["kv_bytes"] = kv_bytes - prefix_bytes
-    if settings.prefix_disk and prefix_bytes == 0:
-        raise BadRequest("--prefix-disk needs memory for prefixes: leave out --prefix-memory 0")
+    if memory.request_bytes is not None:
+        options["kv_bytes"] = memory.request_bytes
 
     first_load = [files]
     threads = None if engine == "simulated" else EngineThreads(settings.threads)
@@ -238,14 +239,14 @@ def _load(settings: NodeSettings, begin: Begin) -> tuple[ModelFiles, KVMemory, E
         warm_up(loaded)
         return loaded
 
-    disk = DiskTier(Path(settings.prefix_disk).expanduser(), disk_bytes or 0) if settings.prefix_disk else None
+    disk = DiskTier(Path(settings.prefix_disk).expanduser(), memory.disk_bytes) if settings.prefix_disk else None
     # Prompts are interleaved, so that a long one does not starve short ones; fewer where decode steps run in between.
     scheduler = Scheduler(load, max_running=8 if settings.role == "prefill" else 2)
     try:
         kv_memory = KVMemory(
             scheduler,
-            options.get("kv_bytes", 0),
-            prefix_bytes,
+            memory.request_bytes or 0,
+            memory.prefix_bytes,
             disk,
             settings.queue,
             both_roles=settings.role == "both",
@@ -268,11 +269,32 @@ def _model_name(settings: NodeSettings) -> str:
     return "simulated:tiny" if simulated else settings.model
 
 
-def parse_size(text: str) -> int | None:
+class _Memory(NamedTuple):
+    """None: chosen from the free memory."""
+
+    request_bytes: int | None
+    prefix_bytes: int | None
+    disk_bytes: int
+
+
+def _memory_of(settings: NodeSettings) -> _Memory:
+    kv_bytes = parse_size(settings.kv_memory, "--kv-memory")
+    prefix_bytes = parse_size(settings.prefix_memory, "--prefix-memory")
+    disk_bytes = parse_size(settings.prefix_disk_size, "--prefix-disk-size") or 0
+    if kv_bytes is not None:
+        prefix_bytes = kv_bytes // 4 if prefix_bytes is None else prefix_bytes
+        if prefix_bytes >= kv_bytes:
+            raise BadRequest("--prefix-memory must be smaller than --kv-memory")
+    if settings.prefix_disk and prefix_bytes == 0:
+        raise BadRequest("--prefix-disk needs memory for prefixes: leave out --prefix-memory 0")
+    return _Memory(None if kv_bytes is None else kv_bytes - (prefix_bytes or 0), prefix_bytes, disk_bytes)
+
+
+def parse_size(text: str, option: str) -> int | None:
     """Bytes: `512M`, `8G`, `1.5T`, or a plain number; None for an empty text."""
     if not text:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if not found:
-        raise BadRequest(f"{text!r} is not a size: give bytes, or a number with K, M, G or T")
+        raise BadRequest(f"{option}: {text!r} is not a size: give bytes, or a number with K, M, G or T")
     return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
