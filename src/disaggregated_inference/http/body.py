@@ -81,7 +81,7 @@ def _announced_bytes(request: Request) -> int:
     return int(header[:20]) if header.isascii() and header.isdigit() else 0
 
 
-def http_timeouts(request: Request) -> HttpTimeouts:
-    """What the app was configured with, or the defaults."""
-    timeouts: HttpTimeouts = getattr(request.app.state, "http_timeouts", None) or HttpTimeouts()
+def http_timeouts(request: Request, usual: HttpTimeouts = HttpTimeouts()) -> HttpTimeouts:
+    """What the app was configured with; in an app without our server, the usual ones."""
+    timeouts: HttpTimeouts = getattr(request.app.state, "http_timeouts", usual)
     return timeouts

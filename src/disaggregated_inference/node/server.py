@@ -199,9 +199,9 @@ def _load_node(settings: NodeSettings, addresses: list[Address], begin: Begin, t
         raise
 
 
-def start_readings(engine: Engine) -> ReadingsSampler:
+def start_readings(engine: Engine, every_s: float = NodeTimeouts().readings_s) -> ReadingsSampler:
     computes: Computes = "nothing" if engine.name == "simulated" else "cpu" if engine.threads else "gpu"
-    return ReadingsSampler(computes, NodeTimeouts().readings_s).start()
+    return ReadingsSampler(computes, every_s).start()
 
 
 def require_token(hosts: list[str], trust: Trust, insecure: bool) -> None:

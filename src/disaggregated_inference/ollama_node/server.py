@@ -15,7 +15,9 @@ from disaggregated_inference.ollama_node.routes import ollama_app
 from disaggregated_inference.timeouts import NodeTimeouts
 
 
-def run_ollama_node(settings: NodeSettings, port: int, announce: Announce) -> None:
+def run_ollama_node(
+    settings: NodeSettings, port: int, announce: Announce, readings_s: float = NodeTimeouts().readings_s
+) -> None:
     """Serve until a signal. Memory, queue and cache are Ollama's."""
     ollama = OllamaClient(settings.ollama_host, settings.model)
     node = OllamaNode(
@@ -31,7 +33,7 @@ def run_ollama_node(settings: NodeSettings, port: int, announce: Announce) -> No
     require_token([settings.host], trust, settings.insecure)
     node.identity, node.trusted_link = trust.identity.name if trust.identity else "", trust.trusted_link
     here = is_loopback(urlsplit(ollama.url).hostname or "")
-    node.readings = ReadingsSampler("gpu" if here else "elsewhere", NodeTimeouts().readings_s).start()
+    node.readings = ReadingsSampler("gpu" if here else "elsewhere", readings_s).start()
     require_free_port(settings.host, port)
     asyncio.run(node.require_model())
     ready = StartLine(
