@@ -29,6 +29,7 @@ FIELDS = [
     ("Rates", "decode", TEXT_SIDES),
     ("Rate", "tokens_per_s", SIDES),
     ("StartLine", "kv_addresses", ("node", "cli")),
+    ("StartLine", "ollama", ("ollama_node", "cli")),
     ("StartLine", "url", ("gateway", "cli")),
     ("TokenizerContent", "chat_template", SIDES),
     ("ModelInfo", "context_window", (*TEXT_SIDES, "gateway")),

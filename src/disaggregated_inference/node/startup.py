@@ -102,9 +102,22 @@ class NodeStart:
     def _serve(self, served: Node, port: int) -> None:
         self._served = served
         self._server.mount(self._make_app(served, self._token))
-        seconds = round(time.monotonic() - self._began_at, 1)
-        line = StartLine(event="ready", port=port, host=self._host, scheme=self._scheme, seconds=seconds)
-        self._announce(_of_node(line, served))
+        self._announce(self._ready_line(served, port))
+
+    def _ready_line(self, served: Node, port: int) -> StartLine:
+        return StartLine(
+            event="ready",
+            port=port,
+            host=self._host,
+            scheme=self._scheme,
+            role=served.role,
+            model=served.model.name,
+            backend=served.kv_memory.engine.name,
+            kv_port=served.prefill.kv_addresses[0][1] if served.prefill else 0,
+            kv_addresses=served.kv_addresses,
+            kv_limit_bytes=served.kv_memory.admission.limit_bytes,
+            seconds=round(time.monotonic() - self._began_at, 1),
+        )
 
     def _stopping(self) -> None:
         self._stopped = True
@@ -140,18 +153,6 @@ class NodeStart:
 def peer_tls(identity: Identity | None) -> dict[str, Any]:
     """Options of `HttpServer`: only members of the cluster may connect."""
     return {"peers": identity.server_context, "require_peer": identity.require} if identity else {}
-
-
-def _of_node(line: StartLine, served: Node) -> StartLine:
-    return msgspec.structs.replace(
-        line,
-        role=served.role,
-        model=served.model.name,
-        backend=served.kv_memory.engine.name,
-        kv_port=served.prefill.kv_addresses[0][1] if served.prefill else 0,
-        kv_addresses=served.kv_addresses,
-        kv_limit_bytes=served.kv_memory.admission.limit_bytes,
-    )
 
 
 def _close(served: Node, drain_s: float) -> None:

@@ -3,8 +3,6 @@
 import asyncio
 from urllib.parse import urlsplit
 
-import msgspec
-
 from disaggregated_inference.api import StartLine
 from disaggregated_inference.http import Announce, HttpServer, is_loopback, require_free_port
 from disaggregated_inference.node import NodeSettings, open_trust, peer_tls, require_token, require_trusted_link
@@ -36,15 +34,19 @@ def run_ollama_node(
     node.readings = ReadingsSampler("gpu" if here else "elsewhere", readings_s).start()
     require_free_port(settings.host, port)
     asyncio.run(node.require_model())
-    ready = StartLine(
-        event="ready",
-        role=settings.role,
-        model=settings.model,
-        host=settings.host,
-        scheme="https" if trust.identity else "http",
-        backend="ollama",
-        ollama=ollama.url,
-    )
+
+    def on_ready(port: int) -> None:
+        ready = StartLine(
+            event="ready",
+            port=port,
+            host=settings.host,
+            scheme="https" if trust.identity else "http",
+            role=settings.role,
+            model=settings.model,
+            backend="ollama",
+            ollama=ollama.url,
+        )
+        announce(ready)
 
     def on_stop() -> None:
         announce(StartLine(event="stopping"))
@@ -55,7 +57,7 @@ def run_ollama_node(
         settings.host,
         port,
         settings.drain_s,
-        on_ready=lambda port: announce(msgspec.structs.replace(ready, port=port)),
+        on_ready=on_ready,
         on_stop=on_stop,
         lifespan="auto",
         **peer_tls(trust.identity),
