@@ -16,10 +16,10 @@ TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "src" / "disaggregated_inference"
 
 # Rooms, and the rooms each may import. Engine libraries only inside their engine's folder.
-SHARED = {"errors", "timeouts", "private_files"}
+SHARED = {"defaults", "errors", "timeouts", "private_files"}
 MAP = {
     "kv": SHARED,
-    "api": {"errors", "kv"},
+    "api": {"defaults", "errors", "kv"},
     "models": {*SHARED, "kv"},
     "kv_transfer": {*SHARED, "kv"},
     "identity": SHARED,

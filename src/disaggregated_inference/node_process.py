@@ -4,12 +4,15 @@ import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from disaggregated_inference.api import NodeHealth, Role
+from disaggregated_inference.api import NodeHealth, StartLine
+from disaggregated_inference.defaults import PORTS
+from disaggregated_inference.engines import require_engine
+from disaggregated_inference.engines.simulated import parse_profile
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.http import Announce, announce_as_json, is_loopback
-from disaggregated_inference.kv_transfer import CODECS, Address
+from disaggregated_inference.kv_transfer import Address
 from disaggregated_inference.logs import log_to_stderr
-from disaggregated_inference.models import default_home
+from disaggregated_inference.models import bare_name, default_home
 from disaggregated_inference.node import (
     Begin,
     Node,
@@ -17,6 +20,7 @@ from disaggregated_inference.node import (
     NodeStart,
     listen,
     load_node,
+    memory_of,
     open_trust,
     parse_address,
     require_token,
@@ -29,7 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ROLES = {"prefill": 8000, "decode": 8001, "both": 8001}  # and their ports
 _VLLM_OPTIONS = ("vllm_python", "vllm_url", "vllm_args", "vllm_socket")
 
 
@@ -37,28 +40,26 @@ def run_node(settings: NodeSettings, announce: Announce = announce_as_json) -> N
     """Load, warm up, and serve until a signal. The port answers `loading` meanwhile."""
     log_to_stderr(settings.log_level)
     warn_of_open(default_home())
-    if settings.role not in _ROLES:
-        raise BadRequest(f"unknown role {settings.role!r}: use {', '.join(_ROLES)}")
-    if settings.kv_codec not in CODECS:
-        raise BadRequest(f"unknown codec {settings.kv_codec!r}: use {', '.join(CODECS)}")
-    port = _ROLES[settings.role] if settings.port is None else settings.port
+    port = PORTS[settings.role] if settings.port is None else settings.port
     if settings.engine == "ollama":
         from disaggregated_inference.ollama_node import run_ollama_node
 
         return run_ollama_node(settings, port, announce)
     vllm = _vllm_loader(settings)
+    if not vllm:
+        _require_possible(settings)
     trust = open_trust(settings)
     hosts = settings.kv_address or [settings.host] if settings.role != "decode" else []
-    addresses = [parse_address(text, settings.kv_port, min_port=0) for text in hosts]
+    host_option = "--kv-address" if settings.kv_address else "--host"
+    addresses = [parse_address(text, settings.kv_port, host_option, min_port=0) for text in hosts]
     kv_hosts = [host for host, _ in addresses]
     require_trusted_link([settings.host, *kv_hosts], kv_hosts, trust)
     require_token([settings.host, *kv_hosts], trust, settings.insecure)
     _warn_of_loopback(settings.host, kv_hosts)
-    _require_free((settings.host, port), addresses, "--kv-address" if settings.kv_address else "--host")
-    role: Role = "prefill" if settings.role == "prefill" else "decode" if settings.role == "decode" else "both"
+    _require_free((settings.host, port), addresses, host_option)
     model, engine = settings.model_name, settings.engine_name
-    health = NodeHealth(status="loading", loaded=False, role=role, model=model, backend=engine)
-    announce("start", role=role, model=model, engine=engine, profile=settings.profile)
+    health = NodeHealth(status="loading", loaded=False, role=settings.role, model=model, backend=engine)
+    announce(StartLine(event="start", role=settings.role, model=model, engine=engine, profile=settings.profile))
 
     def load(begin: Begin) -> Node:
         return (vllm.load if vllm else load_node)(settings, addresses, begin, trust)
@@ -77,6 +78,18 @@ def _vllm_loader(settings: NodeSettings) -> "VllmLoader | None":
     from disaggregated_inference.vllm_node import VllmLoader
 
     return VllmLoader(settings)
+
+
+def _require_possible(settings: NodeSettings) -> None:
+    """What is wrong with the options shows before the node announces itself."""
+    engine = settings.engine_name
+    require_engine(engine)
+    if settings.profile and engine != "simulated":
+        raise BadRequest(f"--profile needs --engine simulated, not {engine}")
+    family, _, shape = bare_name(settings.model_name).lower().partition(":")
+    if settings.profile and family == "simulated":
+        parse_profile(settings.profile, shape)
+    memory_of(settings)
 
 
 def _require_free(http: Address, kv: list[Address], kv_host_option: str) -> None:

@@ -48,10 +48,10 @@ def local_cluster(simulated: str = "", model: str = "") -> Iterator[LocalCluster
             _stop(process)
 
 
-def _with_patience(made: LocalCluster, folder: Path) -> LocalCluster:
+def _with_patience(made: LocalCluster, folder: Path, prefill_s: float = EndpointTimeouts().prefill_s) -> LocalCluster:
     """Another cluster file for the same nodes, with a longer time for prefills."""
     file = json.loads(Path(made.config).read_text(encoding="utf-8"))
-    file["policies"] = file.get("policies", {}) | {"prefill_timeout_s": EndpointTimeouts().prefill_s}
+    file["policies"] = file.get("policies", {}) | {"prefill_timeout_s": prefill_s}
     path = folder / "cluster.json"
     path.write_text(json.dumps(file), encoding="utf-8")
     return LocalCluster(made.url, str(path))

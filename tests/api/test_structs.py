@@ -1,6 +1,6 @@
 """The structs that cross between processes: the JSON they become, and the values they refuse."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -101,6 +101,15 @@ def test_ranges_are_the_same_for_every_kind_of_request(kind: type[SamplingParams
     with pytest.raises(BadRequest, match=field):
         convert(prompt | {field: value}, kind)
     assert convert(prompt, kind)
+
+
+class _Colours(msgspec.Struct):
+    by_name: dict[str, list[Literal["red", "green"] | None]]
+
+
+def test_an_error_deep_inside_names_the_allowed_values() -> None:
+    with pytest.raises(BadRequest, match=r"^by_name\[\.\.\.\]\[1\]: 'blue' is none of green, red$"):
+        convert({"by_name": {"sky": [None, "blue"]}}, _Colours)
 
 
 def test_a_continued_answer_has_one_choice() -> None:

@@ -3,13 +3,19 @@
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from typer.testing import CliRunner
 
-from disaggregated_inference.cli import gateway, main
+from disaggregated_inference.api import Role
+from disaggregated_inference.cli import gateway, main, serve_arguments
+from disaggregated_inference.engines import ENGINES
 from disaggregated_inference.gateway.server import GatewaySettings
+from disaggregated_inference.kv import KVDType
+from disaggregated_inference.kv_transfer import CODECS
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node import NodeSettings
 from tests.support.command import disagg, run_forked
@@ -121,6 +127,10 @@ def test_whether_copies_are_one_model_as_json() -> None:
         (("models", "import", "/nowhere"), "/nowhere does not exist"),
         (("models", "verify", "smollm2", "http://127.0.0.1:9"), "http://127.0.0.1:9 does not answer"),
         (("models", "verify", "simulated:tiny", "http://127.0.0.1:9"), "start the node, or check"),
+        (("serve", "--engine", "simulated", "--kv-memory", "abc"), "--kv-memory: 'abc' is not a size"),
+        (("serve", "--engine", "simulated", "--prefix-disk-size", "x"), "--prefix-disk-size: 'x' is not a size"),
+        (("serve", "--engine", "simulated", "--kv-address", "foo:bar"), "--kv-address: 'foo:bar' is not an address"),
+        (("serve", "--engine", "simulated", "--profile", "abacus"), "unknown profile 'abacus'"),
         (("bench", "engines", "--shape", "tiny"), "unknown shape 'tiny'; there are qwen3-30b-a3b"),
     ],
 )
@@ -129,11 +139,15 @@ def test_mistakes_get_one_clear_line(arguments: tuple[str, ...], message: str) -
     assert run.returncode == 1
     assert message in run.stderr
     assert "Traceback" not in run.stderr
+    assert '"event"' not in run.stdout, "it shows before the server announces itself"
 
 
 def test_bad_options_are_usage_errors() -> None:
     assert disagg("demo", "--max-tokens", "0").returncode == 2
     assert disagg("nonsense").returncode == 2
+    for option in ("--role", "--engine", "--dtype", "--kv-codec", "--log-level"):
+        refused = run_forked("serve", option, "abacus")
+        assert (refused.returncode, f"Invalid value for '{option}'" in refused.stderr) == (2, True)
     assert disagg("--version").stdout.startswith("disagg ")
 
 
@@ -141,6 +155,8 @@ def test_bad_options_are_usage_errors() -> None:
     ("arguments", "message"),
     [
         (("generate", "hi", "--temperature", "-1"), "Invalid value for '--temperature'"),
+        (("generate", "hi", "--temperature", "1000"), "Invalid value for '--temperature'"),
+        (("generate", "hi", "--timeout", "100000"), "Invalid value for '--timeout'"),
         (("generate", "hi", "--no-such-option"), "No such option"),
         (("models", "inspect"), "Missing argument"),
         (("config", "check", "a", "--config", "b"), "the file is given twice"),
@@ -155,6 +171,36 @@ def test_usage_errors_are_json_where_answers_are(arguments: tuple[str, ...], mes
     error = json.loads(run.stdout)["error"]
     assert (error.keys(), error["code"]) == ({"code", "message"}, "usage")
     assert message in error["message"]
+
+
+def options_of(*command: str) -> Iterator[tuple[str, str]]:
+    """Every option of a command and of the commands below it, as its help shows it."""
+    options, _, below = CliRunner().invoke(main.app, [*command, "--help"]).stdout.partition("Commands:")
+    yield from ((" ".join(command), line.strip()) for line in options.splitlines() if line.startswith("  -"))
+    for name in re.findall(r"^  (\S+)", below, re.MULTILINE):
+        yield from options_of(*command, name)
+
+
+def test_no_help_has_the_words_of_a_programming_language() -> None:
+    """`<int range>`, `<list[str]>`. The benchmarks are for those who work on this project."""
+    shown = [each for each in options_of() if not each[0].startswith("bench")]
+    assert [line for command, line in shown if command == "gateway" and line.startswith("-c, --config PATH")]
+    assert not [(command, line) for command, line in shown if re.search(r"<(?=[a-z])(?!\w+\|)", line)]
+
+
+@pytest.mark.parametrize(
+    ("argument", "known"),
+    [
+        (serve_arguments.NodeRole, get_args(Role)),
+        (serve_arguments.NodeEngine, (*ENGINES, "vllm", "ollama")),
+        (serve_arguments.KVDTypeName, get_args(KVDType)),
+        (serve_arguments.KVCodec, CODECS),
+    ],
+)
+def test_the_choices_of_serve_are_those_of_the_node(argument: Any, known: Iterable[str]) -> None:
+    """They stand twice, because the command line imports neither numpy nor an engine."""
+    kinds = [argument.__origin__, *get_args(argument.__origin__)]
+    assert {each for kind in kinds if get_origin(kind) is Literal for each in get_args(kind)} == set(known)
 
 
 def test_help_prints_no_error() -> None:

@@ -433,7 +433,7 @@ def test_think_becomes_a_template_option(plain: ModelTokenizer) -> None:
 
 
 def with_template(tokenizer: ModelTokenizer, template: str) -> ModelTokenizer:
-    return ModelTokenizer.from_dict(tokenizer.to_dict() | {"chat_template": template})
+    return ModelTokenizer.from_json(tokenizer.json, template, tokenizer.special)
 
 
 def test_options_are_converted() -> None:
@@ -460,6 +460,9 @@ def test_options_are_converted() -> None:
     assert OllamaOptions(num_predict=-2).fills_window
     assert OllamaOptions(num_predict=-2).plain()["max_tokens"] is None
     assert not OllamaOptions().fills_window
+    for name in ("num_predict", "top_k"):
+        with pytest.raises(BadRequest, match=f"{name} must be at most 2147483648"):
+            read({"options": {name: 1 << 40}}, OllamaGenerateRequest).sampling()
     assert OllamaOptions(stop=[]).plain()["stop"] is None
     for fine in (-1, 0, 2.5, "", "0", "-1", "5m", "1h30m", "-1s", "1.5h", "300ms"):
         assert read({"keep_alive": fine}, OllamaGenerateRequest).keep_alive == fine

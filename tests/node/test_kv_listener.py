@@ -32,8 +32,8 @@ def test_the_kv_listener_survives_running_out_of_descriptors() -> None:
 
 
 def test_addresses() -> None:
-    found = [parse_address(text, 7) for text in ("a", "a:1", "::1", "[::1]", "[fe80::1%en0]:2")]
+    found = [parse_address(text, 7, "--kv-address") for text in ("a", "a:1", "::1", "[::1]", "[fe80::1%en0]:2")]
     assert found == [("a", 7), ("a", 1), ("::1", 7), ("::1", 7), ("fe80::1%en0", 2)]
-    assert parse_address("a:0", 7, min_port=0) == ("a", 0)
+    assert parse_address("a:0", 7, "--kv-address", min_port=0) == ("a", 0)
     with pytest.raises(BadRequest, match="not an address"):
-        parse_address("a:0", 7)
+        parse_address("a:0", 7, "--kv-address")

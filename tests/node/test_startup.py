@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from disaggregated_inference.api import NodeHealth
+from disaggregated_inference.api import NodeHealth, StartLine
 from disaggregated_inference.errors import BadRequest, DisaggError
 from disaggregated_inference.http import announce_as_json, listen_error, require_free_port
 from disaggregated_inference.models import ModelFiles
@@ -52,19 +52,17 @@ class Start:
 
     def __init__(self, load: Callable[[], Node], token: str = "") -> None:
         self.port, self.release = free_port(), threading.Event()
-        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.lines: list[StartLine] = []
         self.error: BaseException | None = None
         self._load = load
         health = NodeHealth(status="loading", loaded=False, role="decode", model="tiny", backend="torch")
-        self._start = NodeStart(
-            self.load, health, ("127.0.0.1", self.port), token, 1, lambda event, **facts: self.announced(event, facts)
-        )
+        self._start = NodeStart(self.load, health, ("127.0.0.1", self.port), token, 1, self.announced)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        assert until(lambda: bool(self.events), LONG_S)
+        assert until(lambda: bool(self.lines), LONG_S)
 
-    def announced(self, event: str, facts: dict[str, Any]) -> None:
-        self.events.append((event, facts))
+    def announced(self, line: StartLine) -> None:
+        self.lines.append(line)
 
     def load(self, begin: Begin) -> Node:
         begin("loading tiny into torch", 0.25)
@@ -93,7 +91,7 @@ def loaded(nodes: Callable[..., Pair], tiny_folder: Callable[[str], Path]) -> No
 def start(loaded: Node) -> Iterator[Start]:
     starting = Start(lambda: loaded)
     yield starting
-    assert until(lambda: starting.events[-1][0] == "ready", LONG_S)
+    assert until(lambda: starting.lines[-1].event == "ready", LONG_S)
     starting.end()
 
 
@@ -109,12 +107,14 @@ def test_a_loading_node_answers_and_says_what_it_does(start: Start) -> None:
     start.release.set()
     assert until(lambda: ask(start.port, "/health")[0] == 200, LONG_S)
     assert ask(start.port, "/generate", {"tokens": [5, 6], "max_new_tokens": 2})[0] == 200
-    assert [event for event, _ in start.events] == ["step", "ready"]
+    step, ready = start.lines
+    assert step == StartLine(event="step", step="loading tiny into torch")
+    assert (ready.event, ready.port, ready.role, ready.model) == ("ready", start.port, "decode", "tiny")
 
 
 def test_how_much_of_a_step_is_done_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    announce_as_json("step", step="smollm2: unpacking", part=0.45)
-    announce_as_json("step", step="loading smollm2 into torch", part=None)
+    announce_as_json(StartLine(event="step", step="smollm2: unpacking", part=0.45))
+    announce_as_json(StartLine(event="step", step="loading smollm2 into torch", part=None))
     assert capsys.readouterr().out == '{"event": "step", "step": "loading smollm2 into torch"}\n'
 
 
@@ -144,7 +144,7 @@ def test_a_loading_node_wants_its_token(loaded: Node) -> None:
     assert ask(starting.port, "/status")[1]["error"]["code"] == "unauthorized"
     assert ask(starting.port, "/status", token="secret")[1]["error"]["code"] == "node_loading"
     starting.release.set()
-    assert until(lambda: starting.events[-1][0] == "ready", LONG_S)
+    assert until(lambda: starting.lines[-1].event == "ready", LONG_S)
     assert ask(starting.port, "/status")[0] == 401
     starting.end()
 
@@ -174,7 +174,7 @@ def test_a_wrong_role_is_named(nodes: Callable[..., Pair], tiny_folder: Callable
     ):
         starting = Start(lambda node=node: node)  # type: ignore[misc]
         starting.release.set()
-        assert until(lambda: starting.events[-1][0] == "ready", LONG_S)  # noqa: B023
+        assert until(lambda: starting.lines[-1].event == "ready", LONG_S)  # noqa: B023
         status, answer, _ = ask(starting.port, path, {"tokens": [5]})
         assert (status, answer["error"]["code"], says in answer["error"]["message"]) == (404, "not_found", True), answer
         starting.end()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from disaggregated_client import DisaggregatedClient
-from disaggregated_inference.api import GenerateRequest
+from disaggregated_inference.api import GenerateRequest, Role
 from disaggregated_inference.errors import BadRequest, ClusterError, DisaggError, PromptLogprobsUnsupported
 from disaggregated_inference.models import ModelFiles
 from disaggregated_inference.node.node import Node
@@ -23,7 +23,7 @@ from tests.support.node_pair import Pair
 from tests.support.recorded_ollama import LONG_S, Front, OnThread, RecordedOllama
 from tests.support.waiting import until
 
-ROLES = {"p": "prefill", "a": "decode", "b": "decode"}
+ROLES: dict[str, Role] = {"p": "prefill", "a": "decode", "b": "decode"}
 
 
 class Farm:

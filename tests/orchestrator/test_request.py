@@ -1,12 +1,15 @@
 """A client's request is checked once, before a node works for it, with an error that names the option."""
 
+import re
 from typing import Any
 
+import msgspec
 import pytest
 
 from disaggregated_inference.api import GenerateOptions, GenerateRequest, OutputFormat, generate_request
 from disaggregated_inference.api.validation import options_of
-from disaggregated_inference.cluster import load_config
+from disaggregated_inference.cluster import Policies, load_config
+from disaggregated_inference.defaults import MAX_TOKENS
 from disaggregated_inference.errors import BadRequest, ConfigError, UnknownOption
 from disaggregated_inference.orchestrator import require_defaults
 
@@ -33,6 +36,10 @@ JSON = {"type": "json_object"}
         ({"request_id": ""}, "^request_id: '' is none"),
         ({"request_id": "a" * 101}, "^request_id"),
         ({"tempreature": 1}, "unknown option 'tempreature'; did you mean 'temperature'"),
+        ({"strem": True}, "unknown option 'strem'; did you mean 'stream'"),
+        ({"stream": True}, r"unknown option 'stream'; call stream\(\) to get the text"),
+        ({"local": "sometimes"}, "^local: 'sometimes' is none of always, auto, never$"),
+        ({"format": {"type": "json"}}, r"^format\.type: 'json' is none of choice, grammar, json_object"),
         ({"messages": []}, "exactly one"),
         ({"stop": "\ud800"}, "cannot be sent as JSON"),
         ({"format": {"type": "regex", "pattern": "\ud800"}}, "cannot be sent as JSON"),
@@ -93,6 +100,19 @@ def test_an_unknown_option_is_also_a_type_error() -> None:
     with pytest.raises(UnknownOption) as caught:
         generate_request({"prompt": "x", "zzz": 1})
     assert (caught.value.param, str(caught.value)) == ("zzz", "unknown option 'zzz'")
+
+
+def test_the_defaults_in_the_docstring_are_those_of_a_request() -> None:
+    fields = {field.name: field.default for field in msgspec.structs.fields(GenerateRequest)}
+    told = dict(re.findall(r"^ *([\w, ]+): .*?; default: (.*)$", GenerateOptions.__doc__ or "", re.MULTILINE))
+    for names in ("top_p, top_k, min_p", "repetition_penalty, frequency_penalty, presence_penalty", "temperature", "n"):
+        values = ", ".join(f"{fields[name]:g}" for name in names.split(", "))
+        assert told[names].startswith(values), names
+    for names in ("min_tokens, ignore_eos", "priority", "progress"):
+        assert told[names] == ", ".join(str(fields[name]) for name in names.split(", "))
+    policies = Policies()
+    assert told["timeout"].endswith(f"({policies.prefill_timeout_s:g} + {policies.decode_timeout_s:g})")
+    assert told["max_tokens"].startswith(f"{MAX_TOKENS}, or")
 
 
 def test_the_options_of_the_clients_are_the_fields_of_a_request() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from disaggregated_inference.api import DecodeRequest, StreamEvent
+from disaggregated_inference.api import DecodeRequest, StreamEvent, TokenizerContent
 from disaggregated_inference.client import DisaggregatedClient
 from disaggregated_inference.models import ModelFiles, ModelTokenizer
 from disaggregated_inference.orchestrator.stream_check import BadEvents, TokenStreamCheck
@@ -17,17 +17,22 @@ from tests.support.cluster import Process, config_of
 END = "<|endoftext|>"
 
 
-def other_copy(fields: dict[str, Any]) -> dict[str, Any]:
+def content_of(own: ModelTokenizer) -> TokenizerContent:
+    return TokenizerContent(tokenizer=own.json, chat_template=own.chat_template, special=own.special)
+
+
+def other_copy(content: TokenizerContent) -> TokenizerContent:
     """As another converter wrote it: one of the added tokens is not special."""
-    tokenizer = json.loads(fields["tokenizer"])
+    tokenizer = json.loads(content.tokenizer)
     for token in tokenizer["added_tokens"]:
         token["special"] = token["special"] and token["content"] != END
-    return fields | {"tokenizer": json.dumps(tokenizer)}
+    return msgspec.structs.replace(content, tokenizer=json.dumps(tokenizer))
 
 
 def test_copies_that_write_other_text_have_another_text_identity(smollm2: ModelFiles) -> None:
     own = smollm2.tokenizer
-    same, other = (ModelTokenizer.from_dict(fields) for fields in (own.to_dict(), other_copy(own.to_dict())))
+    contents = content_of(own), other_copy(content_of(own))
+    same, other = (ModelTokenizer.from_json(each.tokenizer, each.chat_template, each.special) for each in contents)
     assert own.identity == same.identity == other.identity, "one model"
     assert own.text_identity == same.text_identity != other.text_identity
     token = own.token_id(END)
@@ -73,8 +78,8 @@ def test_a_changed_file_is_not_used(smollm2: ModelFiles, tmp_path: Path) -> None
     own, cache = smollm2.tokenizer, TokenizerCache(tmp_path)
     wanted = _Identities(own.identity, own.template_identity, own.text_identity)
     (tmp_path / "tokenizers").mkdir()
-    for fields, is_used in ((own.to_dict(), True), (other_copy(own.to_dict()), False)):
-        (tmp_path / "tokenizers" / "one.json").write_text(json.dumps(fields))
+    for content, is_used in ((content_of(own), True), (other_copy(content_of(own)), False)):
+        (tmp_path / "tokenizers" / "one.json").write_bytes(msgspec.json.encode(content))
         assert bool(cache._from_disk("one", wanted)) == is_used
 
 

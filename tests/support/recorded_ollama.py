@@ -17,6 +17,7 @@ from typing import Any
 from aiohttp import web
 from starlette.applications import Starlette
 
+from disaggregated_inference.api import Role
 from disaggregated_inference.http import HttpLimits, HttpServer
 from disaggregated_inference.ollama_node import OllamaClient, OllamaNode, ollama_app
 from disaggregated_inference.ollama_node.client import COUNTS_ALL, HONOURS_TRUNCATE, version_of
@@ -325,7 +326,7 @@ class Front(OnThread):
     """A node in front of an Ollama."""
 
     def __init__(
-        self, url: str, model: str = "smollm2", role: str = "both", http: HttpTimeouts = HttpTimeouts(), **changes: Any
+        self, url: str, model: str = "smollm2", role: Role = "both", http: HttpTimeouts = HttpTimeouts(), **changes: Any
     ) -> None:
         settings: dict[str, Any] = {"max_window": 32768, "keep_alive": "", "slots": 4, "queue": 8} | changes
         self.node = OllamaNode(OllamaClient(url, model), role, **settings)

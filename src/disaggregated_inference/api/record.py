@@ -23,7 +23,7 @@ class Phase(msgspec.Struct, frozen=True):
     node: str = ""
 
 
-class Failover(msgspec.Struct, kw_only=True):
+class Failover(msgspec.Struct, frozen=True, kw_only=True):
     """A leg that failed, and the node to blame; `message` names the node only if another one says so. `stall_s`: from
     the last sign of life before it to the next token after it."""
 

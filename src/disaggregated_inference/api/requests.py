@@ -22,6 +22,7 @@ from disaggregated_inference.api.sampling import (
     TokenId,
     WaitSeconds,
 )
+from disaggregated_inference.defaults import TEMPERATURE
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.kv import Salt
 
@@ -31,7 +32,6 @@ MAX_KV_ADDRESSES = 16
 KVSecurity = Literal["tls", "authenticated", "plain"]  # of KV connections, the strongest first
 CallerName = Annotated[str, msgspec.Meta(max_length=100)]
 LocalPrefill = Literal["auto", "never", "always"]
-DEFAULT_TEMPERATURE = 0.2
 DEFAULT_NODE_TOKENS = 256  # of an answer, where a request to a node names no limit
 
 
@@ -160,24 +160,25 @@ class GenerateOptions(TypedDict, total=False):
     tokens: token ids, instead of prompt
     template: variables of the chat template: tools, reasoning_effort, ...
     max_tokens: longest answer; default: 2000, or what the context window has left
-    temperature: default 0.2; 0 is greedy
-    top_p, top_k, min_p: which tokens may be drawn
-    seed: the same seed gives the same answer
-    repetition_penalty, frequency_penalty, presence_penalty, logit_bias: see docs/CLIENT.md
+    temperature: 0 is greedy; default: 0.2
+    top_p, top_k, min_p: which tokens may be drawn; default: 1, 0, 0, which is all of them
+    seed: the same seed gives the same answer; default: another one for every request
+    repetition_penalty, frequency_penalty, presence_penalty: against repetitions; default: 1, 0, 0, which is off
+    logit_bias: token id to -100 ... 100; default: no bias
     stop: a string or several; the answer ends before the first of them
-    n: how many choices
-    logprobs: how many alternatives per token
+    n: how many choices; default: 1
+    logprobs: how many alternatives per token; default: no logprobs
     prompt_logprobs: the same for the tokens of the prompt; none of it may come from a prefix cache then
-    ignore_eos, min_tokens: when the answer may end
+    min_tokens, ignore_eos: when the answer may end; default: 0, False
     format: structured output: {"type": "json_schema", "schema": {...}}, regex, grammar, choice
     response_format: the same in OpenAI's form
-    timeout: seconds for the whole request
-    priority: higher first, while requests wait
+    timeout: seconds for the whole request; default: the cluster's limits for prefill and decode together (60 + 180)
+    priority: higher first, while requests wait; default: 0
     caller: a name; callers take turns while requests wait
     cache_salt: requests share cached prefixes only with requests of the same salt; default: with all without one
     local: whether the decode node prefills the prompt itself: auto, never, always; default: the cluster's policy
-    progress: a stream also reports how much of the prompt was read
-    request_id: the request's name in logs and history
+    progress: a stream also reports how much of the prompt was read; default: False
+    request_id: the request's name in logs and history; default: a random one
     model_type: an older name for model
     """
 
@@ -227,7 +228,7 @@ class GenerateRequest(SamplingParams, frozen=True, kw_only=True, forbid_unknown_
     messages: list[dict[str, Any]] | None = None
     tokens: list[TokenId] | None = None
     template: dict[str, Any] = msgspec.field(default_factory=dict)
-    temperature: Temperature = DEFAULT_TEMPERATURE
+    temperature: Temperature = TEMPERATURE
     timeout: Seconds | None = None
     priority: int = 0
     caller: CallerName = ""

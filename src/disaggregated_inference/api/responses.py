@@ -25,7 +25,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationMetrics(msgspec.Struct):
-    """Seconds and counts of one request on one node."""
+    """Seconds and counts of one request on one node. Not frozen, nor its children: the node counts in it with every
+    token, and sends it when the request has ended."""
 
     prompt_tokens: int | None = None  # None: the engine did not say
     completion_tokens: int = 0

@@ -5,34 +5,36 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from disaggregated_inference.defaults import MAX_REQUEST_S, MAX_TEMPERATURE
 from disaggregated_inference.errors import BadRequest
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
+MOST_TOKENS = 1 << 31
 _MAX_FORMAT_BYTES = 256 << 10
 
 Count = Annotated[int, Meta(ge=1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
-Temperature = Annotated[float, Meta(ge=0, le=100)]
-TopK = Annotated[int, Meta(ge=0, le=1 << 31)]
+Temperature = Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)]
+TopK = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 Logprobs = Annotated[int, Meta(ge=0, le=20)]
-ScoredTokens = Annotated[int, Meta(ge=0, le=1 << 31)]
-MinTokens = Annotated[int, Meta(ge=0, le=1 << 31)]
+ScoredTokens = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
+MinTokens = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
 StopString = Annotated[str, Meta(min_length=1)]
 Stops = Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
-MaxTokens = Annotated[int, Meta(ge=1, le=1 << 31)]  # what public APIs accept
-EchoMaxTokens = Annotated[int, Meta(ge=0, le=1 << 31)]  # the same where 0 means: the prompt alone
-Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-Seconds = Annotated[float, Meta(gt=0, le=86400)]
+MaxTokens = Annotated[int, Meta(ge=1, le=MOST_TOKENS)]  # what public APIs accept
+EchoMaxTokens = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]  # the same where 0 means: the prompt alone
+Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # what OpenAI has; nodes take unsigned ones, too
+Seconds = Annotated[float, Meta(gt=0, le=MAX_REQUEST_S)]
 CacheSalt = Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9_.:-]*\Z")]  # as nodes get it
 ClientSalt = Annotated[str, Meta(min_length=1, max_length=256)]  # as clients give it
-SharedTokens = Annotated[int, Meta(ge=0, le=1 << 31)]
-WaitSeconds = Annotated[float, Meta(ge=0, le=86400)]
+SharedTokens = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
+WaitSeconds = Annotated[float, Meta(ge=0, le=MAX_REQUEST_S)]
 
 
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -75,7 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     top_p: Probability = 1.0
     top_k: TopK = 0  # 0: no limit
     min_p: Probability = 0.0
-    seed: int | None = None  # 64 bits
+    seed: int | None = None  # 64 bits, with a sign or without
     repetition_penalty: RepetitionPenalty = 1.0
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0

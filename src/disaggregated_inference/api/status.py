@@ -1,6 +1,6 @@
 """What a node says of itself: `/health`, `/status` and `/model`."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -89,20 +89,46 @@ class AnyHealth(msgspec.Struct, frozen=True, kw_only=True):
     role: str | None = None  # a node's, or "gateway"
 
 
-class StartLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of JSON that a server prints while it starts, as the program that started it reads it. All but `event`
-    are of the event "ready", and each server has some of them."""
+class StartLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A line of JSON that a server prints while it starts, and that the program which started it reads. `role` and
+    `model` are of "start" and "ready"; what stands below `step` is of "ready", and each server has some of it."""
 
-    event: str
+    event: Literal["start", "step", "ready", "stopping"]
+    role: Role | None = None
+    model: str = ""
+    engine: str = ""  # of "start"
+    profile: str | None = None  # of "start"
+    step: str = ""  # of "step"
+    part: float | None = None  # of it that is done; lines with it are for people alone
     port: int = 0
     host: str = ""
-    scheme: str = "http"
+    scheme: Literal["", "http", "https"] = ""
     url: str = ""
-    seconds: float | None = None
     dashboard: str = ""
+    backend: str = ""  # the engine
+    kv_port: int = 0
     kv_addresses: tuple[str, ...] = ()
-    kv_limit_bytes: int = 0
-    ollama: str = ""
+    kv_limit_bytes: int | None = None
+    ollama: str = ""  # its address
+    seconds: float | None = None
+
+
+class LoadedModel(msgspec.Struct, frozen=True):
+    """A model in Ollama's memory, of its `/api/ps`."""
+
+    name: str = ""
+    model: str = ""
+    size: int = 0
+    size_vram: int = 0
+    digest: str = ""
+    expires_at: str = ""
+    context_length: int = 0  # 0: an old version
+
+
+class OllamaStatus(msgspec.Struct, frozen=True, kw_only=True):
+    url: str = ""
+    version: str = ""
+    running: LoadedModel | None = None
 
 
 class NodeHealth(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +142,7 @@ class NodeHealth(msgspec.Struct, frozen=True, kw_only=True):
     epoch: str = ""  # of this run: a restarted node has another
     stalled_s: Amount = 0.0  # how long the engine has been at one call
     reason: str | UnsetType = UNSET  # why it is unhealthy
-    ollama: dict[str, Any] | UnsetType = UNSET  # of a node in front of one
+    ollama: OllamaStatus | UnsetType = UNSET  # of a node in front of one
 
 
 class NodeStatus(NodeHealth, frozen=True, kw_only=True):
@@ -170,6 +196,14 @@ class StoredModel(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = ""
     parameters: Number = 0
     size_bytes: Number = 0
+
+
+class TokenizerContent(msgspec.Struct, frozen=True, kw_only=True):
+    """`/model/tokenizer`: from it another process makes the same tokenizer."""
+
+    tokenizer: str  # the content of a tokenizer.json
+    chat_template: str
+    special: dict[str, str]  # token by name, such as bos_token, for the chat template
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ import msgspec
 
 from disaggregated_inference.api.requests import GenerateOptions, GenerateRequest, new_request_id
 from disaggregated_inference.api.sampling import OutputFormat
+from disaggregated_inference.api.type_values import allowed_values
 from disaggregated_inference.errors import BadRequest, UnknownOption
 
 _TOKEN_ID = re.compile("[0-9]{1,10}")  # as JSON and TOML have it, whose keys are strings
@@ -21,30 +22,35 @@ def convert(content: object, kind: type[Kind]) -> Kind:
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
-        raise invalid(error) from error
+        raise invalid(error, kind) from error
 
 
 _PLACE = re.compile(r"`\$\.?([^`]*)`")
+_NOT_ALLOWED = re.compile(r"Invalid enum value (.+)")
 _LIMITS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
 _LIMIT = re.compile(r"Expected `\w+`( of length)? (>=|<=|>|<) (\S+)")
 
 
 class Misfit(NamedTuple):
-    """What msgspec says of a value. `path`: such as `messages[...].role`; empty: the whole."""
+    """What msgspec says of a value. `path`: such as `messages[0].role`; empty: the whole."""
 
     path: str
     reason: str
 
 
-def misfit(error: msgspec.ValidationError) -> Misfit:
-    """Its messages end with the place: `Expected `float` <= 1.0 - at `$.top_p``."""
+def misfit(error: msgspec.ValidationError, kind: Any) -> Misfit:
+    """Of a value that is no `kind`. Messages of msgspec end with the place: `Expected `float` <= 1.0 - at `$.top_p``.
+    Where only some values are allowed, it does not name them."""
     reason, _, place = str(error).partition(" - at ")
     found = _PLACE.search(place)
-    return Misfit(found[1] if found else "", reason)
+    path = found[1] if found else ""
+    if (refused := _NOT_ALLOWED.fullmatch(reason)) and (allowed := allowed_values(kind, path)):
+        reason = f"{refused[1]} is none of {', '.join(allowed)}"
+    return Misfit(path, reason)
 
 
-def invalid(error: msgspec.ValidationError) -> BadRequest:
-    found = misfit(error)
+def invalid(error: msgspec.ValidationError, kind: Any) -> BadRequest:
+    found = misfit(error, kind)
     param = re.match(r"\w+", found.path)
     return BadRequest(with_reason(*found), param=param[0] if param else None)
 
@@ -76,8 +82,15 @@ def require_known(options: Iterable[str], known: Iterable[str]) -> None:
     known = [*known, "model_type", "response_format"]
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            raise UnknownOption(f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""), name)
+            raise UnknownOption(f"unknown option {name!r}{_remedy(name, known)}", name)
+
+
+def _remedy(name: str, known: list[str]) -> str:
+    """`stream` is an argument of the sync client's `generate`, and no option."""
+    if name == "stream":
+        return "; call stream() to get the text while it is generated"
+    near = difflib.get_close_matches(name, [*known, "stream"], 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,7 +125,7 @@ def output_format(wanted: Any) -> OutputFormat | None:
     try:
         return msgspec.convert(wanted, OutputFormat)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"response_format: {invalid(error)}", "response_format") from error
+        raise BadRequest(f"response_format: {invalid(error, OutputFormat)}", "response_format") from error
 
 
 def options_of(request: GenerateOptions | Mapping[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,26 @@
 """Command-line arguments that several commands share."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-Drain = Annotated[int, typer.Option("--drain", min=0, help="Time for running requests after SIGTERM, in seconds.")]
+Drain = Annotated[
+    int, typer.Option("--drain", min=0, metavar="SECONDS", help="Time for running requests after SIGTERM.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-LocalModel = Annotated[str, typer.Option("--model", "-m", help="Model name, alias or folder on this machine.")]
+LocalModel = Annotated[
+    str, typer.Option("--model", "-m", metavar="NAME", help="Model name, alias or folder on this machine.")
+]
+Config = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        "-c",
+        envvar="DISAGG_CONFIG",
+        metavar="PATH",
+        help="Cluster file. Default: ./cluster.json, then ./cluster.toml.",
+    ),
+]
 Token = Annotated[
     str,
     typer.Option("--token", hidden=True, help="Refused: use DISAGG_TOKEN or --token-file."),
@@ -37,4 +51,6 @@ IdentityFolder = Annotated[
         " DISAGG_IDENTITY; without it, plain HTTP.",
     ),
 ]
-LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error. The log is JSON lines on standard error.")]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"], typer.Option(help="The log is JSON lines on standard error.")
+]

@@ -5,36 +5,33 @@ from typing import Annotated
 
 import typer
 
-from disaggregated_inference.cli.arguments import AsJson, ClusterTokenFile
+from disaggregated_inference.cli.arguments import AsJson, ClusterTokenFile, Config
+from disaggregated_inference.defaults import MAX_REQUEST_S, MAX_TEMPERATURE, MAX_TOKENS, TEMPERATURE
 
 cluster_app = typer.Typer()
 
-Config = Annotated[
-    str | None,
-    typer.Option(
-        "--config",
-        "-c",
-        envvar="DISAGG_CONFIG",
-        metavar="PATH",
-        help="Cluster file. Default: ./cluster.json, then ./cluster.toml.",
-    ),
-]
 Model = Annotated[
     str | None,
     typer.Option("--model", "-m", metavar="NAME", help="Model of the cluster. Not needed if there is only one."),
 ]
 MaxTokensOption = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Maximum number of completion tokens. Default: 2000.")
+    int | None, typer.Option(min=1, metavar="N", help=f"Maximum number of completion tokens. Default: {MAX_TOKENS}.")
 ]
 TemperatureOption = Annotated[
-    float | None, typer.Option(min=0, metavar="T", help="Sampling temperature; 0 is greedy. Default: 0.2.")
+    float | None,
+    typer.Option(
+        min=0, max=MAX_TEMPERATURE, metavar="T", help=f"Sampling temperature; 0 is greedy. Default: {TEMPERATURE}."
+    ),
 ]
 SeedOption = Annotated[
     int | None, typer.Option(metavar="N", help="Sampling seed: the same seed gives the same completion.")
 ]
 StopOption = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; repeatable.")]
 System = Annotated[str, typer.Option(metavar="TEXT", help="System message.")]
-Timeout = Annotated[float | None, typer.Option(min=0.001, metavar="SECONDS", help="Time limit for the whole request.")]
+Timeout = Annotated[
+    float | None,
+    typer.Option(min=0.001, max=MAX_REQUEST_S, metavar="SECONDS", help="Time limit for the whole request."),
+]
 Metrics = Annotated[bool, typer.Option("--metrics", help="Print nodes, times and speeds to standard error.")]
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from disaggregated_inference.cli.arguments import ClusterTokenFile, Drain, LogLevel
+from disaggregated_inference.cli.arguments import ClusterTokenFile, Config, Drain, LogLevel
 
 gateway_app = typer.Typer()
 
@@ -13,32 +13,43 @@ gateway_app = typer.Typer()
 @gateway_app.callback(invoke_without_command=True)
 def gateway(
     context: typer.Context,
-    config: Annotated[
-        str | None, typer.Option(help="Cluster file. Default: DISAGG_CONFIG, ./cluster.json, ./cluster.toml.")
-    ] = None,
+    config: Config = None,
     token_file: ClusterTokenFile = "",
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8080,
-    keys: Annotated[str, typer.Option(help="File of API keys, made by `disagg gateway key`. Default: no keys.")] = "",
+    host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="Port to listen on; 0: any free port.")
+    ] = 8080,
+    keys: Annotated[
+        str, typer.Option(metavar="FILE", help="File of API keys, made by `disagg gateway key`. Default: no keys.")
+    ] = "",
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow an address other than loopback without API keys.")
     ] = False,
-    tls_cert: Annotated[str, typer.Option(help="TLS certificate file (PEM).")] = "",
-    tls_key: Annotated[str, typer.Option(help="Private key file of the certificate (PEM).")] = "",
-    cors: Annotated[list[str] | None, typer.Option(help="Allowed CORS origin; repeatable.")] = None,
+    tls_cert: Annotated[str, typer.Option(metavar="FILE", help="TLS certificate file (PEM).")] = "",
+    tls_key: Annotated[str, typer.Option(metavar="FILE", help="Private key file of the certificate (PEM).")] = "",
+    cors: Annotated[list[str] | None, typer.Option(metavar="ORIGIN", help="Allowed CORS origin; repeatable.")] = None,
     keepalive_s: Annotated[
         float,
-        typer.Option("--keepalive", min=0.1, help="Send a comment to a stream that was silent this long, in seconds."),
+        typer.Option(
+            "--keepalive", min=0.1, metavar="SECONDS", help="Send a comment to a stream that was silent this long."
+        ),
     ] = 5.0,
     read_s: Annotated[
         float,
         typer.Option(
-            "--read-timeout", min=0.1, help="Time limit to receive a request, in seconds; large bodies get more."
+            "--read-timeout",
+            min=0.1,
+            metavar="SECONDS",
+            help="Time limit to receive a request; large bodies get more.",
         ),
     ] = 20.0,
     drain_s: Drain = 60,
     otlp: Annotated[
-        str, typer.Option(help="Endpoint for traces, such as http://HOST:4318. Default: OTEL_EXPORTER_OTLP_ENDPOINT.")
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Endpoint for traces, such as http://HOST:4318. Default: OTEL_EXPORTER_OTLP_ENDPOINT.",
+        ),
     ] = "",
     log_level: LogLevel = "warning",
 ) -> None:
@@ -56,21 +67,29 @@ def gateway(
 @gateway_app.command("key")
 def make_key(
     name: Annotated[str, typer.Argument(help="Name of the key's owner.")],
-    file: Annotated[Path, typer.Option(help="Key file; created if missing. It stores only hashes.")] = Path(
-        "keys.json"
-    ),
+    file: Annotated[
+        Path, typer.Option(metavar="FILE", help="Key file; created if missing. It stores only hashes.")
+    ] = Path("keys.json"),
     model: Annotated[
-        list[str] | None, typer.Option(help="Model that the key may use; repeatable. Default: all.")
+        list[str] | None, typer.Option(metavar="NAME", help="Model that the key may use; repeatable. Default: all.")
     ] = None,
     group: Annotated[
-        str | None, typer.Option(help='Group of the key, for `policies.prefix_sharing = "group"`. Default: none.')
+        str | None,
+        typer.Option(metavar="NAME", help='Group of the key, for `policies.prefix_sharing = "group"`. Default: none.'),
     ] = None,
-    per_minute: Annotated[float | None, typer.Option(min=0.001, help="Requests per minute. Default: no limit.")] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at once. Default: no limit.")] = None,
+    per_minute: Annotated[
+        float | None, typer.Option(min=0.001, metavar="N", help="Requests per minute. Default: no limit.")
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Requests at once. Default: no limit.")
+    ] = None,
     tokens_per_minute: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of prompts and completions per minute. Default: no limit.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Tokens of prompts and completions per minute. Default: no limit."),
     ] = None,
-    tokens_per_day: Annotated[int | None, typer.Option(min=1, help="The same per day, in UTC. Default: none.")] = None,
+    tokens_per_day: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="The same per day, in UTC. Default: none.")
+    ] = None,
     operator: Annotated[
         bool, typer.Option("--operator", help="The key sees the requests of all keys in /cluster, not only its own.")
     ] = False,

@@ -9,10 +9,9 @@ from typing import Any
 
 import msgspec
 
+from disaggregated_inference.defaults import DECODE_PORT, PREFILL_PORT
 from disaggregated_inference.models import default_home
 from disaggregated_inference.private_files import make_private_folder, private_opener
-
-PREFILL_PORT, DECODE_PORT, KV_PORT = 8000, 8001, 8100
 
 
 class LocalServer(msgspec.Struct, frozen=True):

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from disaggregated_inference.cli.arguments import AsJson, ClusterTokenFile
-from disaggregated_inference.cli.commands import Config
+from disaggregated_inference.cli.arguments import AsJson, ClusterTokenFile, Config
 from disaggregated_inference.cli.keys import machines_app
 
 __all__ = ["machines_app"]

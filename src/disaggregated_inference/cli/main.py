@@ -31,10 +31,17 @@ from disaggregated_inference.cli.serve_arguments import (
     Insecure,
     KeepAlive,
     KVAddresses,
+    KVCodec,
+    KVDTypeName,
     KVPort,
     KVSecurityMode,
     LeaseSeconds,
+    NodeEngine,
     NodePort,
+    NodeRole,
+    OllamaContext,
+    OllamaHost,
+    OllamaSlots,
     PrefixMemory,
     TrustedLink,
     VllmArguments,
@@ -42,6 +49,7 @@ from disaggregated_inference.cli.serve_arguments import (
     VllmSocket,
     VllmUrl,
 )
+from disaggregated_inference.defaults import KV_PORT
 from disaggregated_inference.errors import DisaggError
 
 app = typer.Typer(
@@ -59,19 +67,12 @@ app.add_typer(gateway_app, name="gateway")
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
 
-EngineOption = Annotated[
-    str,
-    typer.Option(
-        help="torch, mlx, llamacpp (GGUF files), vllm (its own process; prefill and whole answers), ollama (a running"
-        " Ollama; moves no KV) or simulated (no inference)."
-        " Default: torch for --role prefill, else mlx."
-    ),
-]
 ProfileOption = Annotated[
     str,
     typer.Option(
+        metavar="NAME",
         help="Machine that --engine simulated imitates: dgx-spark, m3-ultra, m2-ultra, h200, instant,"
-        " custom:prefill=2000,decode=50 (tokens/s). Default: instant."
+        " custom:prefill=2000,decode=50 (tokens/s). Default: instant.",
     ),
 ]
 
@@ -120,10 +121,10 @@ def options(
 def demo(
     prompt: Annotated[str, typer.Argument(help="The prompt.")] = "Why is the sky blue? Answer briefly.",
     model: LocalModel = "smollm2",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of completion tokens.")] = 64,
-    prefill: Annotated[str, typer.Option(help="Engine of the prefill node.")] = "torch",
-    decode: Annotated[str, typer.Option(help="Engine of the decode node.")] = "mlx",
-    chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens per chunk.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of completion tokens.")] = 64,
+    prefill: Annotated[str, typer.Option(metavar="NAME", help="Engine of the prefill node.")] = "torch",
+    decode: Annotated[str, typer.Option(metavar="NAME", help="Engine of the decode node.")] = "mlx",
+    chunk: Annotated[int, typer.Option(min=1, metavar="N", help="Prompt tokens per chunk.")] = 256,
     check: Annotated[bool, typer.Option(help="Compare the tokens with those of the decode engine alone.")] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -139,10 +140,16 @@ def up(
     model: LocalModel = "",
     prefill_engine: Annotated[
         str,
-        typer.Option(help="Engine of the prefill node: torch, mlx, llamacpp or vllm. Default: the first installed."),
+        typer.Option(
+            metavar="NAME",
+            help="Engine of the prefill node: torch, mlx, llamacpp or vllm. Default: the first installed.",
+        ),
     ] = "",
     decode_engine: Annotated[
-        str, typer.Option(help="Engine of the decode node: mlx, torch or llamacpp. Default: the first installed.")
+        str,
+        typer.Option(
+            metavar="NAME", help="Engine of the decode node: mlx, torch or llamacpp. Default: the first installed."
+        ),
     ] = "",
     simulated: Annotated[
         str,
@@ -152,7 +159,9 @@ def up(
             " dgx-spark,m3-ultra (also m2-ultra, h200, instant).",
         ),
     ] = "",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway; 0: free ports for all.")] = 8080,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="Port of the gateway; 0: free ports for all.")
+    ] = 8080,
 ) -> None:
     """Start a whole cluster on this machine: a prefill node, a decode node and the gateway. Ctrl-C stops all.
 
@@ -175,16 +184,19 @@ def chaos(
             " prefill and two decode nodes on this machine, and disturb them too.",
         ),
     ] = "",
-    minutes: Annotated[float, typer.Option(min=0.01, help="How long faults happen.")] = 1.0,
-    requests: Annotated[int, typer.Option(min=0, help="End after this many requests instead.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of faults and requests.")] = 1,
-    requests_at_once: Annotated[int, typer.Option(min=1, help="Concurrent clients.")] = 8,
+    minutes: Annotated[float, typer.Option(min=0.01, metavar="N", help="How long faults happen.")] = 1.0,
+    requests: Annotated[int, typer.Option(min=0, metavar="N", help="End after this many requests instead.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of faults and requests.")] = 1,
+    requests_at_once: Annotated[int, typer.Option(min=1, metavar="N", help="Concurrent clients.")] = 8,
     faults: Annotated[bool, typer.Option(help="--no-faults: only requests, to see whether a process grows.")] = True,
     everything: Annotated[
         bool, typer.Option("--everything", help="Also take away all nodes of a role; failed requests are allowed then.")
     ] = False,
     engine: Annotated[
-        str, typer.Option(help="Engine of the nodes, or PREFILL,DECODE such as torch,mlx. Default: simulated.")
+        str,
+        typer.Option(
+            metavar="NAME", help="Engine of the nodes, or PREFILL,DECODE such as torch,mlx. Default: simulated."
+        ),
     ] = "simulated",
     model: LocalModel = "",
     any_host: Annotated[
@@ -237,7 +249,10 @@ def doctor(
         typer.Option("--machine", "-m", metavar="NAME", help="Only this machine of the cluster; repeatable."),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=0.1, max=10, help="Longest transfer for each path, which has at most 1 GB.")
+        float,
+        typer.Option(
+            min=0.1, max=10, metavar="SECONDS", help="Longest transfer for each path, which has at most 1 GB."
+        ),
     ] = 3.0,
     token_file: ClusterTokenFile = "",
     listing: Annotated[
@@ -273,36 +288,44 @@ def doctor(
 @app.command()
 def serve(
     context: typer.Context,
-    role: Annotated[str, typer.Option(help="prefill, decode or both.")] = "both",
+    role: NodeRole = "both",
     model: LocalModel = "smollm2",
-    engine: EngineOption = "",
+    engine: NodeEngine = None,
     profile: ProfileOption = "",
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
     port: NodePort = None,
     token: Token = "",
     token_file: TokenFile = "",
     insecure: Insecure = False,
     identity: IdentityFolder = "",
     trusted_link: TrustedLink = "",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: chosen for the machine.")] = "",
-    chunk: Annotated[int, typer.Option(min=0, help="Prompt tokens per chunk; 0: chosen for the machine.")] = 0,
+    dtype: KVDTypeName = None,
+    chunk: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Prompt tokens per chunk; 0: chosen for the machine.")
+    ] = 0,
     threads: EngineThreadCount = 0,
-    kv_port: KVPort = 8100,
+    kv_port: KVPort = KV_PORT,
     kv_address: KVAddresses = None,
     lease_s: LeaseSeconds = 60.0,
-    kv_streams: Annotated[int, typer.Option(min=1, max=64, help="Connections per KV transfer.")] = 4,
+    kv_streams: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Connections per KV transfer.")] = 4,
     kv_security: KVSecurityMode = "",
-    kv_codec: Annotated[str, typer.Option(help="raw, or int8 (lossy) for links slower than the prefill.")] = "raw",
-    kv_memory: Annotated[str, typer.Option(help="Memory for KV caches, such as 8G. Default: from free memory.")] = "",
+    kv_codec: KVCodec = "raw",
+    kv_memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="Memory for KV caches, such as 8G. Default: from free memory.")
+    ] = "",
     prefix_memory: PrefixMemory = "",
-    prefix_disk: Annotated[str, typer.Option(help="Folder for prefixes that survive restarts. Default: none.")] = "",
-    prefix_disk_size: Annotated[str, typer.Option(help="Maximum size of that folder.")] = "10G",
-    queue: Annotated[int, typer.Option(min=0, help="Maximum number of requests that wait for memory.")] = 256,
+    prefix_disk: Annotated[
+        str, typer.Option(metavar="DIR", help="Folder for prefixes that survive restarts. Default: none.")
+    ] = "",
+    prefix_disk_size: Annotated[str, typer.Option(metavar="SIZE", help="Maximum size of that folder.")] = "10G",
+    queue: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Maximum number of requests that wait for memory.")
+    ] = 256,
     idle_unload_s: IdleUnload = 0.0,
     drain_s: Drain = 60,
-    ollama_host: Annotated[str, typer.Option(help="URL of Ollama, for --engine ollama.")] = "http://localhost:11434",
-    ollama_context: Annotated[int, typer.Option(min=256, help="Maximum context length in Ollama, in tokens.")] = 32768,
-    ollama_slots: Annotated[int, typer.Option(min=1, help="Concurrent requests in Ollama (OLLAMA_NUM_PARALLEL).")] = 4,
+    ollama_host: OllamaHost = "http://localhost:11434",
+    ollama_context: OllamaContext = 32768,
+    ollama_slots: OllamaSlots = 4,
     keep_alive: KeepAlive = "",
     vllm_python: VllmPython = "",
     vllm_url: VllmUrl = "",
@@ -319,7 +342,8 @@ def serve(
     from disaggregated_inference.node import NodeSettings
     from disaggregated_inference.node_process import run_node
 
-    settings = {name: value for name, value in context.params.items() if name != "token_file"}
+    given = {name: value for name, value in context.params.items() if value is not None}
+    settings = {name: value for name, value in given.items() if name != "token_file"}
     settings |= {"kv_address": tuple(kv_address or ()), "token": read_token(token, token_file)}
     with announcing() as announce:
         run_node(NodeSettings(**settings), announce)  # each option is a setting

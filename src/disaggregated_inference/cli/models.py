@@ -70,7 +70,9 @@ def inspect_model(
 @models_app.command("import")
 def import_model(
     path: Annotated[Path, typer.Argument(help="Folder with config.json and *.safetensors, or a .gguf file.")],
-    name: Annotated[str, typer.Option(help="Name for the model. Default: the folder's or file's name.")] = "",
+    name: Annotated[
+        str, typer.Option(metavar="NAME", help="Name for the model. Default: the folder's or file's name.")
+    ] = "",
     copy: Annotated[
         bool, typer.Option("--copy", help="Copy the files into the store instead of using them in place.")
     ] = False,

@@ -4,9 +4,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
@@ -44,16 +42,16 @@ class TerminalStart:
         self._task: TaskID | None = None
         self._step, self._began_at = "", 0.0
 
-    def announce(self, event: str, **facts: Any) -> None:
-        if event == "start":
-            self._console.print(_title(**facts), soft_wrap=True)
+    def announce(self, line: StartLine) -> None:
+        if line.event == "start":
+            self._console.print(_title(line), soft_wrap=True)
             self._progress.start()
-        elif event == "step":
-            self._show(**facts)
-        elif event == "ready":
+        elif line.event == "step":
+            self._show(line.step, line.part)
+        elif line.event == "ready":
             self.close()
-            self._console.print("\n".join(_ready(msgspec.convert({"event": event} | facts, StartLine))), soft_wrap=True)
-        elif event == "stopping":
+            self._console.print("\n".join(_ready(line)), soft_wrap=True)
+        elif line.event == "stopping":
             self.close()
             self._console.print("\nstopping")  # the terminal shows ^C on this line
 
@@ -77,15 +75,15 @@ class TerminalStart:
         self._progress.stop()
 
 
-def _title(role: str, model: str, engine: str, profile: str = "") -> str:
-    name = "node for prefill and decode" if role == "both" else f"{role} node"
-    simulated = f": SIMULATED ({profile or 'instant'}), no inference" if engine == "simulated" else ""
-    return f"{name}: {model} with {engine}{simulated}"
+def _title(line: StartLine) -> str:
+    name = "node for prefill and decode" if line.role == "both" else f"{line.role} node"
+    simulated = f": SIMULATED ({line.profile or 'instant'}), no inference" if line.engine == "simulated" else ""
+    return f"{name}: {line.model} with {line.engine}{simulated}"
 
 
 def _ready(line: StartLine) -> Iterator[str]:
     seconds = "" if line.seconds is None else f" after {line.seconds} s"
-    yield f"ready{seconds}: {line.url or _url(line.host, line.port, line.scheme)}"
+    yield f"ready{seconds}: {line.url or _url(line)}"
     if line.dashboard:
         yield f"  dashboard: {line.dashboard}"
     if line.kv_addresses:
@@ -97,5 +95,6 @@ def _ready(line: StartLine) -> Iterator[str]:
     yield _STOP
 
 
-def _url(host: str, port: int, scheme: str) -> str:
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+def _url(line: StartLine) -> str:
+    host = f"[{line.host}]" if ":" in line.host else line.host
+    return f"{line.scheme}://{host}:{line.port}"

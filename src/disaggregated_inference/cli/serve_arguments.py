@@ -1,12 +1,35 @@
 """Arguments of `disagg serve` that need more than a line."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from disaggregated_inference.defaults import DECODE_PORT, PREFILL_PORT
+
+NodeRole = Annotated[Literal["prefill", "decode", "both"], typer.Option("--role", help="What the node does.")]
+NodeEngine = Annotated[
+    Literal["torch", "mlx", "llamacpp", "vllm", "ollama", "simulated"] | None,
+    typer.Option(
+        "--engine",
+        help="llamacpp: GGUF files; vllm: its own process, prefill and whole answers; ollama: a running Ollama, moves"
+        " no KV; simulated: no inference. Default: torch for --role prefill, else mlx.",
+    ),
+]
+KVDTypeName = Annotated[
+    Literal["bfloat16", "float16", "float32"] | None,
+    typer.Option("--dtype", help="Of computing and of KV. Default: chosen for the machine."),
+]
+KVCodec = Annotated[
+    Literal["raw", "int8"], typer.Option("--kv-codec", help="int8 (lossy): for links slower than the prefill.")
+]
 NodePort = Annotated[
     int | None,
-    typer.Option(min=0, max=65535, help="HTTP port; 0: any free port. Default: 8000 for prefill, else 8001."),
+    typer.Option(
+        min=0,
+        max=65535,
+        metavar="PORT",
+        help=f"HTTP port; 0: any free port. Default: {PREFILL_PORT} for prefill, else {DECODE_PORT}.",
+    ),
 ]
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Allow an address other than loopback without identity and token.")
@@ -24,30 +47,43 @@ EngineThreadCount = Annotated[
     typer.Option(
         min=0,
         max=1024,
+        metavar="N",
         help="CPU threads of the engine; 0: OMP_NUM_THREADS, else nodes on one machine divide its cores.",
     ),
 ]
 KVPort = Annotated[
-    int, typer.Option(min=0, max=65535, help="Port for KV transfers; 0: any free port. Decode nodes have none.")
+    int,
+    typer.Option(
+        min=0, max=65535, metavar="PORT", help="Port for KV transfers; 0: any free port. Decode nodes have none."
+    ),
 ]
 KVAddresses = Annotated[
     list[str] | None,
-    typer.Option(help="HOST or HOST:PORT for KV transfers, fastest link first; repeatable. Default: --host."),
+    typer.Option(
+        metavar="ADDRESS", help="HOST or HOST:PORT for KV transfers, fastest link first; repeatable. Default: --host."
+    ),
 ]
-LeaseSeconds = Annotated[float, typer.Option("--lease", min=1, help="Lease of an unfetched KV cache, in seconds.")]
+LeaseSeconds = Annotated[
+    float, typer.Option("--lease", min=1, metavar="SECONDS", help="Lease of an unfetched KV cache.")
+]
 KVSecurityMode = Annotated[
     str,
     typer.Option(
+        metavar="MODES",
         help="Of KV transfers: tls, authenticated (cannot be altered, can be read) or plain. Several, such as"
         " tls,authenticated: `links` in the cluster file choose. Weaker ones are refused. Default: tls with"
-        " --identity, else plain."
+        " --identity, else plain.",
     ),
 ]
 PrefixMemory = Annotated[
-    str, typer.Option(help="Part of --kv-memory for the prefix cache; 0: no prefix cache. Default: a quarter.")
+    str,
+    typer.Option(
+        metavar="SIZE", help="Part of --kv-memory for the prefix cache; 0: no prefix cache. Default: a quarter."
+    ),
 ]
 IdleUnload = Annotated[
-    float, typer.Option("--idle-unload", min=0, help="Unload an idle model after this many seconds; 0: never.")
+    float,
+    typer.Option("--idle-unload", min=0, metavar="SECONDS", help="Unload an idle model after this long; 0: never."),
 ]
 VllmPython = Annotated[
     str,
@@ -68,5 +104,13 @@ VllmSocket = Annotated[
     str, typer.Option(metavar="PATH", help="Where the connector inside vLLM meets this node. Default: in DISAGG_HOME.")
 ]
 KeepAlive = Annotated[
-    str, typer.Option(help="How long Ollama keeps an idle model: 30m, or -1 for ever. Default: Ollama's setting.")
+    str,
+    typer.Option(
+        metavar="TIME", help="How long Ollama keeps an idle model: 30m, or -1 for ever. Default: Ollama's setting."
+    ),
+]
+OllamaHost = Annotated[str, typer.Option(metavar="URL", help="URL of Ollama, for --engine ollama.")]
+OllamaContext = Annotated[int, typer.Option(min=256, metavar="TOKENS", help="Maximum context length in Ollama.")]
+OllamaSlots = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Concurrent requests in Ollama (OLLAMA_NUM_PARALLEL).")
 ]

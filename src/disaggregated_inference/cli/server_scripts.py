@@ -3,8 +3,13 @@
 import argparse
 import os
 import sys
+from typing import TYPE_CHECKING
 
+from disaggregated_inference.defaults import PORTS
 from disaggregated_inference.errors import DisaggError
+
+if TYPE_CHECKING:
+    from disaggregated_inference.api import Role
 
 MODEL = "qwen3-coder:30b"
 OLLAMA = "http://localhost:11434"
@@ -19,7 +24,7 @@ _NO_IDENTITY = (
 _UNDECLARED = "not declared: a server script without an identity"
 
 
-def run_server(description: str, role: str, engine: str) -> None:
+def run_server(description: str, role: "Role", engine: str) -> None:
     """`disagg serve` has more options than these scripts."""
     arguments = _parser(description, role, engine).parse_args()
     try:
@@ -31,7 +36,7 @@ def run_server(description: str, role: str, engine: str) -> None:
         raise SystemExit(1) from None
 
 
-def _run(arguments: argparse.Namespace, role: str, engine: str) -> None:
+def _run(arguments: argparse.Namespace, role: "Role", engine: str) -> None:
     from disaggregated_inference.cli.serve import announcing
     from disaggregated_inference.cluster import read_token
     from disaggregated_inference.http import is_loopback
@@ -62,13 +67,12 @@ def _run(arguments: argparse.Namespace, role: str, engine: str) -> None:
         run_node(settings, announce)
 
 
-def _parser(description: str, role: str, engine: str) -> argparse.ArgumentParser:
-    port = 8000 if role == "prefill" else 8001
+def _parser(description: str, role: "Role", engine: str) -> argparse.ArgumentParser:
     epilog = f"The same as `disagg serve --role {role} --engine {engine}`, which has more options."
     parser = argparse.ArgumentParser(description=description, epilog=epilog)
     parser.add_argument("--model", default=MODEL, help="default: %(default)s")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=_port, default=port, help="default: %(default)s; 0: any free port")
+    parser.add_argument("--port", type=_port, default=PORTS[role], help="default: %(default)s; 0: any free port")
     parser.add_argument("--token", default="", help=argparse.SUPPRESS)  # refused, with the reason
     parser.add_argument("--token-file", default="", metavar="FILE", help="file that contains the token")
     parser.add_argument("--identity", default="", metavar="DIR", help="folder with this machine's certificate")

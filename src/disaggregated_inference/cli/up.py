@@ -12,16 +12,10 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from disaggregated_inference.cli.local_cluster import (
-    DECODE_PORT,
-    KV_PORT,
-    PREFILL_PORT,
-    LocalServer,
-    cluster_file,
-    short_name,
-)
+from disaggregated_inference.cli.local_cluster import LocalServer, cluster_file, short_name
 from disaggregated_inference.cli.serve import spinner
 from disaggregated_inference.cluster import without_token
+from disaggregated_inference.defaults import DECODE_PORT, KV_PORT, PREFILL_PORT
 from disaggregated_inference.engines import file_kind, require_engine
 from disaggregated_inference.engines.simulated import Profile, line_gbps, parse_profile
 from disaggregated_inference.errors import BadRequest, DisaggError, EngineUnavailable

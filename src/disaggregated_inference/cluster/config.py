@@ -8,12 +8,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
-from disaggregated_inference.api import Role
+from disaggregated_inference.api import KVSecurity, LocalPrefill, Role
 from disaggregated_inference.cluster.bearer_token import read_token
 from disaggregated_inference.cluster.machine_checks import require_machines
 from disaggregated_inference.cluster.machines import ClusterMachine, GatewayService, ModelSource
@@ -27,17 +27,23 @@ from disaggregated_inference.cluster.reader import (
     quote,
     read_file,
 )
+from disaggregated_inference.defaults import PORTS
 from disaggregated_inference.errors import ConfigError
 
 PLACES = ("cluster.json", "cluster.toml", "disaggregated_inference/config_current.json")
-PORTS = {"prefill": 8000, "decode": 8001, "both": 8001}  # the defaults of `disagg serve`
+PrefixSharing = Literal["key", "group", "shared"]
+
+
+def _one_of(kind: Any) -> str:
+    *others, last = map(quote, get_args(kind))
+    return f"{', '.join(others)} or {last}"
+
 
 # The descriptions complete the sentence "expected ...". The upper bounds exclude infinity.
-_Role = Annotated[Role, Meta(description='"prefill", "decode" or "both"')]
-_Local = Annotated[Literal["auto", "never", "always"], Meta(description='"auto", "never" or "always"')]
-PrefixSharing = Literal["key", "group", "shared"]
-_PrefixSharing = Annotated[PrefixSharing, Meta(description='"key", "group" or "shared"')]
-_Security = Annotated[Literal["tls", "authenticated", "plain"], Meta(description='"tls", "authenticated" or "plain"')]
+_Role = Annotated[Role, Meta(description=_one_of(Role))]
+_Local = Annotated[LocalPrefill, Meta(description=_one_of(LocalPrefill))]
+_PrefixSharing = Annotated[PrefixSharing, Meta(description=_one_of(PrefixSharing))]
+_Security = Annotated[KVSecurity, Meta(description=_one_of(KVSecurity))]
 _Flag = Annotated[bool, Meta(description="true or false")]
 _Text = Annotated[str, Meta(description="a string")]
 _Host = Annotated[str, Meta(min_length=1, description='a host name or address, such as "169.254.150.103"')]

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from disaggregated_inference.cluster.inventory import Inventory
 from disaggregated_inference.cluster.ssh import LOCAL, SshTarget
+from disaggregated_inference.defaults import PORTS
 from disaggregated_inference.errors import ConfigError
 
 _SHARE = 0.9  # of a machine's memory for models
-_PORTS = {"prefill": 8000, "decode": 8001, "both": 8001}
 _GB = 1e9
 _VIRTUAL = ("docker", "br-", "veth", "virbr", "tailscale", "utun")  # links that carry no KV
 
@@ -125,7 +125,7 @@ def _best(
         return machines[name].accelerator != right, used.count(name), -left_gb[name], -order.index(name)
 
     for name in sorted((each for each in machines if each not in taken), key=rank):
-        port = _PORTS[role] + 10 * used.count(name)
+        port = PORTS[role] + 10 * used.count(name)
         for checkpoint in model.checkpoints.get(machines[name].accelerator, ()):
             found = ProposedNode(name, role, model, checkpoint, port)
             if found.needed_gb <= left_gb[name]:

@@ -1,6 +1,5 @@
 """What running nodes say of themselves."""
 
-import json
 import ssl
 import urllib.error
 import urllib.request
@@ -8,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from disaggregated_inference.api import NodeStatus
+from disaggregated_inference.api import ErrorBody, NodeStatus
 from disaggregated_inference.cluster import ClusterConfig, Server
 from disaggregated_inference.doctor.findings import Finding, found, ok
 from disaggregated_inference.errors import DisaggError
@@ -48,10 +47,9 @@ def _refusal(error: urllib.error.HTTPError, server: Server) -> str:
     if error.code == 401:
         return "it refuses the token" if server.token else "it needs a token: set DISAGG_TOKEN"
     try:
-        words = json.loads(error.read(1 << 16))["error"]["message"]
-    except (ValueError, KeyError, TypeError, OSError):
-        words = f"HTTP {error.code}: is it another program?"
-    return str(words)
+        return msgspec.json.decode(error.read(1 << 16), type=ErrorBody).error.message
+    except (ValueError, OSError):
+        return f"HTTP {error.code}: is it another program?"
 
 
 def judge_node(server: Server, answer: NodeAnswer) -> Finding:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import msgspec
 
 from disaggregated_inference.cluster import ClusterConfig, Server, split_address
-from disaggregated_inference.cluster.deploy import KV_PORT, kv_port_of
+from disaggregated_inference.cluster.deploy import kv_port_of
+from disaggregated_inference.defaults import KV_PORT
 from disaggregated_inference.doctor.path_probe import local_addresses
 
 _ENGINES = {"prefill": "torch", "decode": "mlx", "both": "mlx"}  # the defaults of `disagg serve`

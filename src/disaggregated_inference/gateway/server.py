@@ -5,10 +5,10 @@ import gc
 import logging
 import signal
 from contextlib import suppress
-from typing import Any
 
 import msgspec
 
+from disaggregated_inference.api import StartLine
 from disaggregated_inference.cluster import load_config
 from disaggregated_inference.gateway import dashboard
 from disaggregated_inference.gateway.app import gateway_app
@@ -49,8 +49,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.tls_cert else 'http'}://{host}:{port}"
 
-    def addresses(self, port: int) -> dict[str, Any]:
-        return {"port": port, "url": self.url(port), "dashboard": self.url(port) + dashboard.PATH}
+    def ready_line(self, port: int) -> StartLine:
+        return StartLine(event="ready", port=port, url=self.url(port), dashboard=self.url(port) + dashboard.PATH)
 
 
 def run_gateway(settings: GatewaySettings, announce: Announce = announce_as_json) -> None:
@@ -76,7 +76,7 @@ async def _serve(
     traces = collector.traces(app)
 
     def on_stop() -> None:
-        announce("stopping")
+        announce(StartLine(event="stopping"))
         app.state.draining = True
         app.state.feed.close()
 
@@ -85,7 +85,7 @@ async def _serve(
         settings.host,
         settings.port,
         settings.drain_s,
-        on_ready=lambda port: announce("ready", **settings.addresses(port)),
+        on_ready=lambda port: announce(settings.ready_line(port)),
         on_stop=on_stop,
         on_drain_end=lambda: reloader.close(),
         describe=error_body,

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from disaggregated_inference.api import misfit, with_reason
+from disaggregated_inference.api import Misfit, misfit, with_reason
 from disaggregated_inference.errors import BadRequest
 
 Kind = TypeVar("Kind")
@@ -17,15 +17,15 @@ def read_request(body: Mapping[str, Any], kind: type[Kind], hints: Mapping[str, 
     try:
         return msgspec.convert(body, kind, str_keys=True)  # token ids are keys in logit_bias
     except msgspec.ValidationError as error:
-        raise _invalid(error, hints or {}) from error
+        raise _invalid(misfit(error, kind), hints or {}) from error
 
 
 def without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
-def _invalid(error: msgspec.ValidationError, hints: Mapping[str, str]) -> BadRequest:
-    path, reason = misfit(error)
+def _invalid(found: Misfit, hints: Mapping[str, str]) -> BadRequest:
+    path, reason = found
     path = path.replace("[...]", "")
     if missing := re.fullmatch(r"Object missing required field `(\w+)`", reason):
         path, reason = f"{path}.{missing[1]}".lstrip("."), "it is missing"

@@ -24,7 +24,7 @@ async def read_body(request: Request, kind: type[Body], limit_bytes: int = BODY_
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise invalid(error) from error
+        raise invalid(error, kind) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
 
@@ -81,7 +81,7 @@ def _announced_bytes(request: Request) -> int:
     return int(header[:20]) if header.isascii() and header.isdigit() else 0
 
 
-def http_timeouts(request: Request) -> HttpTimeouts:
-    """What the app was configured with, or the defaults."""
-    timeouts: HttpTimeouts = getattr(request.app.state, "http_timeouts", None) or HttpTimeouts()
+def http_timeouts(request: Request, usual: HttpTimeouts = HttpTimeouts()) -> HttpTimeouts:
+    """What the app was configured with; in an app without our server, the usual ones."""
+    timeouts: HttpTimeouts = getattr(request.app.state, "http_timeouts", usual)
     return timeouts

@@ -15,11 +15,13 @@ from functools import partial
 from types import FrameType
 from typing import Any, Literal
 
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
+from disaggregated_inference.api import StartLine
 from disaggregated_inference.http.body_writer import has_chunks, offered_body_writer
 from disaggregated_inference.http.chunked_head import ChunkedHeads
 from disaggregated_inference.http.limits import Connections, HttpLimits, UnfinishedBodies, within_file_limit
@@ -184,16 +186,16 @@ class HttpServer(uvicorn.Server):
             await self._on_drain_end()
 
 
-Announce = Callable[..., None]  # announce(event, **facts): where a starting server is
+Announce = Callable[[StartLine], None]  # where a starting server is
 
 
-def announce_as_json(event: str, part: float | None = None, **facts: Any) -> None:
+def announce_as_json(line: StartLine) -> None:
     """One line on standard output for every step; a program can wait for `ready`. It may have left: the server goes
     on. How much of a step is done is for people."""
-    if part is not None:
+    if line.part is not None:
         return
     try:
-        sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")
+        sys.stdout.write(json.dumps(msgspec.to_builtins(line)) + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python fails at its end

@@ -40,9 +40,6 @@ class MissingTokenizer(ModelTokenizer):
     def token_id(self, text: str) -> int | None:
         return None
 
-    def to_dict(self) -> dict[str, Any]:
-        self._refuse()
-
     def _refuse(self) -> NoReturn:
         raise ModelUnsupported(
             f"the engine that serves {self._model} does not export its tokenizer: tokens cannot be counted or decoded"

@@ -42,7 +42,7 @@ class ModelTokenizer:
     def __init__(self, tokenizer: Tokenizer, chat_template: str = "", special: dict[str, str] | None = None) -> None:
         self._tokenizer = tokenizer
         self.chat_template = chat_template
-        self._special = special or {}
+        self.special = special or {}
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelTokenizer":
@@ -57,14 +57,11 @@ class ModelTokenizer:
             raise ModelDamaged(f"{path}: {error}") from error
         return cls(tokenizer, _read_template(folder, settings), special)
 
-    def to_dict(self) -> dict[str, Any]:
-        """For `from_dict` on another machine."""
-        return {"tokenizer": self.json, "chat_template": self.chat_template, "special": self._special}
-
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> "ModelTokenizer":
+    def from_json(cls, text: str, chat_template: str, special: dict[str, str]) -> "ModelTokenizer":
+        """From `json`, `chat_template` and `special` of another process."""
         try:
-            return cls(Tokenizer.from_str(fields["tokenizer"]), fields["chat_template"], fields["special"])
+            return cls(Tokenizer.from_str(text), chat_template, special)
         except Exception as error:  # the Rust side raises no narrower class
             raise ModelDamaged(f"invalid tokenizer: {error}") from error
 
@@ -116,7 +113,7 @@ class ModelTokenizer:
             raise MessagesRefused(f"the model's chat template refuses these messages: {error}") from error
 
     def _from_template(self, messages: list[Message], options: dict[str, Any]) -> str:
-        defaults = self._special | {"add_generation_prompt": True, "tools": None, "documents": None}
+        defaults = self.special | {"add_generation_prompt": True, "tools": None, "documents": None}
         text: str = self._template.render(**(defaults | options), messages=with_reasoning_names(messages))
         return text
 

@@ -18,7 +18,7 @@ from disaggregated_inference.node.requests import prompt_tokens
 from disaggregated_inference.node.routes import node_app, require_epoch
 from disaggregated_inference.node.sampler import SampledToken
 from disaggregated_inference.node.scheduler import Scheduler
-from disaggregated_inference.node.settings import NodeSettings, parse_size
+from disaggregated_inference.node.settings import NodeSettings, memory_of, parse_size
 from disaggregated_inference.node.startup import Begin, NodeStart, peer_tls
 from disaggregated_inference.node.streaming import respond
 from disaggregated_inference.node.trust import Trust, open_trust, require_token, require_trusted_link
@@ -49,6 +49,7 @@ __all__ = [
     "base_app",
     "listen",
     "load_node",
+    "memory_of",
     "node_app",
     "open_trust",
     "parse_address",

@@ -174,18 +174,19 @@ def listen(
     return sock
 
 
-def parse_address(text: str, port: int, min_port: int = 1) -> Address:
-    """`host`, `host:port`, `v6` or `[v6]:port`; `port` is the default. A listener may use port 0: any free port."""
+def parse_address(text: str, port: int, name: str, min_port: int = 1) -> Address:
+    """`host`, `host:port`, `v6` or `[v6]:port`; `port` is the default. `name`: of the option or field that has the
+    text. A listener may use port 0: any free port."""
     host, number = _split(text)
     try:
         ipaddress.IPv6Address(host if ":" in host else "::")
     except ValueError:
-        message = f"{text!r} is not an address: give HOST or HOST:PORT, or [ADDRESS]:PORT for IPv6"
+        message = f"{name}: {text!r} is not an address: give HOST or HOST:PORT, or [ADDRESS]:PORT for IPv6"
         raise BadRequest(message) from None
     if number is None:
         return host, port
     if not number.isdecimal() or not min_port <= int(number) <= 65535:
-        raise BadRequest(f"{text!r} is not an address: give HOST or HOST:PORT")
+        raise BadRequest(f"{name}: {text!r} is not an address: give HOST or HOST:PORT")
     return host, int(number)
 
 

@@ -4,9 +4,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from disaggregated_inference.engines import Engine, file_kind, load_engine, require_engine
+from disaggregated_inference.engines import Engine, file_kind, load_engine
 from disaggregated_inference.errors import BadRequest
-from disaggregated_inference.kv import require_dtype
 from disaggregated_inference.kv.prefix_cache import DiskTier
 from disaggregated_inference.kv_transfer import Address
 from disaggregated_inference.models import ModelFiles, ModelStore
@@ -17,7 +16,7 @@ from disaggregated_inference.node.node import Node
 from disaggregated_inference.node.prefill import PrefillNode
 from disaggregated_inference.node.rate_measurement import measure, rescale_rates, warm_up
 from disaggregated_inference.node.scheduler import Scheduler
-from disaggregated_inference.node.settings import NodeSettings, parse_size
+from disaggregated_inference.node.settings import NodeSettings, memory_of
 from disaggregated_inference.node.startup import Begin
 from disaggregated_inference.node.trust import Trust
 from disaggregated_inference.observe import Computes, ReadingsSampler
@@ -51,31 +50,20 @@ def load_node(settings: NodeSettings, addresses: list[Address], begin: Begin, tr
         raise
 
 
-def start_readings(engine: Engine) -> ReadingsSampler:
+def start_readings(engine: Engine, every_s: float = NodeTimeouts().readings_s) -> ReadingsSampler:
     computes: Computes = "nothing" if engine.name == "simulated" else "cpu" if engine.threads else "gpu"
-    return ReadingsSampler(computes, NodeTimeouts().readings_s).start()
+    return ReadingsSampler(computes, every_s).start()
 
 
 def _load(settings: NodeSettings, begin: Begin) -> tuple[ModelFiles, KVMemory, EngineThreads | None]:
-    engine = settings.engine_name
-    require_engine(engine)
-    if settings.profile and engine != "simulated":
-        raise BadRequest(f"--profile needs --engine simulated, not {engine}")
-    kv_bytes, prefix_bytes = parse_size(settings.kv_memory), parse_size(settings.prefix_memory)
-    disk_bytes = parse_size(settings.prefix_disk_size)
-    name = settings.model_name
+    engine, name, memory = settings.engine_name, settings.model_name, memory_of(settings)
     begin(f"looking for {name}")
     files = ModelStore().resolve(name, lambda step, part: begin(f"{name}: {step}", part), file_kind(engine))
-    options: dict[str, Any] = {"dtype": require_dtype(settings.dtype)} if settings.dtype else {}
+    options: dict[str, Any] = {"dtype": settings.dtype} if settings.dtype else {}
     if settings.profile:
         options["profile"] = settings.profile
-    if kv_bytes is not None:
-        prefix_bytes = kv_bytes // 4 if prefix_bytes is None else prefix_bytes
-        if prefix_bytes >= kv_bytes:
-            raise BadRequest("--prefix-memory must be smaller than --kv-memory")
-        options["kv_bytes"] = kv_bytes - prefix_bytes
-    if settings.prefix_disk and prefix_bytes == 0:
-        raise BadRequest("--prefix-disk needs memory for prefixes: leave out --prefix-memory 0")
+    if memory.request_bytes is not None:
+        options["kv_bytes"] = memory.request_bytes
 
     first_load = [files]
     threads = None if engine == "simulated" else EngineThreads(settings.threads)
@@ -91,14 +79,14 @@ def _load(settings: NodeSettings, begin: Begin) -> tuple[ModelFiles, KVMemory, E
         warm_up(loaded)
         return loaded
 
-    disk = DiskTier(Path(settings.prefix_disk).expanduser(), disk_bytes or 0) if settings.prefix_disk else None
+    disk = DiskTier(Path(settings.prefix_disk).expanduser(), memory.disk_bytes) if settings.prefix_disk else None
     # Prompts are interleaved, so that a long one does not starve short ones; fewer where decode steps run in between.
     scheduler = Scheduler(load, max_running=8 if settings.role == "prefill" else 2)
     try:
         kv_memory = KVMemory(
             scheduler,
-            options.get("kv_bytes", 0),
-            prefix_bytes,
+            memory.request_bytes or 0,
+            memory.prefix_bytes,
             disk,
             settings.queue,
             both_roles=settings.role == "both",

@@ -2,7 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -18,6 +18,7 @@ from disaggregated_inference.api import (
     SlotStatus,
     StoredModel,
     TicketEndings,
+    TokenizerContent,
 )
 from disaggregated_inference.kv_transfer import format_address
 from disaggregated_inference.models import ModelFiles, storage_of
@@ -91,8 +92,12 @@ class Node:
             stored=StoredModel(**storage_of(self.model)._asdict()),
         )
 
-    async def tokenizer(self) -> dict[str, Any]:
-        return await asyncio.to_thread(self.model.tokenizer.to_dict)
+    async def tokenizer(self) -> TokenizerContent:
+        return await asyncio.to_thread(self._tokenizer)
+
+    def _tokenizer(self) -> TokenizerContent:
+        own = self.model.tokenizer
+        return TokenizerContent(tokenizer=own.json, chat_template=own.chat_template, special=own.special)
 
     async def load(self) -> None:
         """No thread waits for the load: other requests need the threads meanwhile."""

@@ -60,7 +60,7 @@ def _prefill_routes(served: Node) -> list[Route]:
     async def prefill(request: Request) -> Response:
         params = await read_body(request, PrefillRequest)
         require_epoch(request, served)
-        addresses = tuple(parse_address(text, node.kv_addresses[0][1]) for text in params.kv_addresses)
+        addresses = tuple(parse_address(text, node.kv_addresses[0][1], "kv_addresses") for text in params.kv_addresses)
         tokens = await asyncio.to_thread(read_tokens, params)
         reached_at = request.scope["server"][0]
         context, reading = node.submit(

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 from starlette.applications import Starlette
@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from disaggregated_inference.api import NodeHealth
+from disaggregated_inference.api import NodeHealth, StartLine
 from disaggregated_inference.errors import NodeLoading
 from disaggregated_inference.http import Announce, Bearer, HttpServer, RequestId, error_response, json_response
 from disaggregated_inference.identity import Identity
@@ -68,7 +68,7 @@ class NodeStart:
             on_stop=self._stopping,
             **peer_tls(trust.identity),
         )
-        self._scheme = "https" if trust.identity else "http"
+        self._scheme: Literal["http", "https"] = "https" if trust.identity else "http"
 
     def run(self) -> None:
         """Until a signal."""
@@ -103,17 +103,31 @@ class NodeStart:
         """Also when an unloaded model is loaded again: then the node serves already."""
         self._step = step if part is None else f"{step} {part:.0%}"
         if not self._served:
-            self._announce("step", step=step, part=part)
+            self._announce(StartLine(event="step", step=step, part=part))
 
     def _serve(self, served: Node, port: int) -> None:
         self._served = served
         self._server.mount(self._make_app(served, self._token))
-        seconds = round(time.monotonic() - self._began_at, 1)
-        self._announce("ready", port=port, host=self._host, scheme=self._scheme, **_about(served), seconds=seconds)
+        self._announce(self._ready_line(served, port))
+
+    def _ready_line(self, served: Node, port: int) -> StartLine:
+        return StartLine(
+            event="ready",
+            port=port,
+            host=self._host,
+            scheme=self._scheme,
+            role=served.role,
+            model=served.model.name,
+            backend=served.kv_memory.engine.name,
+            kv_port=served.prefill.kv_addresses[0][1] if served.prefill else 0,
+            kv_addresses=served.kv_addresses,
+            kv_limit_bytes=served.kv_memory.admission.limit_bytes,
+            seconds=round(time.monotonic() - self._began_at, 1),
+        )
 
     def _stopping(self) -> None:
         self._stopped = True
-        self._announce("stopping")
+        self._announce(StartLine(event="stopping"))
         self._closes_at = time.monotonic() + self._drain_s
         if self._served:
             self._served.kv_memory.draining = True
@@ -145,15 +159,6 @@ class NodeStart:
 def peer_tls(identity: Identity | None) -> dict[str, Any]:
     """Options of `HttpServer`: only members of the cluster may connect."""
     return {"peers": identity.server_context, "require_peer": identity.require} if identity else {}
-
-
-def _about(served: Node) -> dict[str, Any]:
-    kv_memory = served.kv_memory
-    about: dict[str, Any] = {"role": served.role, "model": served.model.name, "backend": kv_memory.engine.name}
-    about |= {"kv_limit_bytes": kv_memory.admission.limit_bytes}
-    if served.prefill:
-        about |= {"kv_port": served.prefill.kv_addresses[0][1], "kv_addresses": list(served.kv_addresses)}
-    return about
 
 
 def _close(served: Node, drain_s: float) -> None:

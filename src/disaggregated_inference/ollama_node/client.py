@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from disaggregated_inference.api import LoadedModel
 from disaggregated_inference.errors import (
     BadRequest,
     Cancelled,
@@ -86,18 +87,6 @@ class ModelDetails(msgspec.Struct, frozen=True):
 
     def lacks(self, capability: str) -> bool:
         return self.capabilities is not None and capability not in self.capabilities
-
-
-class LoadedModel(msgspec.Struct, frozen=True):
-    """A model in memory, of `/api/ps`."""
-
-    name: str = ""
-    model: str = ""
-    size: int = 0
-    size_vram: int = 0
-    digest: str = ""
-    expires_at: str = ""
-    context_length: int = 0  # 0: an old version
 
 
 class _Ps(msgspec.Struct, frozen=True):

@@ -10,19 +10,23 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from disaggregated_inference.api import (
+    LoadedModel,
     ModelIdentity,
     ModelInfo,
     NodeHealth,
     NodeStatus,
+    OllamaStatus,
     QueueDepth,
     Rates,
+    Role,
     SlotStatus,
     StoredModel,
+    TokenizerContent,
 )
 from disaggregated_inference.errors import (
     DisaggError,
@@ -34,7 +38,7 @@ from disaggregated_inference.errors import (
 )
 from disaggregated_inference.node import RateMeter
 from disaggregated_inference.observe import ReadingsSampler
-from disaggregated_inference.ollama_node.client import LoadedModel, ModelDetails, OllamaClient, keep_alive_of
+from disaggregated_inference.ollama_node.client import ModelDetails, OllamaClient, keep_alive_of
 from disaggregated_inference.ollama_node.output import SentPrompts
 from disaggregated_inference.ollama_node.requests import TextRequest
 from disaggregated_inference.timeouts import OllamaTimeouts
@@ -49,7 +53,7 @@ class OllamaNode:
     def __init__(
         self,
         ollama: OllamaClient,
-        role: str,
+        role: Role,
         max_window: int,
         keep_alive: str,
         slots: int,
@@ -175,26 +179,23 @@ class OllamaNode:
 
     async def health(self) -> NodeHealth:
         await self.refresh()
-        return NodeHealth(**self._health())
+        return self._health()
 
-    def _health(self) -> dict[str, Any]:
-        state = (
-            "draining" if self.draining else "unhealthy" if self.reason else "loading" if self.loading else "healthy"
+    def _health(self) -> NodeHealth:
+        working: Literal["loading", "healthy"] = "loading" if self.loading else "healthy"
+        return NodeHealth(
+            status="draining" if self.draining else "unhealthy" if self.reason else working,
+            model=self.ollama.model,
+            loaded=self.running is not None,
+            backend="ollama",
+            role=self.role,
+            epoch=self.epoch,
+            stalled_s=round(self.stalled_s, 3),
+            reason=self.reason,
+            ollama=OllamaStatus(url=self.ollama.url, version=self.version, running=self.running),
         )
-        running = msgspec.to_builtins(self.running) if self.running else None
-        return {
-            "status": state,
-            "model": self.ollama.model,
-            "loaded": self.running is not None,
-            "backend": "ollama",
-            "role": self.role,
-            "epoch": self.epoch,
-            "stalled_s": round(self.stalled_s, 3),
-            "reason": self.reason,
-            "ollama": {"url": self.ollama.url, "version": self.version, "running": running},
-        }
 
-    async def tokenizer(self) -> dict[str, Any]:
+    async def tokenizer(self) -> TokenizerContent:
         raise NotOffered("Ollama does not share its tokenizer: send it text")
 
     async def model_info(self) -> ModelInfo:
@@ -229,7 +230,7 @@ class OllamaNode:
         await self.refresh()
         running = min(self.open_requests, self.slots)
         return NodeStatus(
-            **self._health(),
+            **msgspec.structs.asdict(self._health()),
             context_window=self.window,
             waiting=self.open_requests,
             running=running,

@@ -8,11 +8,27 @@ from typing import Literal
 
 import msgspec
 
+from disaggregated_inference.api import TextMetrics
 from disaggregated_inference.errors import BadRequest
 
 _PREFIX_CHARS = 256
 _MAX_PROMPTS = 1024
 _CACHED_STEPS = 3
+
+
+class WarmMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Of /prefill: the part of `TextMetrics` that is not about a completion."""
+
+    prompt_tokens: int | None
+    queue_time: float
+    prefill_time: float
+    total_time: float
+    load_time: float
+    prefill_speed: float | None
+
+    @classmethod
+    def of(cls, metrics: TextMetrics) -> "WarmMetrics":
+        return msgspec.convert(metrics, cls, from_attributes=True)
 
 
 class WarmResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +38,7 @@ class WarmResponse(msgspec.Struct, frozen=True, kw_only=True):
     ticket: str
     kv: Literal["none"] = "none"
     prompt_tokens: int | None
-    metrics: dict[str, float | None]
+    metrics: WarmMetrics
     note: str = "Ollama keeps the KV of this prompt and cannot hand it over: this context carries only its counts"
 
 

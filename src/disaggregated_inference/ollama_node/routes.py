@@ -27,15 +27,13 @@ from disaggregated_inference.http import (
 from disaggregated_inference.node import RequestMetrics, base_app
 from disaggregated_inference.ollama_node.generation import OllamaGeneration, warm
 from disaggregated_inference.ollama_node.node import OllamaNode
-from disaggregated_inference.ollama_node.output import WarmContext, WarmResponse
+from disaggregated_inference.ollama_node.output import WarmContext, WarmMetrics, WarmResponse
 from disaggregated_inference.ollama_node.requests import TextRequest, WarmRequest
 from disaggregated_inference.timeouts import HttpTimeouts
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-
-_PREFILL_METRICS = ("prompt_tokens", "prefill_time", "prefill_speed", "queue_time", "load_time", "total_time")
 
 
 def ollama_app(node: OllamaNode, token: str | None) -> Starlette:
@@ -63,11 +61,11 @@ def _prefill_routes(node: OllamaNode, metrics: "OllamaMetrics") -> list[Route]:
             result = await unless_disconnected(request, _in_time(warm(node, params), params.timeout_s))
         metrics.count_prefill(result)
         context = WarmContext(model=node.ollama.model, prompt_tokens=result.prompt_tokens)
-        shown = {name: value for name, value in msgspec.to_builtins(result).items() if name in _PREFILL_METRICS}
-        log.info("prefill done", extra={"request_id": request_id(request)} | shown)
+        told = WarmMetrics.of(result)
+        log.info("prefill done", extra={"request_id": request_id(request)} | msgspec.structs.asdict(told))
         ticket = params.ticket or secrets.token_urlsafe(16)
         tokens = result.prompt_tokens
-        return json_response(WarmResponse(context=context.encode(), ticket=ticket, prompt_tokens=tokens, metrics=shown))
+        return json_response(WarmResponse(context=context.encode(), ticket=ticket, prompt_tokens=tokens, metrics=told))
 
     async def cancel(request: Request) -> Response:
         raise TicketNotFound("no such ticket: a node in front of an Ollama has no tickets")

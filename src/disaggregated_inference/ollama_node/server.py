@@ -3,6 +3,7 @@
 import asyncio
 from urllib.parse import urlsplit
 
+from disaggregated_inference.api import StartLine
 from disaggregated_inference.http import Announce, HttpServer, is_loopback, require_free_port
 from disaggregated_inference.node import NodeSettings, open_trust, peer_tls, require_token, require_trusted_link
 from disaggregated_inference.observe import ReadingsSampler
@@ -12,7 +13,9 @@ from disaggregated_inference.ollama_node.routes import ollama_app
 from disaggregated_inference.timeouts import NodeTimeouts
 
 
-def run_ollama_node(settings: NodeSettings, port: int, announce: Announce) -> None:
+def run_ollama_node(
+    settings: NodeSettings, port: int, announce: Announce, readings_s: float = NodeTimeouts().readings_s
+) -> None:
     """Serve until a signal. Memory, queue and cache are Ollama's."""
     ollama = OllamaClient(settings.ollama_host, settings.model)
     node = OllamaNode(
@@ -28,14 +31,25 @@ def run_ollama_node(settings: NodeSettings, port: int, announce: Announce) -> No
     require_token([settings.host], trust, settings.insecure)
     node.identity, node.trusted_link = trust.identity.name if trust.identity else "", trust.trusted_link
     here = is_loopback(urlsplit(ollama.url).hostname or "")
-    node.readings = ReadingsSampler("gpu" if here else "elsewhere", NodeTimeouts().readings_s).start()
+    node.readings = ReadingsSampler("gpu" if here else "elsewhere", readings_s).start()
     require_free_port(settings.host, port)
     asyncio.run(node.require_model())
-    about = {"role": settings.role, "model": settings.model, "backend": "ollama", "host": settings.host}
-    about |= {"scheme": "https"} if trust.identity else {}
+
+    def on_ready(port: int) -> None:
+        ready = StartLine(
+            event="ready",
+            port=port,
+            host=settings.host,
+            scheme="https" if trust.identity else "http",
+            role=settings.role,
+            model=settings.model,
+            backend="ollama",
+            ollama=ollama.url,
+        )
+        announce(ready)
 
     def on_stop() -> None:
-        announce("stopping")
+        announce(StartLine(event="stopping"))
         node.drain()
 
     HttpServer(
@@ -43,7 +57,7 @@ def run_ollama_node(settings: NodeSettings, port: int, announce: Announce) -> No
         settings.host,
         port,
         settings.drain_s,
-        on_ready=lambda port: announce("ready", port=port, **about, ollama=ollama.url),
+        on_ready=on_ready,
         on_stop=on_stop,
         lifespan="auto",
         **peer_tls(trust.identity),

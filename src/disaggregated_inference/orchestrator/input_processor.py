@@ -8,6 +8,7 @@ import msgspec
 
 from disaggregated_inference.api import GenerateRequest
 from disaggregated_inference.cluster import ClusterConfig
+from disaggregated_inference.defaults import MAX_TOKENS
 from disaggregated_inference.errors import ContextTooLong, DisaggError
 from disaggregated_inference.models import ModelTokenizer
 from disaggregated_inference.orchestrator.continuation import Continuation, TokenContinuation
@@ -18,8 +19,6 @@ from disaggregated_inference.orchestrator.shared_prompts import SharedPrompts
 from disaggregated_inference.orchestrator.text_continuation import TextContinuation, estimated_tokens
 from disaggregated_inference.orchestrator.tokenizer_cache import TokenizerCache
 from disaggregated_inference.timeouts import OrchestratorTimeouts
-
-_MAX_TOKENS = 2000
 
 
 class InputProcessor:
@@ -87,4 +86,4 @@ def _limited(request: GenerateRequest, fits: int) -> GenerateRequest:
     """A request without a limit gets the usual one, or what fits."""
     if request.max_tokens is not None:
         return request
-    return msgspec.structs.replace(request, max_tokens=max(1, min(_MAX_TOKENS, fits)))
+    return msgspec.structs.replace(request, max_tokens=max(1, min(MAX_TOKENS, fits)))

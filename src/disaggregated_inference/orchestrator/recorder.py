@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from disaggregated_inference.api import (
     FALLBACK_WARNING,
     ErrorDetail,
@@ -95,7 +97,7 @@ class RequestRecorder:
         self._warnings: dict[str, None] = {}  # in order, each once
         self.warning_reason = ""  # of a fallback
         self.first_token_s = self.total_s = 0.0
-        self._stalled: list[tuple[Failover, float]] = []
+        self._stalled: list[tuple[int, float]] = []  # which failovers wait for a token, and since when
 
     def phase(self, name: str, began_at: float, node: str = "") -> None:
         """A phase has ended now."""
@@ -136,16 +138,16 @@ class RequestRecorder:
     def first_token(self, at: float) -> None:
         """An attempt brought its first token."""
         self.first_token_s = self.first_token_s or at - self.came_at
-        for failover, since in self._stalled:
-            failover.stall_s = at - since
+        for index, since in self._stalled:
+            self.failovers[index] = msgspec.structs.replace(self.failovers[index], stall_s=at - since)
         self._stalled.clear()
 
     def failed(self, failover: Failover, attempt: Attempt) -> None:
         now, since = self._clock(), attempt.last_at or attempt.began_at
-        failover.at_s, failover.detected_s = now - self.came_at, now - since
         attempt.ended_at, attempt.failed_node = now, failover.node
-        self.failovers.append(failover)
-        self._stalled.append((failover, since))
+        self._stalled.append((len(self.failovers), since))
+        timed = msgspec.structs.replace(failover, at_s=now - self.came_at, detected_s=now - since)
+        self.failovers.append(timed)
 
     def choices(self) -> tuple[GeneratedChoice, ...]:
         return tuple(state.result(index) for index, state in enumerate(self.choice_states))

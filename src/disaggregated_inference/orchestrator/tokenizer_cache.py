@@ -7,11 +7,11 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from disaggregated_inference.api import GenerateRequest, ModelInfo
+from disaggregated_inference.api import GenerateRequest, ModelInfo, TokenizerContent
 from disaggregated_inference.errors import BadRequest, DisaggError, NoDecodeNode
 from disaggregated_inference.models import MissingTokenizer, ModelTokenizer, default_home
 from disaggregated_inference.orchestrator.leg_errors import LegBusy, LegFailed
@@ -64,7 +64,7 @@ class TokenizerCache:
     def _from_disk(self, identity: str, wanted: "_Identities") -> ModelTokenizer | None:
         """None also for a file that was changed: the node's own replaces it."""
         try:
-            found = ModelTokenizer.from_dict(_fields((self._home / f"{identity}.json").read_bytes()))
+            found = _read((self._home / f"{identity}.json").read_bytes())
         except (OSError, DisaggError):
             return None
         return found if _is(found, wanted) else None
@@ -82,7 +82,7 @@ class TokenizerCache:
         raise NoDecodeNode(failures)
 
     def _take(self, identity: str, body: bytes, node: NodeState) -> ModelTokenizer:
-        tokenizer = ModelTokenizer.from_dict(_fields(body))
+        tokenizer = _read(body)
         assert node.info
         if not _is(tokenizer, _identities_of(node.info)):
             raise DisaggError("it hands out another tokenizer than it uses; restart it")
@@ -129,11 +129,12 @@ def _is(tokenizer: ModelTokenizer, wanted: _Identities) -> bool:
     return is_model and wanted.text in ("", tokenizer.text_identity)
 
 
-def _fields(body: bytes) -> dict[str, Any]:
+def _read(body: bytes) -> ModelTokenizer:
     try:
-        return msgspec.json.decode(body, type=dict[str, Any])
+        content = msgspec.json.decode(body, type=TokenizerContent)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DisaggError(f"its tokenizer cannot be read: {error}") from error
+    return ModelTokenizer.from_json(content.tokenizer, content.chat_template, content.special)
 
 
 def _encoded(tokenizer: ModelTokenizer, request: GenerateRequest, window: int) -> list[int]:

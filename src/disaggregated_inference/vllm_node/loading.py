@@ -49,11 +49,11 @@ class VllmLoader:
             dtype=settings.dtype,
             chunk=settings.chunk,
             threads=settings.threads,
-            prefix_caching=parse_size(settings.prefix_memory) != 0,
+            prefix_caching=parse_size(settings.prefix_memory, "--prefix-memory") != 0,
         )
         self._vllm.require_possible()
         default = min(available_bytes() // _STAGING_SHARE, _MAX_STAGING_BYTES)
-        self._staging_bytes = parse_size(settings.kv_memory) or default
+        self._staging_bytes = parse_size(settings.kv_memory, "--kv-memory") or default
         self._opened = ExitStack()  # what is closed after the node
 
     def app(self, served: Node, token: str | None) -> Starlette:

@@ -80,12 +80,11 @@ class VllmNode(Node):
             raise NodeLoading(f"vLLM is not ready: {trouble}")
 
 
-def vllm_app(served: Node, token: str | None) -> Starlette:
+def vllm_app(served: Node, token: str | None, heartbeat_s: float = VllmTimeouts().heartbeat_s) -> Starlette:
     """The paths of a prefill node, and `/generate`."""
     assert isinstance(served, VllmNode)
     metrics = NodeMetrics(served)
     served.answers.on_end = metrics.count_decode
-    heartbeat_s = VllmTimeouts().heartbeat_s
 
     async def generate(request: Request) -> Response:
         params = await read_body(request, DecodeRequest)

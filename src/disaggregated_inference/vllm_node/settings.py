@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from disaggregated_inference.errors import BadRequest, ModelUnsupported
-from disaggregated_inference.kv import require_dtype
+from disaggregated_inference.kv import KVDType
 from disaggregated_inference.models import ModelFiles, default_home
 from disaggregated_inference.private_files import make_private_folder
 from disaggregated_inference.vllm_connector.messages import LOGITS_PROCESSOR
@@ -33,7 +33,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     url: str = ""
     arguments: str = ""
     socket: str = ""
-    dtype: str = ""
+    dtype: KVDType | None = None
     chunk: int = 0
     threads: int = 0
     prefix_caching: bool = True
@@ -46,8 +46,6 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.url and (self.python or self.arguments):
             raise BadRequest("--vllm-url attaches to a vLLM that runs: leave out --vllm-python and --vllm-args")
-        if self.dtype:
-            require_dtype(self.dtype)
         user_arguments(self.arguments)
         if self.url:
             base_url(self.url)
@@ -97,7 +95,7 @@ def open_server(settings: VllmSettings, model: ModelFiles, socket: Path) -> Vllm
             name=model.name,
             socket=http,
             role=settings.role,
-            dtype=settings.dtype,
+            dtype=settings.dtype or "",
             batched_tokens=settings.chunk,
             prefix_caching=settings.prefix_caching,
             kv_transfer=config,

@@ -6,6 +6,7 @@ import os
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing
 from typing import Any, Protocol, Self
 
@@ -124,7 +125,7 @@ class ClusterEndpoint(AbstractContextManager["ClusterEndpoint"]):
         return RawAnswer(metrics["response"], msgspec.structs.replace(figures, weights=self._weights(figures)))
 
     def _weights(self, figures: Figures) -> tuple[str, ...]:
-        nodes = {node["name"]: node["weights"] for node in self._client.status()["nodes"]}
+        nodes = {node.name: node.weights for node in self._client.cluster_status().nodes}
         told = [nodes.get(name or "", "") for name in (figures.prefill_node, figures.decode_node)]
         return tuple(dict.fromkeys(each for each in told if each))
 
@@ -150,10 +151,10 @@ class ClusterEndpoint(AbstractContextManager["ClusterEndpoint"]):
 
     def health(self, *models: str) -> dict[str, Any]:
         """Every node is asked now."""
-        health, verdicts = self._client.health(), self._client.status()["models"]
+        health, verdicts = self._client.health(), self._client.cluster_status().models
         return health | {"verdicts": {name: self._verdict(name, verdicts) for name in models}}
 
-    def _verdict(self, model: str, verdicts: dict[str, Any]) -> str:
+    def _verdict(self, model: str, verdicts: Mapping[str, str]) -> str:
         try:
             return str(verdicts[self._client.config.resolve_model(model)])
         except ModelNotFound:

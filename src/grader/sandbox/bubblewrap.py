@@ -160,7 +160,7 @@ def _disk(place: str, size_mib: int) -> list[str]:
 
 
 @functools.cache
-def why_unavailable() -> str:
+def why_unavailable(try_s: float = SandboxTimeouts().try_s) -> str:
     """Empty when the sandbox works: it was tried."""
     if not sys.platform.startswith("linux"):
         return "the sandbox needs Linux."
@@ -170,8 +170,7 @@ def why_unavailable() -> str:
     if {"/", os.path.expanduser("~")} & _interpreter().keys():
         return "the interpreter is installed in the home folder itself, which the sandbox must not show."
     inner = [word.replace("{connection_file}", "/dev/null") for word in inner_command(RunLimits(), None, ["true"])]
-    limit_s = SandboxTimeouts().try_s
-    tried = subprocess.run(outer_command(None, inner), capture_output=True, text=True, timeout=limit_s, check=False)
+    tried = subprocess.run(outer_command(None, inner), capture_output=True, text=True, timeout=try_s, check=False)
     return "" if tried.returncode == 0 else f"bubblewrap does not work here: {tried.stderr.strip()[:300]}"
 
 

@@ -13,14 +13,13 @@ from disaggregated_inference.cluster.deploy.overview import (
     look_at,
     path_in_use,
 )
-from disaggregated_inference.cluster.deploy.plan import KV_PORT, MachinePlan, kv_port_of, plan_machines
+from disaggregated_inference.cluster.deploy.plan import MachinePlan, kv_port_of, plan_machines
 from disaggregated_inference.cluster.deploy.removal import removal_scripts, remove_machines
 from disaggregated_inference.cluster.deploy.session import MachineOutcome, MachineSession, Tell, named, on_machines
 from disaggregated_inference.cluster.deploy.wheel import Wheel, pack_wheel, pin_dependencies, read_wheel
 from disaggregated_inference.cluster.services.gateway_probe import GatewayAnswer
 
 __all__ = [
-    "KV_PORT",
     "AuditEntry",
     "Deployed",
     "Deployment",

@@ -52,7 +52,7 @@ def plan_installation(target: MachineTarget, package: Package, timeouts: DeployT
     python = _python(target)
     environment = _environment_id(target, package, python)
     folder = f"{place.folder}/environments/{environment}"
-    release = _release(target, package, environment)
+    release = _release(target, package, environment, timeouts)
     steps = [
         FilesStep("wheel and lock file", _package_files(folder, package, plan.machine.constraints)),
         _environment_step(target, package, folder, python, timeouts),
@@ -141,8 +141,8 @@ def install_remedy(stderr: str) -> str:
     return ""
 
 
-def _release(target: MachineTarget, package: Package, environment: str) -> Release:
-    services = services_of(target.plan, target.config, target.place)
+def _release(target: MachineTarget, package: Package, environment: str, timeouts: DeployTimeouts) -> Release:
+    services = services_of(target.plan, target.config, target.place, timeouts)
     settings = _cluster_file(target) if target.plan.has_gateway else b""
     return Release(
         version=f"{package.wheel.version}-{package.wheel.digest[:6]}",

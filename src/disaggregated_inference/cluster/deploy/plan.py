@@ -12,11 +12,11 @@ from disaggregated_inference.cluster.machines import ClusterMachine
 from disaggregated_inference.cluster.reader import did_you_mean, join_address, quote, split_address
 from disaggregated_inference.cluster.services import Place, Service
 from disaggregated_inference.cluster.ssh import LOCAL, SshTarget
+from disaggregated_inference.defaults import KV_PORT
 from disaggregated_inference.errors import ConfigError
 from disaggregated_inference.timeouts import DeployTimeouts
 
 GATEWAY = "disagg-gateway"
-KV_PORT = 8100  # the default of `disagg serve --kv-port`
 _EXTRAS = {"torch": "torch", "mlx": "mlx", "llamacpp": "llamacpp"}
 _WITHOUT_EXTRA = ("simulated", "ollama", "vllm")
 _PREFILL_ENGINE, _DECODE_ENGINE = "torch", "mlx"  # the defaults of `disagg serve`
@@ -110,7 +110,9 @@ def _kv_security(server: Server, config: ClusterConfig) -> list[str]:
     return ["--kv-security", ",".join(dict.fromkeys([default, *modes]))] if modes else []
 
 
-def node_service(server: Server, plan: MachinePlan, config: ClusterConfig, place: Place) -> Service:
+def _node_service(
+    server: Server, plan: MachinePlan, config: ClusterConfig, place: Place, timeouts: DeployTimeouts
+) -> Service:
     model = model_argument(server, config, place)
     arguments = ["serve", "--role", server.role, "--model", model, "--host", server.host, "--port", str(server.port)]
     arguments += ["--engine", server.engine] if server.engine else []
@@ -118,7 +120,7 @@ def node_service(server: Server, plan: MachinePlan, config: ClusterConfig, place
         arguments += ["--kv-address", address]
     arguments += _kv_security(server, config)
     arguments += ["--trusted-link", config.trusted_link] if config.trusted_link else []
-    arguments += ["--drain", str(DeployTimeouts().drain_s), "--log-level", "info", *server.arguments]
+    arguments += ["--drain", str(timeouts.drain_s), "--log-level", "info", *server.arguments]
     name = service_name(server)
     environment = dict(plan.machine.environment)
     environment |= {"DISAGG_TOKEN_FILE": token_path(name, place)} if server.token else {}
@@ -138,12 +140,12 @@ def node_service(server: Server, plan: MachinePlan, config: ClusterConfig, place
     )
 
 
-def gateway_service(plan: MachinePlan, config: ClusterConfig, place: Place) -> Service:
+def _gateway_service(plan: MachinePlan, config: ClusterConfig, place: Place, timeouts: DeployTimeouts) -> Service:
     settings = config.gateway
     file = f"{place.current}/cluster.json"
     arguments = ["gateway", "--config", file, "--host", settings.host, "--port", str(settings.port)]
     arguments += ["--keys", f"{place.secrets}/gateway-keys.json"] if settings.keys else []
-    arguments += ["--drain", str(DeployTimeouts().drain_s), "--log-level", "info", *settings.arguments]
+    arguments += ["--drain", str(timeouts.drain_s), "--log-level", "info", *settings.arguments]
     environment = dict(plan.machine.environment)
     environment |= {"DISAGG_IDENTITY": f"{place.secrets}/identity"} if uses_identity(config) else {}
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
@@ -155,9 +157,11 @@ def gateway_service(plan: MachinePlan, config: ClusterConfig, place: Place) -> S
     )
 
 
-def services_of(plan: MachinePlan, config: ClusterConfig, place: Place) -> tuple[Service, ...]:
-    nodes = [node_service(server, plan, config, place) for server in plan.servers]
-    services = (*nodes, *([gateway_service(plan, config, place)] if plan.has_gateway else ()))
+def services_of(
+    plan: MachinePlan, config: ClusterConfig, place: Place, timeouts: DeployTimeouts = DeployTimeouts()
+) -> tuple[Service, ...]:
+    nodes = [_node_service(server, plan, config, place, timeouts) for server in plan.servers]
+    services = (*nodes, *([_gateway_service(plan, config, place, timeouts)] if plan.has_gateway else ()))
     names = [service.name for service in services]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"two servers would be the service {', '.join(twice)}: give them names that differ")

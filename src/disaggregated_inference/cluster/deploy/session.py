@@ -61,7 +61,7 @@ class MachineSession:
 
     def manager(self, release: Release) -> ServiceManager:
         """Of the kind that the release was made for."""
-        return manager_of(release.kind, self.place)
+        return manager_of(release.kind, self.place, self.shell.timeouts)
 
     async def states(self, release: Release) -> dict[str, ServiceState]:
         manager = self.manager(release)
@@ -115,7 +115,8 @@ async def open_machine(
         inventory = await take_inventory(shell, plan.machine.folder, plan.machine.python)
         place = place_of(plan, inventory)
         kind = inventory.service_kind if plan.machine.service == "auto" else plan.machine.service
-        yield MachineSession(MachineTarget(plan, config, inventory, place, manager_of(kind, place)), shell, tell)
+        manager = manager_of(kind, place, timeouts)
+        yield MachineSession(MachineTarget(plan, config, inventory, place, manager), shell, tell)
     finally:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeouts.close_s):  # a machine that is gone answers nothing

@@ -12,16 +12,17 @@ from disaggregated_inference.cluster.services.service import (
 )
 from disaggregated_inference.cluster.services.systemd import Systemd, SystemdUser
 from disaggregated_inference.errors import ConfigError
+from disaggregated_inference.timeouts import DeployTimeouts
 
 MANAGERS: dict[str, type[ServiceManager]] = {
     each.kind: each for each in (Systemd, SystemdUser, Launchd, LaunchdUser, Background)
 }
 
 
-def manager_of(kind: str, place: Place) -> ServiceManager:
+def manager_of(kind: str, place: Place, timeouts: DeployTimeouts = DeployTimeouts()) -> ServiceManager:
     if kind not in MANAGERS:
         raise ConfigError(f"unknown service kind {kind!r}: use one of {', '.join(MANAGERS)}")
-    return MANAGERS[kind](place)
+    return MANAGERS[kind](place, timeouts)
 
 
 __all__ = [

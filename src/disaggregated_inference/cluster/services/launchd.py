@@ -10,6 +10,7 @@ from disaggregated_inference.cluster.services.service import (
     ServiceFile,
     words,
 )
+from disaggregated_inference.timeouts import DeployTimeouts
 
 _TRIES = 20  # launchd answers "Input/output error" until the earlier job is gone
 
@@ -21,8 +22,8 @@ class Launchd(FileLogged):
     _folder, _domain = "/Library/LaunchDaemons", "system"
     _remedy = "error: launchd refuses the service: look at its .launchd.log in the folder of logs"
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, place: Place, timeouts: DeployTimeouts = DeployTimeouts()) -> None:
+        super().__init__(place, timeouts)
         self._sudo: tuple[str, ...] = () if place.uid == 0 else ("sudo", "-n")
 
     def file(self, service: Service) -> ServiceFile:
@@ -98,8 +99,8 @@ class LaunchdUser(Launchd):
         " allow sudo without a password, or set automatic login"
     )
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, place: Place, timeouts: DeployTimeouts = DeployTimeouts()) -> None:
+        super().__init__(place, timeouts)
         self._sudo = ()
         self._folder, self._domain = f"{place.home}/Library/LaunchAgents", f"gui/{place.uid}"
 

@@ -117,11 +117,10 @@ class ServiceManager(ABC):
     """Each method gives a POSIX shell script."""
 
     kind: str
-    timeouts = DeployTimeouts()
     note = ""  # what users of this kind must know
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, place: Place, timeouts: DeployTimeouts = DeployTimeouts()) -> None:
+        self.place, self.timeouts = place, timeouts
 
     @abstractmethod
     def file(self, service: Service) -> ServiceFile: ...

@@ -10,6 +10,7 @@ from disaggregated_inference.cluster.services.service import (
     ServiceManager,
     words,
 )
+from disaggregated_inference.timeouts import DeployTimeouts
 
 _UNIT = """\
 [Unit]
@@ -42,8 +43,8 @@ class Systemd(ServiceManager):
     _units = "/etc/systemd/system"
     _target, _after = "multi-user.target", _NETWORK
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, place: Place, timeouts: DeployTimeouts = DeployTimeouts()) -> None:
+        super().__init__(place, timeouts)
         self._sudo: tuple[str, ...] = () if place.uid == 0 else ("sudo", "-n")
 
     def file(self, service: Service) -> ServiceFile:
@@ -120,8 +121,8 @@ class SystemdUser(FileLogged, Systemd):
     _systemctl = ("systemctl", "--user")
     _target, _after = "default.target", ""
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, place: Place, timeouts: DeployTimeouts = DeployTimeouts()) -> None:
+        super().__init__(place, timeouts)
         self._sudo = ()
         self._units = f"{place.home}/.config/systemd/user"
 

@@ -143,7 +143,8 @@ def install(model: Any) -> None:
 def remove(model: Any) -> None:
     """Restore transformers' code."""
     for module in _norms(model):
-        module.__dict__.pop("forward", None)
+        if "forward" in vars(module):
+            del module.forward
     if model.config._experts_implementation == EXPERTS_NAME:
         model.config._experts_implementation = "grouped_mm"
 

@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from disaggregated_inference.api import OutputFormat, RequestOptions
 from disaggregated_inference.api.sampling import (
+    MOST_TOKENS,
     ClientSalt,
     Logprobs,
     Penalty,
@@ -31,16 +32,19 @@ _REFUSED = {  # they would change the completion
 _NUMBER = r"\d+(\.\d+)?"
 _Duration = Annotated[str, Meta(pattern=rf"^([-+]?({_NUMBER}|({_NUMBER}(ns|us|µs|ms|s|m|h))+))?$")]  # as Go writes it
 
+_NumPredict = Annotated[int, Meta(le=MOST_TOKENS)]  # below 1: see `fills_window`
+_TopK = Annotated[int, Meta(le=MOST_TOKENS)]  # below 1: no limit
+
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options that are supported, and samplers that are refused. Others are about loading a model and are ignored."""
 
-    num_predict: int | None = None
+    num_predict: _NumPredict | None = None
     num_ctx: int | None = None  # ignored: a prompt may always fill the context window
     temperature: Temperature | None = None
-    top_k: int | None = None
+    top_k: _TopK | None = None
     top_p: Probability | None = None
     min_p: Probability | None = None
     repeat_penalty: RepetitionPenalty | None = None

@@ -1,6 +1,7 @@
 """OpenAI's API: chat completions, completions, models. Responses are in `responses`."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -8,6 +9,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from disaggregated_inference.api import ClusterNode
 from disaggregated_inference.errors import NotOffered
 from disaggregated_inference.gateway.cluster.routes import context_window
 from disaggregated_inference.gateway.openai.chat import chat_completions
@@ -39,7 +41,7 @@ def routes() -> list[Route]:
 
 async def models(request: Request) -> Response:
     context = RequestContext(request)
-    nodes = (await context.core.status())["nodes"]
+    nodes = (await context.core.cluster_status()).nodes
     found = [await _description(context, id, name, nodes) for id, name in context.names().items()]
     return json_response({"object": "list", "data": found}, headers=context.headers())
 
@@ -49,7 +51,7 @@ async def model(request: Request) -> Response:
     context, name = RequestContext(request), request.path_params["name"]
     if not name:
         raise HTTPException(404)
-    model, nodes = context.model(name), (await context.core.status())["nodes"]
+    model, nodes = context.model(name), (await context.core.cluster_status()).nodes
     return json_response(await _description(context, context.shown_model, model, nodes), headers=context.headers())
 
 
@@ -57,9 +59,9 @@ async def embeddings(request: Request) -> Response:
     raise NotOffered("/v1/embeddings: no node makes embeddings; use another server for them, an Ollama for instance")
 
 
-async def _description(context: RequestContext, id: str, name: str, nodes: list[dict[str, Any]]) -> dict[str, Any]:
+async def _description(context: RequestContext, id: str, name: str, nodes: Sequence[ClusterNode]) -> dict[str, Any]:
     """`weights`: hashes of the weights with which the nodes answer."""
     found = {"id": id, "object": "model", "created": _STARTED, "owned_by": "disaggregated-inference", "root": name}
     window = await context_window(context.core, name)
-    weights = sorted({node["weights"] for node in nodes if node["model"] == name and node["weights"]})
+    weights = sorted({node.weights for node in nodes if node.model == name and node.weights})
     return found | ({"context_window": window} if window else {}) | ({"weights": weights} if weights else {})
