@@ -108,7 +108,7 @@ def test_a_loading_node_answers_and_says_what_it_does(start: Start) -> None:
     assert until(lambda: ask(start.port, "/health")[0] == 200, LONG_S)
     assert ask(start.port, "/generate", {"tokens": [5, 6], "max_new_tokens": 2})[0] == 200
     step, ready = start.lines
-    assert step == StartLine(event="step", step="loading tiny into torch")
+    assert step == StartLine(event="step", step="loading tiny into torch", part=0.25)
     assert (ready.event, ready.port, ready.role, ready.model) == ("ready", start.port, "decode", "tiny")
 
 
