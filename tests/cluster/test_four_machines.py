@@ -204,7 +204,7 @@ def test_a_release_that_does_not_start_is_taken_back(lab: Lab) -> None:
     lab.write(good)
     assert failed.returncode == 1
     assert re.search(
-        r"error: dgx1: disagg-dgx-spark-1 does not start: error: 'nonsense' is not.*; release \S+ runs again",
+        r"error: dgx1: disagg-dgx-spark-1 does not start: error: --kv-memory: 'nonsense' is not.*; release \S+ runs again",
         failed.stderr,
     )
     assert lab.machines["dgx1"].path("/root/.disagg/current").readlink() == processes
