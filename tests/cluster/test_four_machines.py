@@ -203,9 +203,9 @@ def test_a_release_that_does_not_start_is_taken_back(lab: Lab) -> None:
     failed = lab.cluster("deploy", "-m", "dgx1", check=False)
     lab.write(good)
     assert failed.returncode == 1
+    why = "--kv-memory: 'nonsense' is not"
     assert re.search(
-        r"error: dgx1: disagg-dgx-spark-1 does not start: error: --kv-memory: 'nonsense' is not.*; release \S+ runs again",
-        failed.stderr,
+        rf"error: dgx1: disagg-dgx-spark-1 does not start: error: {why}.*; release \S+ runs again", failed.stderr
     )
     assert lab.machines["dgx1"].path("/root/.disagg/current").readlink() == processes
     assert lab.status()["models"] == UP
