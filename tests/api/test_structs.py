@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from disaggregated_inference.api import (
+    FALLBACK_WARNING,
     ChoiceTokenEvent,
     DecodeMetrics,
     DecodeRequest,
@@ -133,3 +134,19 @@ def test_a_row_of_another_version_is_read_as_far_as_it_fits() -> None:
     failover = Failover(node="d1", code="unreachable", message="it does not answer", stall_s=0.5)
     whole = RequestRecord(model="m", failovers=(failover,), error=ErrorDetail("x", "y"), cost=0.1, decode_speed=3.0)
     assert RequestRecord.of_row(whole.row()) == whole
+
+
+@pytest.mark.parametrize(
+    ("method", "warning", "kind"),
+    [
+        ("disaggregated_mlx", None, "disaggregated"),
+        ("local", None, "local"),
+        ("local", FALLBACK_WARNING, "fallback"),
+        ("fallback", FALLBACK_WARNING, "fallback"),
+        ("whole_vllm", None, "whole"),
+        ("another", None, None),
+        (None, None, None),
+    ],
+)
+def test_the_kind_of_an_older_row(method: str | None, warning: str | None, kind: str | None) -> None:
+    assert RequestRecord.of_row({"model": "m", "method": method, "warning": warning}).kind == kind

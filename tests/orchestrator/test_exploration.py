@@ -166,6 +166,32 @@ def test_a_bad_measurement_of_decode_at_the_start_is_checked_soon() -> None:
     asyncio.run(run())
 
 
+def test_memory_is_promised_until_a_status_can_count_it() -> None:
+    """An answer that waits for a place at its prefill node has not come to its decode node yet."""
+
+    def check(cluster: Cluster) -> None:
+        d, status = cluster.d, status_of("decode")
+        status = msgspec.structs.replace(status, kv_token_bytes=10, kv=KVMemoryStatus(limit_bytes=10_000))
+
+        def free() -> int:
+            return d.view("m").kv_free_bytes
+
+        d.update(status)
+        waits, came, late = (d.promise(100) for _ in range(3))
+        came.sent_at, late.sent_at = 50.0, 70.0
+        assert free() == 7_000
+        d.update(status, asked_at=60.0)
+        assert free() == 8_000, "the status was asked for after the second came, and before the third"
+        waits.sent_at = 80.0
+        d.update(status, asked_at=75.0)
+        assert free() == 9_000
+        for promise in (waits, came, late):
+            d.release(promise)
+        assert free() == 10_000
+
+    in_cluster(check)
+
+
 def test_a_node_that_is_slower_by_nature_is_not_slowed() -> None:
     def check(cluster: Cluster) -> None:
         cluster.p._best_rates.clear()

@@ -12,6 +12,7 @@ Outcome = Literal["ok", "failed", "refused", "cancelled"]
 # could, or by the one node that also wrote the answer.
 RequestKind = Literal["disaggregated", "local", "fallback", "whole"]
 FALLBACK_WARNING = "Using fallback mode - slower performance"
+_KINDS: dict[str, RequestKind] = {"disaggregated": "disaggregated", "local": "local", "whole": "whole"}  # of a method
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -138,6 +139,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         except msgspec.ValidationError:
             fitting = {name: row[name] for name, kind in _TYPES.items() if name in row and _fits(row[name], kind)}
             record = msgspec.convert(fitting, cls)
+        if record.kind is None and record.method:
+            record = msgspec.structs.replace(record, kind=_kind_of(record.method, record.warning))
         if "output_token_time" in row or record.decode_speed <= 0 or record.n > _MOST_CHOICES:
             return record
         return msgspec.structs.replace(record, output_token_time=record.n / record.decode_speed)
@@ -163,6 +166,13 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 _MOST_CHOICES = 1e300  # no float holds a larger number
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(RequestRecord)}
+
+
+def _kind_of(method: str, warning: str | None) -> RequestKind | None:
+    """Of a row that was written before records had their kind."""
+    if method == "fallback" or warning == FALLBACK_WARNING:
+        return "fallback"
+    return _KINDS.get(method.partition("_")[0])
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import aiohttp
 import msgspec
@@ -35,6 +36,14 @@ _FEW_SAMPLES = 3  # with fewer, one bad reading can be the estimate
 _MAX_PREFILLS = 32  # of ours at a prefill node: it works on a few at a time, and the others are better off here
 
 
+@dataclass(slots=True, eq=False)
+class KVPromise:
+    """KV memory of a node, for an answer of ours. Its status counts it once the request is there."""
+
+    tokens: int
+    sent_at: float = math.inf  # when the request went to the node, on the monotonic clock
+
+
 class NodeState:
     def __init__(
         self,
@@ -64,7 +73,7 @@ class NodeState:
         self.open = 0  # our requests there
         self.unread_tokens = 0  # of our prompts, sent since the last status and not known to be prefilled
         self._read_tokens = 0  # of our prompts, prefilled since the last status, which still counts them
-        self.promised_tokens = 0  # of its KV memory, for answers of ours that began after the last status
+        self._promises: set[KVPromise] = set()  # that its last status does not count
         self._open_at_status = 0
         self.polled_at, self.used_at = 0.0, time.monotonic()
         self._best_rates: dict[tuple[str, int], float] = {}  # of this epoch, by kind and size
@@ -155,7 +164,7 @@ class NodeState:
             reason = f"it does not answer as a node: {error}"
             self.lost(await self._identified(reason, "bad_answer"))
             return False
-        self.update(status)
+        self.update(status, asked_at=began_at)
         return renewed
 
     async def _identified(self, reason: str, code: str, closed: bool = False) -> str:
@@ -177,10 +186,18 @@ class NodeState:
         else:
             self.unread_tokens = max(0, self.unread_tokens - tokens)
 
-    def answer_ended(self, kv_tokens: int, sent_at: float) -> None:
-        """An answer of ours, for which `kv_tokens` were promised at `sent_at`."""
-        if sent_at >= self.polled_at:
-            self.promised_tokens = max(0, self.promised_tokens - kv_tokens)
+    def promise(self, kv_tokens: int) -> KVPromise:
+        made = KVPromise(kv_tokens)
+        self._promises.add(made)
+        return made
+
+    def release(self, promise: KVPromise) -> None:
+        """The answer has ended."""
+        self._promises.discard(promise)
+
+    @property
+    def promised_tokens(self) -> int:
+        return sum(promise.tokens for promise in self._promises)
 
     def lost(self, reason: str, code: str = _UNREACHABLE) -> None:
         self.reachable, self.trouble = False, reason
@@ -196,14 +213,16 @@ class NodeState:
             return False
         return self.status is not None or self._condition == "loading"
 
-    def update(self, status: NodeStatus) -> None:
-        """What the node told when it was polled."""
+    def update(self, status: NodeStatus, asked_at: float | None = None) -> None:
+        """What the node told when it was polled: at `asked_at` on the monotonic clock, now by default."""
         if self.status and self.epoch != status.epoch:  # it came back; at first sight every node is new
             self.breaker.renewed()
             self._best_rates.clear()
         self._missed_polls, self.client.epoch = 0, status.epoch
         self.status, self.reachable, self.polled_at = status, True, time.monotonic()
-        self.unread_tokens = self._read_tokens = self.promised_tokens = 0  # the status counts them now
+        self.unread_tokens = self._read_tokens = 0  # the status counts them now
+        counted_until = self.polled_at if asked_at is None else asked_at
+        self._promises = {promise for promise in self._promises if promise.sent_at >= counted_until}
         self._open_at_status = self.open
         self._compare_rates(status)
         self.power.add(status)

@@ -20,7 +20,7 @@ from disaggregated_inference.orchestrator.attempt import Attempt
 from disaggregated_inference.orchestrator.continuation import Continuation, Numbers
 from disaggregated_inference.orchestrator.failover import FailoverState
 from disaggregated_inference.orchestrator.leg_errors import LegBusy, LegFailed, NodeRefused, refusal
-from disaggregated_inference.orchestrator.node_state import NodeState
+from disaggregated_inference.orchestrator.node_state import KVPromise, NodeState
 from disaggregated_inference.orchestrator.recorder import RequestRecorder
 from disaggregated_inference.orchestrator.registry import NodeRegistry
 from disaggregated_inference.orchestrator.route_picker import RoutePicker
@@ -121,15 +121,15 @@ class RequestRunner:
                 raise LegBusy(node.name, "another request is trying it out", self._timeouts.come_back_s)
         prompt, ticket = self._continuation.prompt(numbers), secrets.token_urlsafe(16)
         reader, done = prefill or decode, False
+        self._recorder.warn(self._continuation.warning(numbers))
+        promise = decode.promise(attempt.kv_tokens)
         for node in {decode, reader}:
             node.open += 1
             node.used_at = time.monotonic()
         reader.unread_tokens += len(prompt)
-        decode.promised_tokens += attempt.kv_tokens
         attempt.sent_at = time.monotonic()
-        self._recorder.warn(self._continuation.warning(numbers))
         try:
-            await self._open_legs(attempt, numbers, decode, prefill, prompt, ticket)
+            await self._open_legs(attempt, numbers, decode, prefill, prompt, ticket, promise)
             done = True
         except NodeRefused as error:
             cause = self._recorder.failovers[-1].cause if self._recorder.failovers else ""
@@ -138,7 +138,7 @@ class RequestRunner:
             for node in {decode, reader}:
                 node.open -= 1
                 node.breaker.released()
-            decode.answer_ended(attempt.kv_tokens, attempt.sent_at)
+            decode.release(promise)
             if prefill and not done:
                 prefill.client.cancel_prefill(ticket)
         self._continuation.finished(attempt, numbers, prompt)
@@ -151,6 +151,7 @@ class RequestRunner:
         prefill: NodeState | None,
         prompt: list[int],
         ticket: str,
+        promise: KVPromise,
     ) -> None:
         """The prefill leg first, always: two requests can then never wait for each other's memory."""
         waits = prefill is not None and prefill.prefill_slots.locked()
@@ -163,6 +164,7 @@ class RequestRunner:
                 context = await prefill.client.prefill(request, self._request.request_id)
                 context = seal_for(context, decode.server.token)  # the prefill node may have another token, or none
             decode_request = self._continuation.decode_request(numbers, self._left_s(), context)
+            promise.sent_at = time.monotonic()
             path = "/decode" if prefill else "/generate"
             check = self._continuation.stream_check(numbers, decode_request, decode.info)
             events = decode.client.generate(path, decode_request, self._request.request_id, check)
