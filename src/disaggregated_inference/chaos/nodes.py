@@ -12,7 +12,6 @@ from disaggregated_inference.chaos.keys import ChaosKeys
 from disaggregated_inference.chaos.line import DisturbedLine
 from disaggregated_inference.chaos.settings import ChaosSettings
 from disaggregated_inference.cluster import ClusterConfig, Server
-from disaggregated_inference.engines import require_engine
 from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.identity import Identity, open_identity
 from disaggregated_inference.local_nodes import LocalNode, ask, node_status
@@ -149,8 +148,6 @@ def own_nodes(settings: ChaosSettings, folder: Path, keys: ChaosKeys | None) -> 
 
 
 def model_of(settings: ChaosSettings) -> str:
-    for engine in settings.engines:
-        require_engine(engine)
     is_simulated = "simulated" in settings.engines
     if is_simulated and set(settings.engines) != {"simulated"}:
         raise BadRequest("--engine: simulated nodes move no real KV; give simulated alone, or real engines")

@@ -8,12 +8,15 @@ from pathlib import Path
 from rich.console import Console
 
 from disaggregated_inference.chaos import ChaosReport, ChaosSettings, Show, run_chaos
+from disaggregated_inference.engines import require_engine
 
 _WIDTH = 110  # of the table in a file or pipe
 
 
 def run(settings: ChaosSettings, as_json: bool) -> bool:
     """Whether the cluster passed."""
+    for engine in () if settings.config else settings.engines:
+        require_engine(engine)
     logging.getLogger("disaggregated_inference").setLevel(logging.CRITICAL)  # faults are expected here
     show, end = _progress_line()
     try:
