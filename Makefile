@@ -37,11 +37,11 @@ second_run = { test $$? -eq 1 && echo "once more, alone: what failed" && $(PYTES
 MYPY := $(BIN)/mypy
 beside_mypy = $(MYPY) & types=$$!; $(1); tests=$$?; wait $$types && exit $$tests
 
-# Everything: 15 to 20 minutes on two cores.
+# Everything: about 15 minutes on two cores, up to 20 on slow ones.
 test: lint
 	@$(call beside_mypy,$(PYTEST) $(PARALLEL) || $(call second_run))
 
-# Before a commit: about 3 minutes on two cores, something of every package.
+# Before a commit: two and a half minutes on two cores, something of every package.
 quick: lint
 	@$(call beside_mypy,$(PYTEST) $(PARALLEL) -m "not slow")
 
