@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 
@@ -50,7 +50,6 @@ class _Stream:
     received_bytes: int = 0
     resumed: int = 0
     unresponsive: bool = False  # the connection was silent, and its node did not answer a probe
-    used: list[str] = field(default_factory=list)
 
 
 class KVFetch(StoppableWork):
@@ -69,6 +68,7 @@ class KVFetch(StoppableWork):
         super().__init__()
         self._hello, self._layout, self._vocabulary, self._tokens = hello, layout, vocabulary, tokens
         self._paths = paths
+        self._used: dict[str, None] = {}  # addresses, in order of first use
         count = min(streams, len(layout.layers))
         self._streams = [_Stream(n, SilenceLimit(paths[0].timeouts)) for n in range(count)]
         self._placement = Placement(hello, layout, tokens, count, sink)
@@ -108,7 +108,7 @@ class KVFetch(StoppableWork):
             computed_at=max(result.computed_at for result in results),  # each is a little too early
             payload_bytes=sum(stream.received_bytes for stream in self._streams),
             resumed=sum(stream.resumed for stream in self._streams),
-            paths=tuple(dict.fromkeys(name for stream in self._streams for name in stream.used)),
+            paths=tuple(self._used),
             arrivals=self._arrivals,
         )
 
@@ -169,7 +169,7 @@ class KVFetch(StoppableWork):
         with self.changed:
             self.use(connection, stream.number)
             self._current_path[stream.number] = path
-        stream.used.append(format_address(path.address))
+            self._used.setdefault(format_address(path.address))
         hello = msgspec.structs.replace(
             self._hello, held_tokens=self.committed, stream=stream.number, streams=len(self._streams)
         )
