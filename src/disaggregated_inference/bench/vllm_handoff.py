@@ -1,9 +1,10 @@
-"""`disagg bench handoff --prefill vllm --shape`: vLLM alone, then vLLM behind a prefill node whose KV cache another
-process fetches while it is computed. Both get the same prompts over the same HTTP API, in chunks of the same size, with
-the same graphs."""
+"""`disagg bench handoff --prefill vllm --shape`: vLLM alone, offline (`vllm.LLM`) and over HTTP, then vLLM behind a
+prefill node whose KV cache another process fetches while it is computed. All compute in chunks of the same size, with
+the same graphs; the last two get their prompts over the same HTTP API."""
 
 import os
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +15,12 @@ from typing import TypeVar
 
 import msgspec
 
+import disaggregated_inference
 from disaggregated_inference.bench.prompts import token_prompt
 from disaggregated_inference.bench.report import Report, Row, progress
 from disaggregated_inference.bench.streaming import Streamed, receiver, stream_prefill
 from disaggregated_inference.bench.vllm_shapes import SHAPES, ShapeFiles, write_plugin, write_shape
-from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.errors import DisaggError, EngineFailed
 from disaggregated_inference.vllm_node import (
     LOGITS_PROCESSOR,
     Completions,
@@ -51,22 +53,29 @@ def bench_vllm(shape: str, chunk: int, streams: int, repeats: int, alone: bool =
         write_plugin(Path(folder) / "plugin")
         model = write_shape(shape, Path(folder) / shape)
         bench = _Bench(model, Path(folder), chunk, repeats)
-        bare = bench.measure_alone(lengths) if alone else {}
+        offline, bare = (bench.measure_offline(lengths), bench.measure_alone(lengths)) if alone else ({}, {})
         report = Report(f"vLLM {bench.build.version} prefills, {shape}, chunks of {chunk}, {streams} connections")
         for length, (idle, streamed) in bench.measure_streamed(lengths, streams).items():
-            _rows(report, length, bare.get(length, []), idle, streamed)
+            _rows(report, length, offline.get(length, []), bare.get(length, []), idle, streamed)
         return report
 
 
-def _rows(report: Report, length: int, alone: list[float], idle: list[float], streamed: list[Streamed]) -> None:
+def _rows(
+    report: Report, length: int, offline: list[float], alone: list[float], idle: list[float], streamed: list[Streamed]
+) -> None:
+    """Without HTTP and JSON, over HTTP, and with KV on its way. `offline` and `alone` are empty where neither ran."""
     against, bare = ("vLLM alone", statistics.median(alone)) if alone else ("idle", statistics.median(idle))
-    if alone:
-        report.add(Row(f"prefill {length}, vLLM alone", length / bare, "tok/s"))
+    if offline:
+        bare_offline = length / statistics.median(offline)
+        report.add(Row(f"prefill {length}, vLLM offline", bare_offline, "tok/s"))
+        report.add(Row(f"prefill {length}, vLLM alone", length / bare, "tok/s", bare_offline, "vLLM offline"))
     report.add(Row(f"prefill {length}, connector idle", length / statistics.median(idle), "tok/s"))
     total = statistics.median(run.total_s for run in streamed)
-    computed = statistics.median(run.total_s - run.exposed_s for run in streamed)
+    speed = length / statistics.median(run.total_s - run.exposed_s for run in streamed)
     name = f"prefill {length}, while another process fetches the KV"
-    report.add(Row(name, length / computed, "tok/s", length / bare, against, _GOALS.get(length)))
+    report.add(Row(name, speed, "tok/s", length / bare, against, _GOALS.get(length)))
+    if offline:
+        report.add(Row("  the same", speed, "tok/s", bare_offline, "vLLM offline", _GOALS.get(length)))
     report.add(Row("  until the last byte has arrived", length / total, "tok/s", length / bare, against))
     exposed = [run.exposed_s * 1e3 for run in streamed]
     report.add(Row("  exposed transfer", statistics.median(exposed), "ms", goal=_MAX_EXPOSED_MS, at_most=True))
@@ -86,6 +95,20 @@ class _Bench:
         self._python = find_python("")
         self.build = probe(self._python)
         self._prompts = 0
+
+    def measure_offline(self, lengths: tuple[int, ...]) -> dict[int, list[float]]:
+        progress(f"starting vLLM {self.build.version} offline")
+        output, package = self._folder / "offline.json", Path(disaggregated_inference.__file__).parents[1]
+        sizes = ",".join(map(str, lengths)), str(self._repeats), str(self._model.spec.vocabulary)
+        program = [str(self._python), "-m", "disaggregated_inference.bench.vllm_offline", str(output), *sizes]
+        command = [*program, *serve_arguments(self._options(None), self.build)]
+        ended = subprocess.run(command, env=self._environment("", package), capture_output=True, text=True)
+        if ended.returncode:
+            raise EngineFailed(f"vLLM failed: {(ended.stderr or ended.stdout)[-2000:]}")
+        times = msgspec.json.decode(output.read_bytes(), type=dict[int, list[float]])
+        for length in lengths:
+            progress(f"  prompts of {length} tokens, offline {_speed(length, times[length])}")
+        return times
 
     def measure_alone(self, lengths: tuple[int, ...]) -> dict[int, list[float]]:
         progress(f"starting vLLM {self.build.version} alone")
@@ -150,7 +173,22 @@ class _Bench:
     @contextmanager
     def _running(self, border: Path | None) -> Iterator[VllmProcess]:
         """With `border`: the connector and the logits processor are loaded, and meet the node there."""
-        options = EngineOptions(
+        options = self._options(border)
+
+        def launch(socket: str, key: str, folder: str) -> tuple[list[str], dict[str, str]]:
+            arguments = serve_arguments(msgspec.structs.replace(options, socket=socket), self.build)
+            command = [str(self._python), "-m", "vllm.entrypoints.cli.main", "serve", *arguments]
+            return command, self._environment(key, folder)
+
+        server = VllmProcess(launch, self.build)
+        try:
+            server.start(progress)
+            yield server
+        finally:
+            server.stop()
+
+    def _options(self, border: Path | None) -> EngineOptions:
+        return EngineOptions(
             model=str(self._model.path),
             name=self._model.name,
             socket="",
@@ -163,15 +201,5 @@ class _Bench:
             more="--load-format dummy",
         )
 
-        def launch(socket: str, key: str, folder: str) -> tuple[list[str], dict[str, str]]:
-            arguments = serve_arguments(msgspec.structs.replace(options, socket=socket), self.build)
-            command = [str(self._python), "-m", "vllm.entrypoints.cli.main", "serve", *arguments]
-            paths = [folder, str(self._folder / "plugin")]
-            return command, serve_environment(os.environ, key, paths, self.build)
-
-        server = VllmProcess(launch, self.build)
-        try:
-            server.start(progress)
-            yield server
-        finally:
-            server.stop()
+    def _environment(self, key: str, packages: Path | str) -> dict[str, str]:
+        return serve_environment(os.environ, key, [str(packages), str(self._folder / "plugin")], self.build)

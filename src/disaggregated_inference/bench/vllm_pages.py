@@ -43,6 +43,8 @@ from disaggregated_inference.vllm_node import (
     kv_transfer_config,
 )
 
+_KV_BYTES = 8 << 30  # of vLLM, on a GPU: for a few layers
+
 
 class PageRows(NamedTuple):
     """Keys and values of one layer from position `start` on, as bits."""
@@ -223,6 +225,8 @@ def _llm(model: Any, socket: Path, chunk: int, longest: int, blocks: int, decode
     if torch.cuda.is_available():
         mode = "FULL_AND_PIECEWISE" if decodes else "PIECEWISE"
         options = {"compilation_config": {"cudagraph_capture_sizes": [1, 8, 512], "cudagraph_mode": mode}}
+        # Given, not measured: several of these checks share one GPU.
+        options |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": _KV_BYTES}
     return LLM(
         model=str(model.path),
         load_format="dummy",

@@ -77,7 +77,7 @@ def bench_handoff(
     streams: Annotated[int, typer.Option(min=1, max=64, help="Connections per KV transfer.")] = 4,
     repeats: Repeats = 3,
     alone: Annotated[
-        bool, typer.Option(help="With --prefill vllm: also start vLLM without the connector, as the baseline.")
+        bool, typer.Option(help="With --prefill vllm: also measure vLLM without the connector, offline and over HTTP.")
     ] = True,
     output: Output = _FOLDER,
 ) -> None:
