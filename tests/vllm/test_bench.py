@@ -1,6 +1,7 @@
 """The benchmarks that run on a GPU, at their tiny shape with vLLM on the CPU: they come to their end."""
 
 import asyncio
+import json
 import os
 import re
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from disaggregated_inference.bench import vllm_handoff
-from disaggregated_inference.vllm_node import VllmAddress
+from disaggregated_inference.bench.vllm_shapes import write_shape
+from disaggregated_inference.vllm_node import EngineOptions, VllmAddress, serve_arguments
 from disaggregated_inference.vllm_node.client import VllmClient
 from disaggregated_inference.vllm_node.guard import end_session
 from disaggregated_inference.vllm_node.process import Launch
@@ -29,6 +31,22 @@ def test_the_kv_that_arrives_equals_the_pages(vllm_forker: VllmForker, tmp_path:
     for name in (*(f"prompt of {length}" for length in lengths.split(",")), "all at once, twice"):
         assert re.search(rf"^{name}: [\d.]+ MB equal, bit for bit", told, re.MULTILINE), told[-3000:]
     assert "layers of steps that no hook saw: 0" in told
+
+
+def test_prompts_are_timed_without_http(vllm_forker: VllmForker, tmp_path: Path) -> None:
+    """With the arguments of a server: `--uds` and the like are left out."""
+    model = write_shape("tiny", tmp_path / "tiny")
+    options = EngineOptions(
+        model=str(model.path), name="tiny", socket="/s", dtype="float32", more="--load-format dummy"
+    )
+    arguments = serve_arguments(options, VllmBuild(version=vllm_forker.version, is_cpu=True))
+    found = tmp_path / "times.json"
+    sizes = str(found), "16,40", "2", str(model.spec.vocabulary)
+    told = vllm_forker.run("disaggregated_inference.bench.vllm_offline", *sizes, *arguments, log=tmp_path / "log")
+    assert found.exists(), told[-3000:]
+    times = json.loads(found.read_text())
+    assert [len(times[length]) for length in ("16", "40")] == [2, 2]
+    assert all(second > 0 for each in times.values() for second in each)
 
 
 class Forked:
