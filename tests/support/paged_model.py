@@ -92,7 +92,7 @@ class PagedModel:
         self.workers = [
             self._worker(border, number, stage, groups, pages, len(stages)) for number, stage in enumerate(stages)
         ]
-        attach = AttachScheduler(
+        self.attach = AttachScheduler(
             protocol=PROTOCOL,
             vllm_version="test",
             engine="one",
@@ -100,12 +100,13 @@ class PagedModel:
             workers=len(stages),
             max_tokens=4096,
             max_step_tokens=64,
+            max_sequences=8,
             block_tokens=BLOCK,
             blocks=BLOCKS,
             prefix_caching=True,
             windows=(WINDOW, 0),
         )
-        self.scheduler = SchedulerHalf(NodeLink(str(border), attach, lambda accept, memory: None), groups)
+        self.scheduler = SchedulerHalf(NodeLink(str(border), self.attach, lambda accept, memory: None), groups)
 
     def _worker(
         self, border: Path, rank: int, stage: Stage, groups: Sequence[Group], layout: Pages, count: int
@@ -163,7 +164,7 @@ class PagedModel:
         request.tables, request.computed = [[], []], 0
 
     def end(self, request: Request) -> None:
-        self.scheduler.end(request.id, "FINISHED_LENGTH_CAPPED")
+        self.scheduler.end(request.id, request.ticket, "FINISHED_LENGTH_CAPPED")
         self.preempt(request)
 
     def close(self) -> None:

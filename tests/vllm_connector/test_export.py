@@ -2,18 +2,27 @@
 filled as vLLM fills them: what arrives is what was computed, whatever the scheduler does."""
 
 import random
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from disaggregated_inference.errors import EngineFailed, EngineUnavailable
 from disaggregated_inference.kv import KVSlice
-from disaggregated_inference.vllm_connector.messages import ExportedRows
+from disaggregated_inference.vllm_connector.messages import (
+    MAX_PACKET_BYTES,
+    Decoder,
+    ExportedRows,
+    Refuse,
+    ToVllm,
+    encode,
+)
 from disaggregated_inference.vllm_connector.region import RegionLayout
 from disaggregated_inference.vllm_node.assembly import Assembly
 from disaggregated_inference.vllm_node.connector_server import ConnectorServer
@@ -49,6 +58,7 @@ class Receiver:
         self.slices: dict[str, list[tuple[int, int, int]]] = {}
         self.logits: dict[str, np.ndarray] = {}
         self.cached: dict[str, int] = {}
+        self.steps = 0
         self.computed: dict[str, int] = {}
         self.failures: dict[str, str] = {}
         self.lost_reasons: list[str] = []
@@ -70,6 +80,9 @@ class Receiver:
 
     def started(self, ticket: str, cached_tokens: int) -> None:
         self.cached[ticket] = cached_tokens
+
+    def stepped(self) -> None:
+        self.steps += 1
 
     def exported(self, worker: int, rows: ExportedRows) -> None:
         with self.lock:
@@ -180,6 +193,45 @@ def test_rows_of_a_preempted_request_are_sent_once(model: Make, receiver: Receiv
     assert [piece[1:] for piece in receiver.slices["twice"] if piece[0] == 1] == [(0, 20), (20, 30)]
     vllm.end(request)
     assert until(lambda: receiver.computed.get("twice") == 50)
+
+
+def test_a_prompt_that_waits_hears_of_steps_for_others(model: Make, receiver: Receiver) -> None:
+    """So that an engine at work is not taken for one that hangs. Once a second is enough."""
+    vllm = model()
+    waiting, other = vllm.request("waiting", 12), vllm.request("other", 12)
+    receiver.border.wait_attached(60)
+    vllm.step((other, 4))
+    receiver.grant(waiting)
+    assert until(lambda: bool(vllm.scheduler._link.grants))
+    for _ in range(4):
+        vllm.step((other, 2))
+    assert until(lambda: receiver.steps > 0)
+    vllm.step((waiting, 12))
+    assert until(lambda: receiver.complete(waiting))
+    assert receiver.steps == 1
+
+
+def test_a_ticket_that_never_had_a_step_has_an_end_too(model: Make, receiver: Receiver) -> None:
+    """A client left while its prompt waited in vLLM's queue."""
+    vllm = model()
+    request = vllm.request("waiting", 12)
+    receiver.grant(request)
+    vllm.end(request)
+    assert until(lambda: receiver.computed == {"waiting": 0})
+
+
+def test_a_vllm_that_comes_back_with_a_smaller_window_is_refused(model: Make, receiver: Receiver) -> None:
+    """The node has told its router how long prompts may be."""
+    first = model()
+    receiver.border.wait_attached(60)
+    first.close()
+    assert until(lambda: receiver.border.trouble() != "")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as second:
+        second.connect(str(receiver.border.path))
+        second.sendall(encode(msgspec.structs.replace(first.attach, max_tokens=2048)))
+        answer = Decoder(ToVllm).decode(second.recv(MAX_PACKET_BYTES))
+    assert answer == Refuse(reason="its --max-model-len is 2048, and 4096 was expected")
+    assert receiver.border.trouble() == answer.reason
 
 
 @pytest.mark.parametrize("seed", range(12))

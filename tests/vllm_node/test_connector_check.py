@@ -42,6 +42,7 @@ def scheduler_half(path: Path) -> Iterator[SchedulerHalf]:
         workers=1,
         max_tokens=64,
         max_step_tokens=64,
+        max_sequences=8,
         block_tokens=4,
         blocks=4,
         prefix_caching=True,

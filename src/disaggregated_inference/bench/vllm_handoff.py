@@ -4,7 +4,6 @@ the same graphs; the last two get their prompts over the same HTTP API."""
 
 import os
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from typing import TypeVar
 
 import msgspec
 
-import disaggregated_inference
 from disaggregated_inference.bench.prompts import token_prompt
 from disaggregated_inference.bench.report import Report, Row, progress
 from disaggregated_inference.bench.streaming import Streamed, receiver, stream_prefill
@@ -33,8 +31,10 @@ from disaggregated_inference.vllm_node import (
     kv_transfer_config,
     open_vllm_prefill,
     probe,
+    run_folder,
     serve_arguments,
     serve_environment,
+    spawn_guarded,
 )
 
 _GOALS = {1500: 0.93, 8192: 0.97, 32768: 0.97}  # of vLLM alone
@@ -89,6 +89,18 @@ def _speed(length: int, times: list[float]) -> str:
     return f"{length / statistics.median(times):,.0f} tok/s"
 
 
+def _run(command: list[str], environ: dict[str, str]) -> str:
+    """To its end. Returns what it wrote."""
+    process = spawn_guarded(command, environ)
+    assert process.stdin
+    assert process.stdout
+    try:
+        return process.stdout.read()
+    finally:
+        process.stdin.close()
+        process.wait()
+
+
 class _Bench:
     def __init__(self, model: ShapeFiles, folder: Path, chunk: int, repeats: int) -> None:
         self._model, self._folder, self._chunk, self._repeats = model, folder, chunk, repeats
@@ -98,13 +110,13 @@ class _Bench:
 
     def measure_offline(self, lengths: tuple[int, ...]) -> dict[int, list[float]]:
         progress(f"starting vLLM {self.build.version} offline")
-        output, package = self._folder / "offline.json", Path(disaggregated_inference.__file__).parents[1]
+        output = self._folder / "offline.json"
         sizes = ",".join(map(str, lengths)), str(self._repeats), str(self._model.spec.vocabulary)
         program = [str(self._python), "-m", "disaggregated_inference.bench.vllm_offline", str(output), *sizes]
-        command = [*program, *serve_arguments(self._options(None), self.build)]
-        ended = subprocess.run(command, env=self._environment("", package), capture_output=True, text=True)
-        if ended.returncode:
-            raise EngineFailed(f"vLLM failed: {(ended.stderr or ended.stdout)[-2000:]}")
+        with run_folder(self.build) as folder:
+            said = _run([*program, *serve_arguments(self._options(None), self.build)], self._environment("", folder))
+        if not output.exists():
+            raise EngineFailed(f"vLLM failed: {said[-2000:]}")
         times = msgspec.json.decode(output.read_bytes(), type=dict[int, list[float]])
         for length in lengths:
             progress(f"  prompts of {length} tokens, offline {_speed(length, times[length])}")
@@ -201,5 +213,5 @@ class _Bench:
             more="--load-format dummy",
         )
 
-    def _environment(self, key: str, packages: Path | str) -> dict[str, str]:
-        return serve_environment(os.environ, key, [str(packages), str(self._folder / "plugin")], self.build)
+    def _environment(self, key: str, packages: str) -> dict[str, str]:
+        return serve_environment(os.environ, key, [packages, str(self._folder / "plugin")], self.build)

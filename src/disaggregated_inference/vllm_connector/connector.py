@@ -33,7 +33,7 @@ from disaggregated_inference.vllm_connector.messages import (
 )
 from disaggregated_inference.vllm_connector.pages import DTYPES, PagesUnsupported, find_pages
 from disaggregated_inference.vllm_connector.region import RegionLayout
-from disaggregated_inference.vllm_connector.scheduler import Group, SchedulerHalf, Span
+from disaggregated_inference.vllm_connector.scheduler import Group, SchedulerHalf, Span, ticket_of
 from disaggregated_inference.vllm_connector.worker import Layer, WorkerHalf
 
 
@@ -158,7 +158,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler
-        self._scheduler.end(request.request_id, request.status.name)
+        self._scheduler.end(request.request_id, ticket_of(request.sampling_params), request.status.name)
         return False, self._scheduler.answer(request.sampling_params)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -174,6 +174,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             workers=config.parallel_config.world_size,
             max_tokens=config.model_config.max_model_len,
             max_step_tokens=config.scheduler_config.max_num_batched_tokens,
+            max_sequences=config.scheduler_config.max_num_seqs,
             block_tokens=self._groups[0].block,
             blocks=self._caches.num_blocks,
             prefix_caching=bool(config.cache_config.enable_prefix_caching),

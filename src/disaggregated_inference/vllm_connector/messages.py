@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_PACKET_BYTES = 65536
 TICKET_PARAM = "disagg_ticket"  # in `kv_transfer_params` of a request to vLLM
 QUESTION_PARAM = "disagg_question"  # likewise: asks the connector for its `LinkState`
@@ -42,6 +42,7 @@ class AttachScheduler(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbi
     workers: int  # how many will attach
     max_tokens: int  # of prompt and completion together
     max_step_tokens: int  # one step computes no more, of all requests together
+    max_sequences: int  # of one step; others wait
     block_tokens: int
     blocks: int
     prefix_caching: bool
@@ -116,6 +117,11 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
     cached_tokens: int
 
 
+class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """vLLM's scheduler made a step, of whatever requests, while the node waits for a ticket. At most one a second: a
+    prompt that waits behind others is no sign of an engine that hangs."""
+
+
 class ExportedRows(msgspec.Struct, frozen=True, array_like=True):
     """The rows of [start, stop) that this layer keeps are in shared memory."""
 
@@ -162,7 +168,7 @@ class LinkState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 Attach = AttachScheduler | AttachWorker
-ToNode = Attach | Ready | Unusable | Started | Exported | LogitsReady | Failed | Ended | Released
+ToNode = Attach | Ready | Unusable | Started | Stepped | Exported | LogitsReady | Failed | Ended | Released
 ToVllm = Accept | Refuse | Grant | ReleaseTicket
 
 

@@ -1,6 +1,7 @@
 """The scheduler's half of the connector: which rows of which request every step adds, and in which blocks they are."""
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +16,13 @@ from disaggregated_inference.vllm_connector.messages import (
     Ended,
     Failed,
     Started,
+    Stepped,
 )
 from disaggregated_inference.vllm_connector.region import first_row
 
 log = logging.getLogger("vllm.disagg")
+
+_STEP_S = 1.0  # between two signs of life
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +61,13 @@ class SchedulerHalf:
     def __init__(self, link: NodeLink, groups: Sequence[Group]) -> None:
         self._link, self._groups = link, groups
         self._tracked: dict[str, _Tracked] = {}  # by vLLM's request id
+        self._stepped_at = 0.0
 
     def spans(self, output: Any) -> list[Span]:
         """Of vLLM's `SchedulerOutput`. A failure here fails the node's requests, not vLLM's step."""
+        if self._link.grants and (now := time.monotonic()) - self._stepped_at > _STEP_S:
+            self._stepped_at = now
+            self._link.send(Stepped())
         try:
             return self._spans(output)
         except Exception as error:
@@ -84,9 +92,10 @@ class SchedulerHalf:
                 found += self._advance(tracked, computed, output.num_scheduled_tokens[id])
         return found
 
-    def end(self, id: str, status: str) -> None:
-        """vLLM frees the request's blocks now. All its rows were copied in their own step."""
-        if tracked := self._tracked.pop(id, None):
+    def end(self, id: str, ticket: str, status: str) -> None:
+        """vLLM frees the request's blocks now. All its rows were copied in their own step. Of a ticket that never had
+        a step nothing was computed, and the node is told that too."""
+        if tracked := self._tracked.pop(id, None) or (_Tracked(ticket, 0, []) if ticket else None):
             self._link.send(
                 Ended(
                     ticket=tracked.ticket,

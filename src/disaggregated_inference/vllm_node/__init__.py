@@ -8,7 +8,7 @@ from disaggregated_inference.vllm_node.connector_server import ConnectorServer
 from disaggregated_inference.vllm_node.engine import VllmEngine
 from disaggregated_inference.vllm_node.loading import VllmLoader
 from disaggregated_inference.vllm_node.prefill_requests import Completions
-from disaggregated_inference.vllm_node.process import VllmProcess
+from disaggregated_inference.vllm_node.process import VllmProcess, run_folder, spawn_guarded
 from disaggregated_inference.vllm_node.settings import kv_transfer_config
 from disaggregated_inference.vllm_node.staging import Staging
 from disaggregated_inference.vllm_node.versions import find_python, probe
@@ -29,6 +29,8 @@ __all__ = [
     "kv_transfer_config",
     "open_vllm_prefill",
     "probe",
+    "run_folder",
     "serve_arguments",
     "serve_environment",
+    "spawn_guarded",
 ]

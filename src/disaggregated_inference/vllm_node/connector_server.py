@@ -37,6 +37,7 @@ from disaggregated_inference.vllm_connector.messages import (
     Released,
     ReleaseTicket,
     Started,
+    Stepped,
     ToNode,
     ToVllm,
     Unusable,
@@ -54,6 +55,7 @@ class Reports(Protocol):
     """What vLLM tells about tickets. Called on the threads of its connections."""
 
     def started(self, ticket: str, cached_tokens: int) -> None: ...
+    def stepped(self) -> None: ...
     def exported(self, worker: int, rows: ExportedRows) -> None: ...
     def logits_ready(self, ticket: str) -> None: ...
     def failed(self, ticket: str, reason: str) -> None: ...
@@ -101,6 +103,7 @@ class ConnectorServer:
         self._workers: dict[int, Peer] = {}
         self.engine: AttachedEngine | None = None
         self._required_dtype: KVDType | None = None  # of the first vLLM: prompts of another would not fit
+        self._required_tokens = 0  # likewise: the node has told how long its prompts may be
         self.reason = _WAITING
         self._explained = ""  # what to do about it; until all are attached
         self._releasing: dict[str, tuple[set[int], Callable[[], None]]] = {}
@@ -239,6 +242,8 @@ class ConnectorServer:
         if engines - {attach.engine}:
             return "another vLLM is attached to this node"
         if isinstance(attach, AttachScheduler):
+            if attach.max_tokens < self._required_tokens:
+                return f"its --max-model-len is {attach.max_tokens}, and {self._required_tokens} was expected"
             return "" if not self._scheduler else "its scheduler is attached already"
         if attach.rank in self._workers:
             return f"worker {attach.rank} is attached already"
@@ -276,7 +281,7 @@ class ConnectorServer:
             return self.refuse_all("vLLM's workers do not send all heads of all layers")
         if sum(worker.sends_logits for worker in attached) != 1:
             return self.refuse_all("not exactly one of vLLM's workers sends logits")
-        self._required_dtype = attached[0].dtype
+        self._required_dtype, self._required_tokens = attached[0].dtype, scheduler.max_tokens
         self.engine, self.reason = AttachedEngine(scheduler, attached[0].dtype, tuple(senders)), ""
         self._explained = ""
         log.info("vLLM %s is attached, with %d workers", scheduler.vllm_version, len(attached))
@@ -311,6 +316,8 @@ class ConnectorServer:
             reports.logits_ready(message.ticket)
         elif isinstance(message, Started):
             reports.started(message.ticket, message.cached_tokens)
+        elif isinstance(message, Stepped):
+            reports.stepped()
         elif isinstance(message, Ended):
             reports.ended(message.ticket, message.computed_tokens, message.status)
         elif isinstance(message, Failed):

@@ -12,7 +12,6 @@ from disaggregated_inference.errors import BadRequest
 from disaggregated_inference.kv_transfer import Address
 from disaggregated_inference.models import ModelFiles, ModelStore
 from disaggregated_inference.node import Begin, Node, NodeSettings, Trust, parse_size, start_readings
-from disaggregated_inference.vllm_node.arguments import SEQUENCES
 from disaggregated_inference.vllm_node.attach import VllmPrefillNode, open_vllm_prefill
 from disaggregated_inference.vllm_node.attached import AttachedVllm
 from disaggregated_inference.vllm_node.client import VllmAddress, VllmClient
@@ -98,9 +97,8 @@ class VllmLoader:
         prefill: VllmPrefillNode,
     ) -> WholeAnswers:
         assert prefill.border.engine
-        window = prefill.border.engine.scheduler.max_tokens
-        slots = min(SEQUENCES, settings.chunk or SEQUENCES)
-        return WholeAnswers(client, files, name, window, slots, settings.queue)
+        vllm = prefill.border.engine.scheduler
+        return WholeAnswers(client, files, name, vllm.max_tokens, vllm.max_sequences, settings.queue)
 
     def _node(
         self, files: ModelFiles, server: VllmServer, prefill: VllmPrefillNode, answers: WholeAnswers, begin: Begin

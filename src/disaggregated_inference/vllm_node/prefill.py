@@ -129,6 +129,10 @@ class VllmPrefill(ChunkedPrefill):
                 running.job.cached_tokens = cached_tokens
                 self._finish_if_complete(running)
 
+    def stepped(self) -> None:
+        """Of others' requests, perhaps: then a prompt waits for its turn."""
+        self._heard_at = time.monotonic()
+
     def exported(self, worker: int, rows: ExportedRows) -> None:
         self._heard_at = time.monotonic()
         with self._lock:
@@ -204,6 +208,8 @@ class VllmPrefill(ChunkedPrefill):
     def _answered(self, running: Running, done: "Future[Computed]") -> None:
         """vLLM's HTTP response. The KV may still be on its way: copies from a GPU end after the computing."""
         running.answered_at, running.computed_at = time.monotonic(), running.computed_at or time.perf_counter()
+        if not done.cancelled() and isinstance(done.exception(), DisaggError) and not running.started_at:
+            self.uncounted.pop(running.id, None)  # vLLM did not take it: it will not tell how it ended
         with self._lock:  # a prompt that is complete needs no answer
             if not running.future.done() and (error := _problem(done)):
                 self._fail(running, error)

@@ -107,8 +107,9 @@ class VllmProcess:
         written, self.starts = VllmLog(self._closing.is_set), self.starts + 1
         self._tell("loading", written.step)
         try:
-            with _run_folder(self._build) as folder:
-                self._guard = guard = self._spawn(*self._launch(_socket_in(folder), self.key, folder))
+            with run_folder(self._build) as folder:
+                command, environ = self._launch(_socket_in(folder), self.key, folder)
+                self._guard = guard = spawn_guarded(command, environ, self._timeouts.stop_s)
                 self.url = UNIX + _socket_in(folder)
                 return self._run_to_its_end(guard, written)
         except Exception as error:
@@ -127,19 +128,6 @@ class VllmProcess:
         failed = failure(written.lines, _SIGNALLED - code if code > _SIGNALLED else code)
         self._error = stopping if self._closing.is_set() else failed
         return time.monotonic() - ready_at if ready_at else 0.0
-
-    def _spawn(self, command: Sequence[str], environ: dict[str, str]) -> "subprocess.Popen[str]":
-        script = str(Path(__file__).with_name("guard.py"))
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", script, str(self._timeouts.stop_s), *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=environ,
-            start_new_session=True,  # Ctrl-C reaches this process alone
-        )
 
     def _watch(self, guard: "subprocess.Popen[str]", written: VllmLog) -> float:
         """Until the end of the process; returns when vLLM became ready, or 0."""
@@ -182,7 +170,24 @@ def _socket_in(folder: str) -> str:
     return path
 
 
-def _run_folder(build: VllmBuild) -> "tempfile.TemporaryDirectory[str]":
+def spawn_guarded(
+    command: Sequence[str], environ: dict[str, str], stop_s: float = VllmTimeouts().stop_s
+) -> "subprocess.Popen[str]":
+    """Its guard ends all of it when standard input is closed, also by the end of this process."""
+    script = str(Path(__file__).with_name("guard.py"))
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", script, str(stop_s), *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environ,
+        start_new_session=True,  # Ctrl-C reaches this process alone
+    )
+
+
+def run_folder(build: VllmBuild) -> "tempfile.TemporaryDirectory[str]":
     """A folder of this user alone, for one run. For vLLM's `PYTHONPATH` it holds this package and nothing else: the
     folder that the package really lies in may hold another torch. A nameless vLLM finds its name there."""
     folder: tempfile.TemporaryDirectory[str] = tempfile.TemporaryDirectory(

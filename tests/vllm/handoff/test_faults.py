@@ -82,6 +82,7 @@ def nothing_left(home: VllmHome, decode: DecodeNode) -> Iterator[None]:
     assert until(lambda: not node.tickets and not node.jobs)
     assert until(lambda: node.scheduler.call(lambda: node.engine.kv_held_bytes) == 0)
     assert until(lambda: node.kv_memory.reserved_bytes == 0)
+    assert until(lambda: not prefill_of(home).uncounted), "vLLM told of every ticket how it ended"
     assert until(lambda: home.server.metric("vllm:num_requests_running") == 0)
     assert until(lambda: home.server.metric("vllm:kv_cache_usage_perc") == 0)
 
@@ -348,6 +349,8 @@ def test_a_vllm_that_hangs_is_seen(home: VllmHome) -> None:
     try:
         _, reading = home.node.submit(prompt_of(50, seed=6))
         assert until(lambda: home.node.stalled_s > 1)
+        prefill_of(home).stepped()
+        assert home.node.stalled_s < 1
     finally:
         os.killpg(home.server.pid, signal.SIGCONT)
     reading.result(BUSY_S)
@@ -372,12 +375,14 @@ def test_a_stranger_on_the_socket(home: VllmHome) -> None:
 
 def test_a_lost_connection_to_the_connector(home: VllmHome) -> None:
     """vLLM lives, its connector dials again; prompts of the old connection fail."""
+    epoch = home.node.epoch
     with striking(home, 0.1, lambda: home.border.refuse_all("the line is cut"), last=True) as armed:
         _, reading = home.node.submit(prompt_of(LONG, seed=5))
         armed.set()
         with pytest.raises(EngineFailed, match="is gone"):
             reading.result(BUSY_S)
     assert until(lambda: home.node.trouble() == "")
+    assert home.node.epoch != epoch
 
 
 def test_many_cancelled_at_once(home: VllmHome) -> None:
