@@ -29,6 +29,7 @@ from disaggregated_inference.http.protocol import DescribeHeadError, HeadDeadlin
 from disaggregated_inference.http.responses import error_body
 from disaggregated_inference.http.tls import Certificate
 from disaggregated_inference.http.tls_handshake import TlsHandshake
+from disaggregated_inference.struct_types import build_struct_types
 from disaggregated_inference.timeouts import HttpTimeouts
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ class HttpServer(uvicorn.Server):
         if peers:
             config.load()
             config.ssl = peers
+        build_struct_types()
         super().__init__(config)
         self._timeouts, self._unfinished_bodies = timeouts, UnfinishedBodies(limits)
         self.mount(app)

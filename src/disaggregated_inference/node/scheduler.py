@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from disaggregated_inference.engines import Engine
 from disaggregated_inference.errors import NodeBusy
 from disaggregated_inference.node.batch import DecodeBatch
+from disaggregated_inference.struct_types import build_struct_types
 from disaggregated_inference.timeouts import NodeTimeouts
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Scheduler:
         max_running: int = 8,
         timeouts: NodeTimeouts = NodeTimeouts(),
     ) -> None:
+        build_struct_types()
         self._load, self._max_works, self._max_running, self._timeouts = load, max_works, max_running, timeouts
         self.batch = DecodeBatch()
         self.idle: Callable[[], None] = lambda: None

@@ -49,6 +49,7 @@ from disaggregated_inference.orchestrator.status_report import health_report, st
 from disaggregated_inference.orchestrator.threads import in_thread
 from disaggregated_inference.orchestrator.unavailable_nodes import no_decode_node
 from disaggregated_inference.orchestrator.verdict import model_verdict
+from disaggregated_inference.struct_types import build_struct_types
 from disaggregated_inference.timeouts import OrchestratorTimeouts
 
 _TIMEOUT_REMEDY = "ask for less, or give more time: timeout, or the config's prefill_timeout_s and decode_timeout_s"
@@ -65,6 +66,7 @@ class DisaggregatedInference:
         config: "ClusterConfig | dict[str, Any] | str | Path | None" = None,
         timeouts: OrchestratorTimeouts = OrchestratorTimeouts(),
     ) -> None:
+        build_struct_types()
         self.config = config if isinstance(config, ClusterConfig) else load_config(config)
         for name in self.config.names:
             require_defaults(self.config, name)

@@ -2,6 +2,7 @@
 
 import streamlit as st
 
+from disaggregated_inference.struct_types import build_struct_types
 from grader.web.assignments_page import assignments_page
 from grader.web.cluster_page import cluster_page
 from grader.web.export_page import export_page
@@ -30,6 +31,7 @@ h1{font-size:1.9rem!important;padding:.25rem 0!important}h2{font-size:1.45rem!im
 
 
 def main() -> None:
+    build_struct_types()
     st.set_page_config(page_title="Grade book", layout="wide")
     st.html(_STYLE)
     pages = [

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from disaggregated_inference.errors import DisaggError
+from disaggregated_inference.struct_types import build_struct_types
 from grader.errors import GraderError
 from grader.grading import parse_rubric
 from grader.models import ModelsUnavailable
@@ -64,6 +65,7 @@ class Worker:
 
     def run(self) -> int:
         """Until nothing waits, or the models stay away for too long. The exit code."""
+        build_struct_types()
         try:
             recover(self._database)
             with WorkerLock(self._database) as self._sign:
