@@ -15,6 +15,7 @@ EXCEPTIONS = {
             "disaggregated_inference/doctor/path_probe.py",
             "disaggregated_inference/vllm_connector/connection.py",
             "disaggregated_inference/vllm_connector/parent_watch.py",
+            "disaggregated_inference/vllm_connector/scheduler.py",
             "disaggregated_inference/vllm_node/guard.py",
             "grader/sandbox/driver.py",
         ),
