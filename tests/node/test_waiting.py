@@ -40,6 +40,7 @@ def test_the_deadline_holds_while_waiting(nodes: Callable[..., Pair]) -> None:
         with pytest.raises(DeadlineExceeded):
             list(decode.generate_from_kv(context, rules(30, timeout_s=0.4)))
         assert until(lambda: prefill.tickets.endings["cancelled"] == 1), "the prefill node is told to free the KV"
+    assert until(lambda: not prefill.kv_memory.reserved_bytes)
     with no_memory(prefill), pytest.raises(DeadlineExceeded):
         prefill.submit(prompt_of(5), wait_s=30, timeout_s=0.4)[1].result(60)
     assert until(lambda: nothing_left(pair))

@@ -145,13 +145,13 @@ def _decide(page: "Page", book: Database, chosen: Assignment) -> None:
     last = works[-1]
     before = {one.submission.id: one for one in grades(book, chosen)}[last.id].score.total
     assert until(lambda: _wants_a_reason(page), SOON_MS / 1000)
-    _set_points(page, "data", "0.5", f"by hand {EVIL}")
+    _set(page, book, last.id, "data", "0.5", f"by hand {EVIL}")
     press(page, "Undo")
     page.get_by_text("Taken back: points data").first.wait_for()
     assert {one.submission.id: one for one in grades(book, chosen)}[last.id].score.total == before
     _set_in_one_instant(page, ("data", "mean", "names"), "1.5", "by hand")
     assert until(lambda: len(_by_hand(book, last.id)) == 3, SOON_MS / 1000), history(book, last.id)
-    _set_points(page, "style", "1.5", "by hand")
+    _set(page, book, last.id, "style", "1.5", "by hand")
     assert _by_hand(book, last.id) == {item: "1.5" for item in ("data", "mean", "names", "style")}
     page.get_by_text(re.compile("6 of 10 points: graded")).wait_for()  # what is approved is what the page shows
     press(page, "Approve")
@@ -179,6 +179,16 @@ def _set_in_one_instant(page: "Page", items: tuple[str, ...], points: str, why: 
 def _set_points(page: "Page", item: str, points: str, why: str) -> None:
     _filled(page, item, points, why).get_by_role("button", name="Set points").click()
     settle(page)
+
+
+def _set(page: "Page", book: Database, submission: int, item: str, points: str, why: str) -> None:
+    """A page that is drawn again meanwhile forgets what was typed: then it is typed again."""
+
+    def is_set() -> bool:
+        _set_points(page, item, points, why)
+        return until(lambda: _by_hand(book, submission).get(item) == points, SOON_MS / 4000)
+
+    assert until(is_set, SOON_MS / 1000), history(book, submission)
 
 
 def _wants_a_reason(page: "Page") -> bool:
