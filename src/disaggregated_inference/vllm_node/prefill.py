@@ -5,6 +5,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -67,10 +68,11 @@ class VllmPrefill(ChunkedPrefill):
         self._lock = threading.RLock()
         self._running: dict[str, Running] = {}  # by id in vLLM
         self.uncounted: dict[str, bool] = {}  # ids whose computed tokens vLLM has not told yet; whether of a peer check
+        self._released: deque[tuple[float, str]] = deque()  # when, and ids
         self.on_lost: Callable[[], None] = lambda: None  # vLLM is gone: the next one is another
         self._heard_at = time.monotonic()
         border.reports = self
-        kv_memory.every_tick(self._fail_incomplete)
+        kv_memory.every_tick(self._look_for_late)
 
     @property
     def vllm(self) -> VllmEngine:
@@ -208,15 +210,19 @@ class VllmPrefill(ChunkedPrefill):
     def _answered(self, running: Running, done: "Future[Computed]") -> None:
         """vLLM's HTTP response. The KV may still be on its way: copies from a GPU end after the computing."""
         running.answered_at, running.computed_at = time.monotonic(), running.computed_at or time.perf_counter()
-        if not done.cancelled() and isinstance(done.exception(), DisaggError) and not running.started_at:
-            self.uncounted.pop(running.id, None)  # vLLM did not take it: it will not tell how it ended
         with self._lock:  # a prompt that is complete needs no answer
             if not running.future.done() and (error := _problem(done)):
                 self._fail(running, error)
 
-    def _fail_incomplete(self) -> None:
-        """A prompt of which vLLM believes that it is done, and of which rows are missing, must never stay silent."""
+    def _look_for_late(self) -> None:
+        """vLLM tells the end of a released ticket soon, or never had its request."""
         late = time.monotonic() - self.timeouts.export_s
+        self._fail_incomplete(late)
+        while self._released and self._released[0][0] < late:
+            self.uncounted.pop(self._released.popleft()[1], None)
+
+    def _fail_incomplete(self, late: float) -> None:
+        """A prompt of which vLLM believes that it is done, and of which rows are missing, must never stay silent."""
         for running in list(self._running.values()):
             if 0 < running.answered_at < late and not running.future.done():
                 rest = "the logits are missing" if not running.has_logits else _NO_START
@@ -241,6 +247,7 @@ class VllmPrefill(ChunkedPrefill):
     def _forget(self, running: Running) -> None:
         with self._lock:
             self._running.pop(running.id, None)
+        self._released.append((time.monotonic(), running.id))
         with suppress(NodeBusy):  # the engine has stopped: there is no memory to free
             self.scheduler.post(lambda: super(VllmPrefill, self).close_job(running.job))
 
