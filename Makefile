@@ -22,11 +22,11 @@ demo: $(READY)
 grade-demo: $(READY)
 	$(BIN)/disagg-grade demo $(ARGS)
 
-# Four processes on two cores, since tests wait for half of their time; a file at a time, the longest first
+# Three processes on two cores, since tests wait for half of their time; a file at a time, the longest first
 # (tests/conftest.py). The tests start hundreds of Python processes: compiled modules are kept, whatever the environment
 # says, or each of them would compile the package again.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
-PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 
 # What failed runs once more, alone and in one process, where no other test takes the machine from it. What fails again
 # fails the run; both runs are in the output. No second run after an interrupted one.
