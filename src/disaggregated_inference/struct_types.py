@@ -1,6 +1,6 @@
 """msgspec builds what it knows of a struct when it first decodes one. A second thread that decodes the same struct
-meanwhile sees half of it, and the process dies of SIGSEGV (0.22). So processes build all structs before they start
-threads."""
+meanwhile sees half of it, and the process dies of SIGSEGV (0.22). So a process that decodes on several threads builds
+all structs before it starts them."""
 
 import threading
 from collections.abc import Iterator

@@ -230,7 +230,7 @@ def test_a_vllm_that_comes_back_with_a_smaller_window_is_refused(model: Make, re
         second.connect(str(receiver.border.path))
         second.sendall(encode(msgspec.structs.replace(first.attach, max_tokens=2048)))
         answer = Decoder(ToVllm).decode(second.recv(MAX_PACKET_BYTES))
-    assert answer == Refuse(reason="its --max-model-len is 2048, and 4096 was expected")
+    assert answer == Refuse(reason="its --max-model-len is 2048: start it with 4096, or restart this node")
     assert receiver.border.trouble() == answer.reason
 
 

@@ -27,6 +27,7 @@ from disaggregated_inference.doctor.node_status import judge_local_network, judg
 from disaggregated_inference.doctor.paths import MeasuredPath, PathMachine, judge_pair, measure_path, not_measured
 from disaggregated_inference.doctor.plan import ExpectedMachine, planned
 from disaggregated_inference.errors import DisaggError, MachineError
+from disaggregated_inference.struct_types import build_struct_types
 from disaggregated_inference.timeouts import DoctorTimeouts
 
 BETWEEN = "between machines"
@@ -115,6 +116,7 @@ class _Examination:
         )
 
     async def _nodes(self) -> None:
+        build_struct_types()
         statuses = await asyncio.gather(
             *(asyncio.to_thread(read_status, self._config, server) for server in self._servers())
         )

@@ -243,7 +243,8 @@ class ConnectorServer:
             return "another vLLM is attached to this node"
         if isinstance(attach, AttachScheduler):
             if attach.max_tokens < self._required_tokens:
-                return f"its --max-model-len is {attach.max_tokens}, and {self._required_tokens} was expected"
+                wanted = f"start it with {self._required_tokens}, or restart this node"
+                return f"its --max-model-len is {attach.max_tokens}: {wanted}"
             return "" if not self._scheduler else "its scheduler is attached already"
         if attach.rank in self._workers:
             return f"worker {attach.rank} is attached already"
@@ -281,7 +282,8 @@ class ConnectorServer:
             return self.refuse_all("vLLM's workers do not send all heads of all layers")
         if sum(worker.sends_logits for worker in attached) != 1:
             return self.refuse_all("not exactly one of vLLM's workers sends logits")
-        self._required_dtype, self._required_tokens = attached[0].dtype, scheduler.max_tokens
+        self._required_dtype = attached[0].dtype
+        self._required_tokens = self._required_tokens or scheduler.max_tokens
         self.engine, self.reason = AttachedEngine(scheduler, attached[0].dtype, tuple(senders)), ""
         self._explained = ""
         log.info("vLLM %s is attached, with %d workers", scheduler.vllm_version, len(attached))
